@@ -1,0 +1,101 @@
+"""NVFP4: w ~= e2m1 code * (E4M3 block scale / float32 global scale), one block scale per 16 inputs.
+
+A weight [N, K] (out, in) is held as compressed-tensors' `nvfp4-pack-quantized` stores it, byte for byte:
+  packed        uint8 [N, K/2]           two E2M1 codes a byte, the first of a pair in the low nibble, bit 3 the sign
+  scale         float8_e4m3fn [N, K/16]  block scales, already multiplied by the global scale
+  global_scale  float32 []               448 * 6 / amax of the tensor (or of the group of tensors that share it)
+
+The quantizer mirrors that program's arithmetic, in which amax / 6 and the global scale are rounded to the weight's own
+dtype and the global scale is a reciprocal times 2688. XLA rewrites a division by a broadcast value into a
+multiplication by its reciprocal, one ulp off for a third of all values; `_divide` forbids that.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+BLOCK = 16
+_E2M1_MAX, _E4M3_MAX = 6.0, 448.0
+_ZERO_SCALE = 0.125  # what compressed-tensors writes for a block whose scale rounds to zero
+_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Midpoints between neighbouring levels; an exact tie goes to the level with an even code.
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+@flax.struct.dataclass
+class NVFP4Weight:
+    """A packed weight [N, K]; see the module docstring for the arrays."""
+
+    packed: jax.Array
+    scale: jax.Array
+    global_scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+
+def _divide(a: jax.Array, b: jax.Array | float) -> jax.Array:
+    """a / b, correctly rounded: the barrier keeps XLA from turning it into a * (1 / b)."""
+    return a / jax.lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(b, a.dtype), a.shape))
+
+
+def global_scale(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The float32 global scale [] for a largest magnitude `amax` of a weight stored in `dtype`; 1 for an all-zero weight."""
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return x.astype(dtype).astype(jnp.float32)
+
+    top = jnp.maximum(amax.astype(jnp.float32), jnp.float32(jnp.finfo(dtype).tiny))
+    scale = rounded(rounded(_divide(jnp.float32(1), top)) * jnp.float32(_E2M1_MAX * _E4M3_MAX))
+    return jnp.where(jnp.isfinite(scale), scale, 1.0)
+
+
+def encode_e2m1(x: jax.Array) -> jax.Array:
+    """uint8 codes 0..15 of the nearest E2M1 value, ties to even code; |x| > 6 saturates; the sign of an underflowing
+    negative is kept (code 8), that of an exact -0.0 is not."""
+    magnitude = jnp.abs(x)
+    code = jnp.zeros(x.shape, jnp.uint8)
+    for lower, middle in enumerate(_MIDPOINTS):
+        above = magnitude > middle if lower % 2 == 0 else magnitude >= middle
+        code = code + above.astype(jnp.uint8)
+    return code + jnp.where(x < 0, jnp.uint8(8), jnp.uint8(0))
+
+
+def decode_e2m1(codes: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Values of E2M1 codes 0..15."""
+    return jnp.asarray([*_LEVELS, *(-level for level in _LEVELS)], dtype)[codes]
+
+
+def quantize_nvfp4(w_NK: jax.Array, shared_global_scale: jax.Array | None = None) -> NVFP4Weight:
+    """Round-to-nearest quantization, equal byte for byte to compressed-tensors 0.20.
+
+    Args:
+      w_NK: float32 or bfloat16 [N, K], K a multiple of 16.
+      shared_global_scale: float32 [], where several tensors share one (q/k/v, gate/up); None computes it from `w_NK`.
+
+    Raises:
+      ValueError: w_NK is not a matrix, K is not a multiple of 16, or the dtype is another.
+    """
+    if w_NK.ndim != 2 or w_NK.shape[1] % BLOCK or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"NVFP4 takes float32 or bfloat16 [N, K] with K % {BLOCK} == 0; got {w_NK.dtype}{w_NK.shape}")
+    N, K = w_NK.shape
+    blocks = w_NK.astype(jnp.float32).reshape(N, K // BLOCK, BLOCK)
+    amax = jnp.abs(blocks).max(-1)
+    if shared_global_scale is None:
+        shared_global_scale = global_scale(amax.max(), w_NK.dtype)
+    block_scale = _divide(amax, _E2M1_MAX).astype(w_NK.dtype).astype(jnp.float32) * shared_global_scale
+    scale = jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+    scale = jnp.where(scale.astype(jnp.float32) == 0, jnp.float32(_ZERO_SCALE).astype(jnp.float8_e4m3fn), scale)
+    step = _divide(scale.astype(jnp.float32), shared_global_scale)
+    codes = encode_e2m1(_divide(blocks, step[..., None])).reshape(N, K)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return NVFP4Weight(packed, scale, jnp.asarray(shared_global_scale, jnp.float32).reshape(()))
+
+
+def dequantize_nvfp4(weight: NVFP4Weight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """[N, K]: code * (block scale / global scale) in float32, then rounded to `dtype`."""
+    N, K = weight.shape
+    codes = jnp.stack([weight.packed & 15, weight.packed >> 4], axis=-1).reshape(N, K // BLOCK, BLOCK)
+    step = _divide(weight.scale.astype(jnp.float32), weight.global_scale)
+    return (decode_e2m1(codes) * step[..., None]).reshape(N, K).astype(dtype)

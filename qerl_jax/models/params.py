@@ -1,0 +1,111 @@
+"""The two trees of the library: the frozen `Model` and the trainable `Adapter`.
+
+Dimension letters: V vocabulary, D hidden size, K inputs and N outputs of a linear layer, R LoRA rank.
+A projection is [N, K] (out, in), as files store it: a plain array, or a packed weight of `qerl_jax.formats`.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+
+from qerl_jax.formats import Weight
+from qerl_jax.models.config import ModelConfig
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@flax.struct.dataclass
+class Layer:
+    """One transformer block. Norm scales [D] are float32; biases are None where the family has none."""
+
+    input_norm: jax.Array
+    post_attention_norm: jax.Array
+    q_proj: Weight
+    k_proj: Weight
+    v_proj: Weight
+    o_proj: Weight
+    gate_proj: Weight
+    up_proj: Weight
+    down_proj: Weight
+    q_bias: jax.Array | None
+    k_bias: jax.Array | None
+    v_bias: jax.Array | None
+
+
+@flax.struct.dataclass
+class Base:
+    """All weights of the frozen network. `lm_head` is None where it is tied to `embed` ([V, D])."""
+
+    embed: jax.Array
+    layers: tuple[Layer, ...]
+    final_norm: jax.Array
+    lm_head: jax.Array | None
+
+
+@flax.struct.dataclass
+class Model:
+    """A frozen network: its shape (static under jit) and its weights. Pass it to jitted functions, never close over it."""
+
+    base: Base
+    config: ModelConfig = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Norms:
+    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one."""
+
+    input: tuple[jax.Array, ...]
+    post_attention: tuple[jax.Array, ...]
+    final: jax.Array
+
+
+@flax.struct.dataclass
+class LoRA:
+    """y += scaling * (x A^T) B^T, with A [R, K] and B [N, R] in float32 (Hu et al. 2021, arXiv 2106.09685)."""
+
+    a: jax.Array
+    b: jax.Array
+    scaling: float = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Adapter:
+    """Everything that is trained: LoRA pairs by projection name, one dictionary per layer, and the norm scales if
+    they are trained too (input and post-attention; the final norm stays as it is in the base)."""
+
+    lora: tuple[dict[str, LoRA], ...]
+    norms: Norms | None = None
+
+
+def projection_shape(config: ModelConfig, name: str) -> tuple[int, int]:
+    """(out, in) of the projection `name`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, int]] = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    return shapes[name]
+
+
+def norms_of(model: Model, adapter: Adapter | None) -> Norms:
+    """The clean norm scales in force: the adapter's where it trains them, else the base's."""
+    if adapter is not None and adapter.norms is not None:
+        return adapter.norms
+    layers = model.base.layers
+    return Norms(
+        input=tuple(layer.input_norm for layer in layers),
+        post_attention=tuple(layer.post_attention_norm for layer in layers),
+        final=model.base.final_norm,
+    )
+
+
+def parameter_count(tree: Any) -> int:
+    """Number of array elements in a pytree (packed bytes count as one element each)."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
