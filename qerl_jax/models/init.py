@@ -1,0 +1,118 @@
+"""Fresh parameters: a random network of a given shape, a LoRA adapter, and the change of a network's weight format."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import PROJECTIONS, Adapter, Base, Layer, LoRA, Model, Norms, projection_shape
+
+# Projections that read the same input share one NVFP4 global scale, as llm-compressor writes them.
+SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
+def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float32, std: float = 0.02) -> Model:
+    """A random network: weights N(0, std^2), norm scales 1, biases 0; projections in `dtype`, unquantized."""
+
+    def normal(key: jax.Array, *shape: int) -> jax.Array:
+        return std * jax.random.normal(key, shape, dtype)
+
+    def layer(key: jax.Array) -> Layer:
+        keys = jax.random.split(key, len(PROJECTIONS))
+        weights = {
+            name: normal(k, *projection_shape(config, name)) for name, k in zip(PROJECTIONS, keys, strict=True)
+        }
+        biases = {
+            f"{name}_bias": jnp.zeros(projection_shape(config, f"{name}_proj")[0], dtype) if config.attention_bias else None
+            for name in "qkv"
+        }
+        ones = jnp.ones(config.hidden_size, jnp.float32)
+        return Layer(input_norm=ones, post_attention_norm=ones, **weights, **biases)
+
+    embed_key, head_key, layers_key = jax.random.split(key, 3)
+    base = Base(
+        embed=normal(embed_key, config.vocab_size, config.hidden_size),
+        layers=tuple(layer(k) for k in jax.random.split(layers_key, config.num_hidden_layers)),
+        final_norm=jnp.ones(config.hidden_size, jnp.float32),
+        lm_head=None if config.tie_word_embeddings else normal(head_key, config.vocab_size, config.hidden_size),
+    )
+    return Model(base, config)
+
+
+def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
+    """The same network with its linear layers in `weight_format`; embeddings, lm_head, norms and biases stay as they are.
+
+    Raises:
+      UserError: an unknown format, or a weight whose inputs are not a multiple of the format's block.
+    """
+    if weight_format not in FORMATS:
+        raise UserError(f"weight_format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}")
+    layers = tuple(quantize_layer(layer, weight_format) for layer in model.base.layers)
+    return model.replace(base=model.base.replace(layers=layers))
+
+
+def quantize_layer(layer: Layer, weight_format: str) -> Layer:
+    """`quantize` for one layer."""
+    weights: dict[str, Weight] = {}
+    for group in SHARED_SCALE:
+        dense = {name: dequantize(w, jnp.bfloat16) if not isinstance(w := getattr(layer, name), jax.Array) else w for name in group}
+        if weight_format == "bf16":
+            weights |= dense
+            continue
+        for name, w in dense.items():
+            if w.shape[1] % 16:
+                raise UserError(f"{name} [{w.shape[0]}, {w.shape[1]}]: NVFP4 needs inputs in multiples of 16")
+        amax = jnp.max(jnp.stack([jnp.abs(w).max() for w in dense.values()]))
+        shared = global_scale(amax, next(iter(dense.values())).dtype)
+        weights |= {name: quantize_nvfp4(w, shared) for name, w in dense.items()}
+    return layer.replace(**weights)
+
+
+def init_adapter(
+    key: jax.Array,
+    model: Model,
+    lora_r: int = 16,
+    lora_alpha: float = 32.0,
+    target_modules: Iterable[str] = PROJECTIONS,
+    train_norms: bool = False,
+) -> Adapter:
+    """A LoRA adapter that changes nothing yet: A uniform in +-1/sqrt(K) (PEFT's Kaiming with a = sqrt 5), B zero.
+
+    Args:
+      key: PRNG key for A.
+      model: the network it belongs to.
+      lora_r, lora_alpha: rank and alpha; the scaling is alpha / rank.
+      target_modules: which of `PROJECTIONS` get a pair.
+      train_norms: also train input and post-attention norm scales, starting from the base's.
+
+    Raises:
+      UserError: an unknown projection name, or a rank below 1.
+    """
+    names = tuple(target_modules)
+    for name in names:
+        if name not in PROJECTIONS:
+            raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{nearest(name, PROJECTIONS)}")
+    if lora_r < 1:
+        raise UserError(f"lora_r is {lora_r}; allowed: 1 or more")
+
+    def pair(key: jax.Array, name: str) -> LoRA:
+        N, K = projection_shape(model.config, name)
+        a = jax.random.uniform(key, (lora_r, K), jnp.float32, -(K**-0.5), K**-0.5)
+        return LoRA(a, jnp.zeros((N, lora_r), jnp.float32), lora_alpha / lora_r)
+
+    lora = tuple(
+        {name: pair(jax.random.fold_in(jax.random.fold_in(key, i), PROJECTIONS.index(name)), name) for name in names}
+        for i in range(len(model.base.layers))
+    )
+    norms = None
+    if train_norms:
+        layers = model.base.layers
+        norms = Norms(
+            tuple(layer.input_norm.copy() for layer in layers),
+            tuple(layer.post_attention_norm.copy() for layer in layers),
+            model.base.final_norm,
+        )
+    return Adapter(lora, norms)

@@ -1,0 +1,45 @@
+"""The one entry for every linear layer: y = x W^T + bias + scaling * (x A^T) B^T, with W frozen in any format."""
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.formats import Weight, dequantize
+from qerl_jax.models.params import LoRA
+
+
+def matmul_rows(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """x W^T [M, N]. A lone row is padded to two: XLA's CPU backend takes another path for M = 1, whose last bits
+    differ, and a row's result must not depend on how many rows stand beside it."""
+    rows = x_MK.shape[0]
+    x_MK = jnp.pad(x_MK, ((0, max(0, 2 - rows)), (0, 0)))
+    return jax.lax.dot_general(x_MK, w_NK, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)[:rows]
+
+
+def linear(x: jax.Array, weight: Weight, lora: LoRA | None = None, bias: jax.Array | None = None) -> jax.Array:
+    """Applies a frozen weight and, if given, its LoRA pair.
+
+    The weight gets no gradient: differentiation yields dx and the LoRA gradients only.
+
+    Args:
+      x: [..., K], float32 or bfloat16; the result and the products have its dtype.
+      weight: [N, K] in any of `qerl_jax.formats`.
+      lora: A [R, K] and B [N, R] in float32, cast to x's dtype here.
+      bias: [N].
+
+    Returns:
+      [..., N].
+
+    Raises:
+      ValueError: the last axis of x is not K.
+    """
+    N, K = weight.shape
+    if x.shape[-1] != K:
+        raise ValueError(f"linear: x has {x.shape[-1]} inputs, the weight [{N}, {K}] takes {K}")
+    x_MK = x.reshape(-1, K)  # two dimensions: XLA's CPU gradient is 1.8 times faster than with [B, T, K]
+    y_MN = matmul_rows(x_MK, jax.lax.stop_gradient(dequantize(weight, x.dtype)))
+    if lora is not None:
+        down_MR = matmul_rows(x_MK, lora.a.astype(x.dtype))
+        y_MN += matmul_rows(down_MR, lora.b.astype(x.dtype)) * jnp.asarray(lora.scaling, x.dtype)
+    if bias is not None:
+        y_MN += bias.astype(x.dtype)
+    return y_MN.reshape(*x.shape[:-1], N)

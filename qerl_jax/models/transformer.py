@@ -1,0 +1,219 @@
+"""The decoder-only transformer as pure functions of (model, adapter, tokens).
+
+Rows are contiguous: prompt, completion, then padding on the right, so causal attention alone hides the padding and a
+row's values do not depend on its neighbours. Left-padded batches are accepted through an attention mask.
+
+Dimension letters: B rows, T positions, D hidden size, V vocabulary, H query heads, K key-value heads, Q = H / K query
+heads per key-value head, E head size; for decoding N prompts, G completions per prompt, P prompt slots, C completion slots.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.linear import linear, matmul_rows
+from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, norms_of
+
+_NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
+
+KV = tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of one decode batch, a tuple entry per layer.
+
+    The prompt part is stored once per prompt and read by its whole group; the completion part has one row per sample.
+    """
+
+    prompt: tuple[KV, ...]  # each [N, P, K, E]
+    completion: tuple[KV, ...]  # each [N, G, C, K, E]
+    prompt_lengths_N: jax.Array  # int32
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale in float32; only the product is rounded to x's dtype, so that AQN's small noise survives."""
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(variance + eps) * scale_D).astype(x.dtype)
+
+
+def rotary(x_BTHE: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding with the halves convention of Hugging Face (Su et al. 2021, arXiv 2104.09864)."""
+    half = x_BTHE.shape[-1] // 2
+    frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions_BT[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)
+
+
+def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
+    """Grouped-query causal attention [B, T, H, E]; `mask_BT` hides key positions (left padding)."""
+    flash = mask_BT is None and q_BTHE.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+    mask = None if mask_BT is None else mask_BT[:, None, None, :].astype(bool)
+    return jax.nn.dot_product_attention(
+        q_BTHE, k_BTKE, v_BTKE, mask=mask, is_causal=True, implementation="cudnn" if flash else "xla"
+    )
+
+
+def cached_attention(q_NGKQE: jax.Array, prompt: KV, completion: KV, lengths_N: jax.Array, step: jax.Array) -> jax.Array:
+    """One query per sample over its prompt's keys and its own completion's keys 0..step, [N, G, K, Q, E]."""
+    (prompt_k, prompt_v), (own_k, own_v) = prompt, completion
+    P, C, E = prompt_k.shape[1], own_k.shape[2], q_NGKQE.shape[-1]
+    scores_P = jnp.einsum("ngkqe,npke->ngkqp", q_NGKQE, prompt_k, preferred_element_type=jnp.float32)
+    scores_C = jnp.einsum("ngkqe,ngcke->ngkqc", q_NGKQE, own_k, preferred_element_type=jnp.float32)
+    live_P = jnp.arange(P) < lengths_N[:, None, None, None, None]
+    live_C = jnp.arange(C) <= step
+    scores = jnp.concatenate(
+        [jnp.where(live_P, scores_P, _NEGATIVE), jnp.where(live_C, scores_C, _NEGATIVE)], axis=-1
+    )
+    weights = jax.nn.softmax(scores * E**-0.5, axis=-1).astype(q_NGKQE.dtype)
+    return jnp.einsum("ngkqp,npke->ngkqe", weights[..., :P], prompt_v) + jnp.einsum(
+        "ngkqc,ngcke->ngkqe", weights[..., P:], own_v
+    )
+
+
+def _block(
+    config: ModelConfig,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]],
+    layer: Layer,
+    lora: dict[str, LoRA],
+    scales: tuple[jax.Array, jax.Array],
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+) -> tuple[jax.Array, KV]:
+    """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays and returns ([B, T, H * E], keys and values)."""
+
+    def project(x: jax.Array, name: str, bias: jax.Array | None = None) -> jax.Array:
+        return linear(x, getattr(layer, name), lora.get(name), bias)
+
+    B, T = positions_BT.shape
+    h = rms_norm(x_BTD, scales[0], config.rms_norm_eps)
+    q = project(h, "q_proj", layer.q_bias).reshape(B, T, config.num_attention_heads, config.head_dim)
+    k = project(h, "k_proj", layer.k_bias).reshape(B, T, config.num_key_value_heads, config.head_dim)
+    v = project(h, "v_proj", layer.v_bias).reshape(B, T, config.num_key_value_heads, config.head_dim)
+    q, k = rotary(q, positions_BT, config.rope_theta), rotary(k, positions_BT, config.rope_theta)
+    attended, kv = attend(q, k, v)
+    x_BTD += project(attended, "o_proj")
+    h = rms_norm(x_BTD, scales[1], config.rms_norm_eps)
+    gated = jax.nn.silu(project(h, "gate_proj")) * project(h, "up_proj")
+    return x_BTD + project(gated, "down_proj"), kv
+
+
+def _lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
+    return {} if adapter is None else adapter.lora[layer]
+
+
+def forward(
+    model: Model,
+    adapter: Adapter | None,
+    tokens_BT: jax.Array,
+    *,
+    norms: Norms | None = None,
+    attention_mask_BT: jax.Array | None = None,
+    gradient_checkpointing: bool = False,
+) -> tuple[jax.Array, tuple[KV, ...]]:
+    """Final hidden states of whole rows.
+
+    Args:
+      model: the frozen network.
+      adapter: LoRA and trained norms; None is the reference policy.
+      tokens_BT: int32.
+      norms: norm scales to use instead of the clean ones (see `qerl_jax.noise`).
+      attention_mask_BT: 1 where a token is real; None where rows are padded on the right only.
+      gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+
+    Returns:
+      hidden_BTD after the final norm, and each layer's rotated keys and values [B, T, K, E].
+    """
+    config, base = model.config, model.base
+    norms = norms_of(model, adapter) if norms is None else norms
+    B, T = tokens_BT.shape
+    if attention_mask_BT is None:
+        positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    else:
+        positions_BT = jnp.maximum(jnp.cumsum(attention_mask_BT, axis=1) - 1, 0)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+        return causal_attention(q, k, v, attention_mask_BT).reshape(B, T, -1), (k, v)
+
+    block = functools.partial(_block, config, attend)
+    if gradient_checkpointing:
+        block = jax.checkpoint(block)
+    x_BTD = base.embed[tokens_BT]
+    caches = []
+    for i, layer in enumerate(base.layers):
+        scales = norms.input[i], norms.post_attention[i]
+        x_BTD, kv = block(layer, _lora_of(adapter, i), scales, x_BTD, positions_BT)
+        caches.append(kv)
+    return rms_norm(x_BTD, norms.final, config.rms_norm_eps), tuple(caches)
+
+
+def head(model: Model, hidden_MD: jax.Array) -> jax.Array:
+    """float32 logits [M, V] of hidden states [M, D]."""
+    matrix = model.base.embed if model.base.lm_head is None else model.base.lm_head
+    return matmul_rows(hidden_MD, jax.lax.stop_gradient(matrix), jnp.float32)
+
+
+def logits(
+    model: Model, tokens_BT: jax.Array, attention_mask: jax.Array | None = None, adapter: Adapter | None = None
+) -> jax.Array:
+    """float32 logits [B, T, V] of every position. `attention_mask` [B, T] is needed for left-padded rows only."""
+    hidden_BTD, _ = forward(model, adapter, tokens_BT, attention_mask_BT=attention_mask)
+    B, T, D = hidden_BTD.shape
+    return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)
+
+
+def prefill(
+    model: Model,
+    adapter: Adapter | None,
+    tokens_NP: jax.Array,
+    lengths_N: jax.Array,
+    num_generations: int,
+    max_completion_length: int,
+    norms: Norms | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Runs the prompts (padded on the right) once each; returns the last token's hidden state [N, D] and the cache."""
+    hidden_NPD, prompt = forward(model, adapter, tokens_NP, norms=norms)
+    last_ND = jnp.take_along_axis(hidden_NPD, (lengths_N - 1)[:, None, None], axis=1)[:, 0]
+    N, _, K, E = prompt[0][0].shape
+    empty = jnp.zeros((N, num_generations, max_completion_length, K, E), hidden_NPD.dtype)
+    return last_ND, KVCache(prompt, tuple((empty, empty) for _ in prompt), lengths_N)
+
+
+def decode_step(
+    model: Model,
+    adapter: Adapter | None,
+    tokens_NG: jax.Array,
+    cache: KVCache,
+    step: jax.Array,
+    norms: Norms,
+) -> tuple[jax.Array, KVCache]:
+    """Feeds each sample's completion token number `step` (0-based); returns hidden states [N * G, D] and the cache."""
+    config = model.config
+    N, G = tokens_NG.shape
+    K, E = config.num_key_value_heads, config.head_dim
+    positions_BT = jnp.repeat(cache.prompt_lengths_N + step, G)[:, None]
+    x_BTD = model.base.embed[tokens_NG.reshape(N * G, 1)]
+    updated = []
+    for i, layer in enumerate(model.base.layers):
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
+            own_k, own_v = (
+                jax.lax.dynamic_update_slice_in_dim(old, new.reshape(N, G, 1, K, E), step, axis=2)
+                for old, new in zip(cache.completion[i], (k, v), strict=True)
+            )
+            q_NGKQE = q.reshape(N, G, K, -1, E)
+            out = cached_attention(q_NGKQE, cache.prompt[i], (own_k, own_v), cache.prompt_lengths_N, step)
+            return out.reshape(N * G, 1, -1), (own_k, own_v)
+
+        scales = norms.input[i], norms.post_attention[i]
+        x_BTD, kv = _block(config, attend, layer, _lora_of(adapter, i), scales, x_BTD, positions_BT)
+        updated.append(kv)
+    hidden_BD = rms_norm(x_BTD, norms.final, config.rms_norm_eps)[:, 0]
+    return hidden_BD, cache.replace(completion=tuple(updated))
