@@ -113,6 +113,6 @@ def init_adapter(
         norms = Norms(
             tuple(layer.input_norm.copy() for layer in layers),
             tuple(layer.post_attention_norm.copy() for layer in layers),
-            model.base.final_norm,
+            None,
         )
     return Adapter(lora, norms)

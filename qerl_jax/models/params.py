@@ -53,11 +53,14 @@ class Model:
 
 @flax.struct.dataclass
 class Norms:
-    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one."""
+    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one.
+
+    `final` is None in an adapter: the final norm is never trained, the base's is used.
+    """
 
     input: tuple[jax.Array, ...]
     post_attention: tuple[jax.Array, ...]
-    final: jax.Array
+    final: jax.Array | None
 
 
 @flax.struct.dataclass
@@ -72,7 +75,7 @@ class LoRA:
 @flax.struct.dataclass
 class Adapter:
     """Everything that is trained: LoRA pairs by projection name, one dictionary per layer, and the norm scales if
-    they are trained too (input and post-attention; the final norm stays as it is in the base)."""
+    they are trained too (input and post-attention, never the final one)."""
 
     lora: tuple[dict[str, LoRA], ...]
     norms: Norms | None = None
@@ -97,7 +100,7 @@ def projection_shape(config: ModelConfig, name: str) -> tuple[int, int]:
 def norms_of(model: Model, adapter: Adapter | None) -> Norms:
     """The clean norm scales in force: the adapter's where it trains them, else the base's."""
     if adapter is not None and adapter.norms is not None:
-        return adapter.norms
+        return adapter.norms.replace(final=model.base.final_norm)
     layers = model.base.layers
     return Norms(
         input=tuple(layer.input_norm for layer in layers),
