@@ -1,0 +1,1 @@
+"""The policy that ships with the library, and the script that trained it."""
