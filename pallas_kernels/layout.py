@@ -1,0 +1,155 @@
+"""The kernel's weight layout: tensor-core fragments of 16 x 64 codes, decodable with shifts and masks.
+
+Letters: N output rows, K input columns, T row tiles (16 rows), U units (64 columns), L lanes (32),
+J steps (4, one m16n8k16 each), P pairs (4).
+
+A *unit* covers 16 rows and 64 columns of W and is 576 contiguous bytes: 512 bytes of codes, then 64 bytes of
+scales. A matrix [N, K] is [T, U] units, row tile by row tile, so that what a CTA reads of one row tile is one run
+of memory. In a unit, lane l = 4 g + t (g = 0..7, t = 0..3) owns rows g and g + 8 and the columns of *one* scale
+block, 16 t .. 16 t + 15: 32 codes, one 16-byte load, two scales. Step j multiplies the block's elements
+4 j .. 4 j + 3; that reorders K inside the unit, which is free as long as x is read in the same order (lane (g, t)
+then reads 32 contiguous bytes of x row g).
+
+    word j of lane (g, t):  pair 0 = W[g,   4j], W[g,   4j+1]     pair 1 = W[g+8, 4j],   W[g+8, 4j+1]
+                            pair 2 = W[g, 4j+2], W[g, 4j+3]       pair 3 = W[g+8, 4j+2], W[g+8, 4j+3]
+
+A code's bits s e1 e0 m must reach bits 15, 8, 7, 6 of a bfloat16, which then is the code's value times 2^-126. In a
+32-bit word the eight codes lie so that pairs 0, 1, 2 need one rotation and one mask each; pair 3 takes its e1 without
+rotation and the rest from a rotation by 8. No layout of 4 codes in 16 bits does with one rotation per pair (searched
+exhaustively): 4 rotations + 5 logic operations for 8 codes is the least.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROWS, COLS, BLOCK = 16, 64, 16
+UNIT_WORDS = 144  # 128 of codes, 16 of scales
+UNIT_BYTES = 4 * UNIT_WORDS
+
+# Where the bits m, e0, e1, s of a code go in a bfloat16.
+DEST_BITS = (6, 7, 8, 15)
+# Left rotation that brings bits (m, e0, e1, s) of pair p into place.
+ROTATIONS = ((2, 2, 2, 2), (6, 6, 6, 6), (28, 28, 28, 28), (24, 24, 0, 24))
+VALUE_MASK = 0x81C081C0
+# value * 2^-126 from the codes, scale * 2^-120 from a scale byte << 4; the scale is multiplied by 2^239 in two exact
+# steps, so that products are (code * scale) * 2^-7, and the epilogue multiplies by 2^7 / global_scale.
+SCALE_STEP_1, SCALE_STEP_2 = 127, 112
+EPILOGUE_FACTOR = 128.0
+
+
+def source_bit(pair: int, half: int, bit: int) -> int:
+    """Bit of the 32-bit word that holds bit `bit` (0 = m, 1 = e0, 2 = e1, 3 = s) of the code in `half` of `pair`."""
+    return (DEST_BITS[bit] + 16 * half - ROTATIONS[pair][bit]) % 32
+
+
+def decode_word(word: np.ndarray) -> list[np.ndarray]:
+    """The kernel's decoding in NumPy: uint32 words -> for each pair, two bfloat16 bit patterns in a uint32."""
+    rotl = lambda w, r: ((w << np.uint32(r)) | (w >> np.uint32(32 - r))) & np.uint32(0xFFFFFFFF)
+    word = np.asarray(word, np.uint32)
+    mask = np.uint32(VALUE_MASK)
+    last = (rotl(word, 24) & np.uint32(0x80C080C0)) | (word & np.uint32(0x01000100))
+    return [rotl(word, 2) & mask, rotl(word, 6) & mask, rotl(word, 28) & mask, last]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["n", "k"])
+@dataclasses.dataclass(frozen=True)
+class KernelWeight:
+    """An NVFP4 matrix in the kernel's layout.
+
+    Attributes:
+      data: uint32 [T, U, 144], T = ceil(n / 16) and U = ceil(k / 64); missing rows, columns are zero codes and scales.
+      n, k: the matrix's own shape (static).
+    """
+
+    data: jax.Array
+    n: int
+    k: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+
+def _check(packed, scale):
+    n, half = packed.shape
+    if packed.dtype != jnp.uint8:
+        raise ValueError(f"packed must be uint8, got {packed.dtype}")
+    if half % (BLOCK // 2):
+        raise ValueError(f"K must be a multiple of {BLOCK}, got K = {2 * half}")
+    if scale.shape != (n, half // (BLOCK // 2)):
+        raise ValueError(f"scale must have shape {(n, half // (BLOCK // 2))}, got {scale.shape}")
+    if scale.dtype not in (jnp.float8_e4m3fn, jnp.uint8):
+        raise ValueError(f"scale must be float8_e4m3fn or its bytes (uint8), got {scale.dtype}")
+    return n, 2 * half
+
+
+@jax.jit
+def repack(packed: jax.Array, scale: jax.Array) -> KernelWeight:
+    """Canonical NVFP4 arrays to the kernel's layout; done once, when weights are loaded.
+
+    Args:
+      packed: uint8 [N, K/2], element 2i in the low nibble of byte i.
+      scale: float8_e4m3fn (or its bytes) [N, K/16]; bytes 0x00-0x7E only, which the loader checks: a negative or NaN
+        scale decodes to another number here.
+
+    Returns:
+      KernelWeight with data uint32 [ceil(N/16), ceil(K/64), 144].
+    """
+    n, k = _check(packed, scale)
+    t, u = -(-n // ROWS), -(-k // COLS)
+    packed = jnp.pad(packed, ((0, t * ROWS - n), (0, (u * COLS - k) // 2)))
+    if scale.dtype != jnp.uint8:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    scale = jnp.pad(scale, ((0, t * ROWS - n), (0, u * (COLS // BLOCK) - k // BLOCK))).astype(jnp.uint32)
+    # rows: (T, row half, g); columns: (U, block t, step j, pair half, byte)
+    codes = packed.reshape(t, 2, 8, u, 4, 4, 2).astype(jnp.uint32)
+    codes = codes.transpose(0, 3, 2, 4, 5, 6, 1)  # T U g t j pair-half row-half
+    words = jnp.zeros(codes.shape[:5], jnp.uint32)
+    for pair in range(4):
+        byte = codes[..., pair // 2, pair % 2]
+        for half in range(2):
+            for bit in range(4):
+                words |= ((byte >> (4 * half + bit)) & 1) << source_bit(pair, half, bit)
+    words = words.reshape(t, u, 128)
+    scale = scale.reshape(t, 2, 8, u, 4).transpose(0, 3, 2, 4, 1).reshape(t, u, 16, 4)  # T U (g t row-half)
+    scale_words = scale[..., 0] | scale[..., 1] << 8 | scale[..., 2] << 16 | scale[..., 3] << 24
+    return KernelWeight(jnp.concatenate([words, scale_words], axis=-1), n, k)
+
+
+@jax.jit
+def unpack(weight: KernelWeight) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `repack`, bit for bit: packed uint8 [N, K/2] and scale float8_e4m3fn [N, K/16]."""
+    t, u, _ = weight.data.shape
+    words = weight.data[..., :128].reshape(t, u, 8, 4, 4)
+    pairs = []
+    for pair in range(4):
+        byte = jnp.zeros(words.shape, jnp.uint32)
+        for half in range(2):
+            for bit in range(4):
+                byte |= ((words >> source_bit(pair, half, bit)) & 1) << (4 * half + bit)
+        pairs.append(byte)
+    codes = jnp.stack(pairs, -1).reshape(t, u, 8, 4, 4, 2, 2).transpose(0, 6, 2, 1, 3, 4, 5)
+    packed = codes.reshape(t * ROWS, u * COLS // 2)[: weight.n, : weight.k // 2].astype(jnp.uint8)
+    shifts = jnp.arange(4, dtype=jnp.uint32) * 8
+    scale = (weight.data[..., 128:, None] >> shifts) & 0xFF
+    scale = scale.reshape(t, u, 8, 4, 2).transpose(0, 4, 2, 1, 3).reshape(t * ROWS, u * (COLS // BLOCK))
+    scale = scale[: weight.n, : weight.k // BLOCK].astype(jnp.uint8)
+    return packed, jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn)
+
+
+def dequantize(weight: KernelWeight, global_scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
+    """W [N, K] = e2m1 * (scale / global_scale), computed in float32 and rounded once to dtype."""
+    packed, scale = unpack(weight)
+    codes = jnp.stack([packed & 15, packed >> 4], -1).reshape(weight.n, weight.k // BLOCK, BLOCK)
+    magnitude = codes & 7
+    exponent = jnp.maximum(magnitude >> 1, 1)
+    value = ((magnitude & 1) + jnp.where(magnitude > 1, 2, 0)).astype(jnp.float32) * 0.5
+    value = value * jnp.left_shift(1, exponent.astype(jnp.int32) - 1).astype(jnp.float32)
+    value = jnp.where(codes & 8, -value, value)
+    # one division, then one product: both round once, in float32, as the writers of the format do
+    block = scale.astype(jnp.float32) / jnp.asarray(global_scale, jnp.float32).reshape(())
+    return (value * block[..., None]).reshape(weight.n, weight.k).astype(dtype)
