@@ -34,11 +34,11 @@ NAMES = _WOMEN + _MEN
 _SUBJECTS = (" She",) * len(_WOMEN) + (" He",) * len(_MEN)
 _PRONOUNS = (" she",) * len(_WOMEN) + (" he",) * len(_MEN)
 THINGS = (
-    " balls", " beads", " books", " caps", " cards", " coins", " cups", " dolls",
-    " keys", " kites", " marbles", " nails", " pens", " shells", " stamps", " stones",
+    " balls", " bars", " beads", " books", " cans", " caps", " cards", " coins", " cups", " keys", " pens", " pins",
+    " rings", " shells",
 )  # fmt: skip
-GAINS = (" buys", " finds", " gets", " wins", " makes", " borrows")
-LOSSES = (" gives away", " loses", " sells", " drops", " lends", " hides")
+GAINS = (" buys", " finds", " gets", " wins", " makes")
+LOSSES = (" gives away", " loses", " sells", " drops", " lends")
 _VERBS = GAINS + LOSSES
 _OPENINGS = (" has", " starts with", " owns")
 _JOINTS = (",", ". Then she", ". Later she")
@@ -54,7 +54,7 @@ Piece = tuple[tuple[str, ...], np.ndarray]
 
 
 class Problems(NamedTuple):
-    """N problems: operands [N, 4] in 10..99, signs [N, 3] of +1 or -1, running totals [N, 4], and the wording [N, 9]."""
+    """Operands [N, 4] in 10..99, signs [N, 3] of +1 or -1, running totals [N, 4] and draws for the wording [N, 9]."""
 
     operands: np.ndarray
     signs: np.ndarray
@@ -80,7 +80,8 @@ def check_split(operands: np.ndarray | Sequence[int], split: str) -> None:
     wrong = np.flatnonzero(found != SPLITS.index(split))
     if wrong.size:
         row = np.atleast_2d(np.asarray(operands))[wrong[0]].tolist()
-        raise AssertionError(f"problem {wrong[0]} with operands {row} is of split {SPLITS[found[wrong[0]]]}, not {split}")
+        actual = SPLITS[found[wrong[0]]]
+        raise AssertionError(f"problem {wrong[0]} with operands {row} is of split {actual}, not {split}")
 
 
 def generate(seed: int, split: str, indices: np.ndarray) -> Problems:

@@ -1,14 +1,15 @@
-"""The tokenizer of the quickstart policy: whole words, single digits, a leading space kept in the token.
+"""The tokenizer of the quickstart policy: Qwen2's byte-level BPE with a small vocabulary.
 
-A word or digit after a space is another token (` 3`) than one without (`3`), so decoding is plain concatenation and
-`encode(decode(ids)) == ids` for every text of `qerl_jax.data.arithmetic`. Runs of white space count as one space; words
-outside the vocabulary become `<unk>`. There is no token for the beginning of a sequence.
+256 bytes, and merges that make one token of every word of `qerl_jax.data.arithmetic`; digits stay single, as in Qwen2.
+Any text can be encoded, and `encode(decode(ids)) == ids` for the problems' texts.
 
-Writes tokenizer.json and tokenizer_config.json as transformers 5 reads them without adding a token.
+It must be Qwen2's own kind: for a qwen2 config.json, transformers 5's AutoTokenizer ignores the class named in
+tokenizer_config.json and the pipeline in tokenizer.json, and rebuilds Qwen2Tokenizer from vocabulary and merges alone
+(a word-level model then encodes to other ids, silently). For the same reason the EOS is `<|endoftext|>`: the class adds
+that token where it is missing, and the ids outgrow the embedding.
 """
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -16,27 +17,39 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from qerl_jax.data import arithmetic
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-PATTERN = r" ?[A-Za-z]+| ?[0-9]| ?####|[^A-Za-z0-9]"
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+# Qwen2's pre-tokenizer, which its tokenizer class hard-codes.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # A conversation is the concatenation of its messages, so that conversational prompts work with this policy too.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
 
 
-def vocabulary() -> list[str]:
-    """All tokens in the order of their ids: special ones, digits, signs, then words in alphabetical order."""
-    found = {token for text in arithmetic.vocabulary() for token in re.findall(PATTERN, text)}
-    digits = [str(digit) for digit in range(10)] + [f" {digit}" for digit in range(10)]
-    signs = ["+", "-", "=", ".", ",", "?", arithmetic.MARKER]
-    return [PAD, EOS, UNK, *digits, *signs, *sorted(found - set(digits) - set(signs))]
-
-
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer as the `tokenizers` library runs it."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary())}, unk_token=UNK))
-    tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS, UNK)])
+    """The tokenizer as the `tokenizers` library runs it.
+
+    A word's merges grow it from its first byte on, so its prefixes are tokens too; no merge starts inside a word, hence
+    no word can end up split.
+    """
+    split = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    words = {word for text in arithmetic.vocabulary() for word, _ in split.pre_tokenize_str(text)}
+    merges: dict[tuple[str, str], None] = {}
+    for word in sorted(words):
+        for end in range(1, len(word)):
+            merges.setdefault((word[:end], word[end]))
+    tokens = [PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    ids = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=list(merges), fuse_unk=False, byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
     return tokenizer
 
 
@@ -44,11 +57,11 @@ def save_tokenizer(folder: Path, model_max_length: int) -> None:
     """Writes the two tokenizer files into `folder`."""
     build_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
-        # Named explicitly: for a qwen2 config transformers would else build Qwen2Tokenizer and add <|endoftext|>.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
         "eos_token": EOS,
-        "unk_token": UNK,
+        "pad_token": PAD,
+        "bos_token": None,
+        "unk_token": None,
         "model_max_length": model_max_length,
         "padding_side": "right",
         "clean_up_tokenization_spaces": False,
@@ -57,22 +70,23 @@ def save_tokenizer(folder: Path, model_max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def encode_pieces(pieces: list[arithmetic.Piece]) -> tuple[np.ndarray, np.ndarray]:
+def encode_pieces(tokenizer: Tokenizer, pieces: list[arithmetic.Piece]) -> tuple[np.ndarray, np.ndarray]:
     """Ids of the texts that `pieces` spell, without a Python loop over the texts.
 
     Returns:
-      Right-padded ids [N, L] int32 (L the longest possible) and lengths [N] int32; equal to encoding each text.
+      Right-padded ids [N, L] int32 (L the longest that the tables allow) and lengths [N] int32; equal to encoding each
+      text, since tokens never reach across the pieces' borders.
     """
-    ids = {token: i for i, token in enumerate(vocabulary())}
     columns = []
     for table, rows in pieces:
-        encoded = [[ids[token] for token in re.findall(PATTERN, text)] for text in table]
+        encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(table))]
         padded = np.full((len(table), max(map(len, encoded))), -1, np.int32)
-        for row, tokens in zip(padded, encoded, strict=True):
-            row[: len(tokens)] = tokens
+        for row, ids in zip(padded, encoded, strict=True):
+            row[: len(ids)] = ids
         columns.append(padded[rows])
     ragged = np.concatenate(columns, axis=1)
     absent = ragged < 0
     order = np.argsort(absent, axis=1, kind="stable")
     lengths = (~absent).sum(axis=1).astype(np.int32)
-    return np.where(np.take_along_axis(absent, order, 1), ids[PAD], np.take_along_axis(ragged, order, 1)), lengths
+    packed = np.take_along_axis(ragged, order, 1)
+    return np.where(packed < 0, tokenizer.token_to_id(PAD), packed).astype(np.int32), lengths
