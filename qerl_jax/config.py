@@ -1,0 +1,304 @@
+"""Every option of a run: frozen dataclasses, one per section of the YAML file, which check themselves.
+
+Names are TRL's where TRL has the option. A dataclass field is one option; its annotation says what is allowed and its
+default is what a file that leaves it out gets. `load_config` reads a file and command-line overrides; `Config(...)`
+makes one in a script. Batch sizes count completions.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic.dataclasses import dataclass
+
+from qerl_jax.config_checks import conflicts, options_without_effect
+from qerl_jax.config_errors import render_validation_error
+from qerl_jax.errors import UserError
+from qerl_jax.recipes import Source, read_recipe, write_yaml
+
+Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
+CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
+Seed = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**32), "a whole number from 0 to 2^32 - 1"]
+Switch = Annotated[bool, pydantic.Field(strict=True), "true or false"]
+Text = Annotated[str, pydantic.Field(strict=True, min_length=1), "a text that is not empty"]
+Real = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False), "a finite number"]
+Positive = Annotated[float, pydantic.Field(strict=True, gt=0, allow_inf_nan=False), "a number > 0"]
+NotNegative = Annotated[float, pydantic.Field(strict=True, ge=0, allow_inf_nan=False), "a number >= 0"]
+Fraction = Annotated[float, pydantic.Field(strict=True, ge=0, le=1), "a number from 0 to 1"]
+PositiveFraction = Annotated[float, pydantic.Field(strict=True, gt=0, le=1), "a number above 0 and at most 1"]
+Decay = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1), "a number from 0 to below 1"]
+Group = Annotated[int, pydantic.Field(strict=True, ge=2), "a whole number >= 2 (advantages compare completions)"]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ALL_PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_FROZEN = pydantic.ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class ModelOptions:
+    """The frozen base: a Hugging Face folder, a hub name or a shipped policy, and how its linear weights are held."""
+
+    model_name_or_path: Text = "builtin:quickstart"
+    weight_format: Literal["nvfp4", "bf16"] = "nvfp4"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class LoraOptions:
+    """The trained part. An `adapter` (a PEFT folder to start from) brings its own rank, alpha and modules."""
+
+    lora_r: Count = 16
+    lora_alpha: Positive = 32.0
+    lora_target_modules: tuple[Projection, ...] = ALL_PROJECTIONS
+    train_norms: Switch = False
+    adapter: Text | None = None
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class DataOptions:
+    """Prompts: `arithmetic` (generated) or a local .jsonl file. A prompt beyond the limit is an error, never cut."""
+
+    train_dataset: Text = "arithmetic"
+    max_prompt_length: Count = 48
+    shuffle: Switch = True
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class GenerationOptions:
+    """Sampling of rollouts. top_p 1, top_k 0 and min_p 0 switch the respective truncation off."""
+
+    num_generations: Group = 8
+    max_completion_length: Count = 64
+    temperature: Positive = 1.0
+    top_p: PositiveFraction = 1.0
+    top_k: CountOrZero = 0
+    min_p: Fraction = 0.0
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class RewardFunction:
+    """`function`: a built-in name, `module:function` or `path/to/file.py:function`. Weight 0 only logs it."""
+
+    function: Text
+    weight: Real = 1.0
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class RewardOptions:
+    """The reward is the weighted sum of the functions that apply; `timeout` is the deadline of one call, in seconds."""
+
+    functions: tuple[RewardFunction, ...] = (RewardFunction("accuracy", 1.0), RewardFunction("format", 0.2))
+    timeout: Positive = 30.0
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class SamplerCorrection:
+    """The detached weight exp(learner - sampler log-probability), cut at `cap` or, above it, masked."""
+
+    level: Literal["none", "token", "sequence"] = "none"
+    mode: Literal["truncate", "mask"] = "truncate"
+    cap: Positive = 2.0
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class GrpoOptions:
+    """The policy-gradient objective and how often a rollout is used."""
+
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
+    beta: NotNegative = 0.0
+    epsilon: PositiveFraction = 0.2
+    epsilon_high: Positive = 0.28
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    mask_truncated_completions: Switch = False
+    num_iterations: Count = 1
+    steps_per_generation: Count | None = None  # None: gradient_accumulation_steps
+    old_logprobs: Literal["learner", "sampler"] = "learner"
+    sampler_correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class OptimizerOptions:
+    """AdamW, its schedule and the length of the run: exactly one of max_steps and num_train_epochs."""
+
+    learning_rate: Positive = 1e-5
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: Fraction = 0.1
+    weight_decay: NotNegative = 0.1
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.99
+    adam_epsilon: Positive = 1e-8
+    max_grad_norm: Positive = 0.2
+    max_steps: Count | None = None
+    num_train_epochs: Positive | None = None
+    per_device_train_batch_size: Count = 32
+    gradient_accumulation_steps: Count = 4
+    gradient_checkpointing: Switch = False
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class NoiseOptions:
+    """Adaptive quantization noise (QeRL, arXiv 2510.11696): stage 0 without, then from sigma_start to sigma_end."""
+
+    num_stages: Count = 10  # 1: never any noise
+    sigma_start: Positive = 1e-2
+    sigma_end: Positive = 5e-4
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    final_norm: Switch = False
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class EvaluationOptions:
+    """Accuracy on held-out problems, sampled and greedy: before and after the run, and every eval_steps if given."""
+
+    eval_dataset: Text = "arithmetic"
+    num_problems: Count = 512
+    eval_steps: Count | None = None
+    temperature: Positive = 1.0
+    top_p: PositiveFraction = 1.0
+    batch_size: Count = 128
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class RunOptions:
+    """Where the run is kept and what is written. save_steps null: only the final checkpoint."""
+
+    output_dir: Text | None = None  # None: runs/<name of the config>
+    seed: Seed = 0
+    save_steps: Count | None = 10
+    save_total_limit: Count = 3
+    log_completions: Switch = True
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    max_nonfinite_steps: Count = 3
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class Config:
+    """All sections. Raises pydantic.ValidationError (a ValueError) for values that do not go together."""
+
+    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
+    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    generation: GenerationOptions = dataclasses.field(default_factory=GenerationOptions)
+    reward: RewardOptions = dataclasses.field(default_factory=RewardOptions)
+    grpo: GrpoOptions = dataclasses.field(default_factory=GrpoOptions)
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    noise: NoiseOptions = dataclasses.field(default_factory=NoiseOptions)
+    evaluation: EvaluationOptions = dataclasses.field(default_factory=EvaluationOptions)
+    run: RunOptions = dataclasses.field(default_factory=RunOptions)
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Micro-batches that one rollout fills."""
+        return self.grpo.steps_per_generation or self.optimizer.gradient_accumulation_steps
+
+    @property
+    def completions_per_rollout(self) -> int:
+        """Completions sampled at once: per_device_train_batch_size x steps_per_generation."""
+        return self.optimizer.per_device_train_batch_size * self.steps_per_generation
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts of one rollout, each with num_generations completions."""
+        return self.completions_per_rollout // self.generation.num_generations
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps made with one rollout."""
+        return self.steps_per_generation // self.optimizer.gradient_accumulation_steps * self.grpo.num_iterations
+
+    def total_steps(self, dataset_length: int) -> int:
+        """T, the optimizer steps of the run: max_steps, or enough whole rollouts for num_train_epochs.
+
+        Raises:
+          UserError: the epochs give fewer steps than noise.num_stages.
+        """
+        if self.optimizer.max_steps is not None:
+            return self.optimizer.max_steps
+        assert self.optimizer.num_train_epochs is not None
+        rollouts = math.ceil(self.optimizer.num_train_epochs * dataset_length / self.prompts_per_rollout)
+        steps = max(1, rollouts) * self.updates_per_rollout
+        if self.noise.num_stages > steps:
+            raise UserError(
+                f"noise.num_stages is {self.noise.num_stages}; allowed: at most the {steps} optimizer steps that "
+                f"optimizer.num_train_epochs {self.optimizer.num_train_epochs:g} gives on {dataset_length} prompts"
+            )
+        return steps
+
+    @pydantic.model_validator(mode="after")
+    def _check_together(self) -> "Config":
+        problems = conflicts(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config:
+    """Reads a YAML file, or a shipped recipe by its name, with `section.option=value` overrides (values are YAML).
+
+    Null values with a meaning are filled in: run.output_dir becomes runs/<name of the file>, and
+    grpo.steps_per_generation becomes gradient_accumulation_steps.
+
+    Raises:
+      UserError: the file cannot be read, or one line for each option that is unknown, has a value that is not
+        allowed, does not go with another, or would have no effect. An option of the file that an override has made
+        ineffective falls back to its default in silence: the override is the later word.
+    """
+    recipe = read_recipe(path_or_name, overrides or [])
+    config = config_from_dict(recipe.values, recipe.sources)
+    values = config_to_dict(config)
+    problems = []
+    for option, (why, causes) in options_without_effect(config).items():
+        source = recipe.sources.get(option)
+        later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
+        if source is not None and (source.override or not later):
+            problems.append(f"{source}{option} has no effect in this run: {why}; leave it out")
+        _delete(values, option)
+    if problems:
+        raise UserError("\n".join(problems))
+    values["run"]["output_dir"] = config.run.output_dir or str(Path("runs") / recipe.name)
+    values["grpo"]["steps_per_generation"] = config.steps_per_generation
+    return config_from_dict(values)
+
+
+def config_from_dict(values: dict[str, Any], sources: dict[str, Source] | None = None) -> Config:
+    """A Config from nested dictionaries; `sources` says where each option was set, for the messages.
+
+    Raises:
+      UserError: one line for each option that is unknown or has a value that is not allowed.
+    """
+    try:
+        return pydantic.TypeAdapter(Config).validate_python(values)
+    except pydantic.ValidationError as error:
+        raise UserError(render_validation_error(error, Config, sources or {})) from None
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Nested dictionaries, lists and scalars with every option; `config_from_dict` reads it back as an equal Config."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def save_yaml(config: Config, path: Path) -> None:
+    """Writes every option in force to `path`, replacing it whole; `load_config` reads it back.
+
+    Options that have no effect in this run are left out, since naming them would be an error when it is read.
+    """
+    values = config_to_dict(config)
+    for option in options_without_effect(config):
+        _delete(values, option)
+    write_yaml(values, path)
+
+
+def _delete(values: dict[str, Any], option: str) -> None:
+    *parents, last = option.split(".")
+    for parent in parents:
+        values = values[parent]
+    del values[last]

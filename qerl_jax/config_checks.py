@@ -1,0 +1,90 @@
+"""The checks between options: those that do not go together, and those that would have no effect."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qerl_jax.config import Config
+
+
+def conflicts(config: "Config") -> list[str]:
+    """One line for each pair of options that do not go together: field, value, what is allowed."""
+    problems: list[str] = []
+    optimizer, group = config.optimizer, config.generation.num_generations
+    accumulation, steps = optimizer.gradient_accumulation_steps, config.steps_per_generation
+    for name, values in (
+        ("lora.lora_target_modules", config.lora.lora_target_modules),
+        ("run.report_to", config.run.report_to),
+        ("reward.functions", [f.function for f in config.reward.functions]),
+    ):
+        if len(set(values)) < len(values):
+            problems.append(f"{name} is {list(values)}; allowed: each name once")
+    if not config.lora.lora_target_modules:
+        problems.append("lora.lora_target_modules is []; allowed: one projection or more")
+    if not config.reward.functions:
+        problems.append("reward.functions is []; allowed: one function or more")
+    if (optimizer.max_steps is None) == (optimizer.num_train_epochs is None):
+        problems.append(
+            f"optimizer.max_steps is {optimizer.max_steps or 'null'} and optimizer.num_train_epochs is "
+            f"{optimizer.num_train_epochs or 'null'}; allowed: exactly one of them, the other one null"
+        )
+    if config.completions_per_rollout % group:
+        problems.append(
+            f"generation.num_generations is {group}; allowed: a divisor of the {config.completions_per_rollout} "
+            f"completions of a rollout (optimizer.per_device_train_batch_size "
+            f"{optimizer.per_device_train_batch_size} x steps_per_generation {steps})"
+        )
+    if steps % accumulation:
+        problems.append(
+            f"grpo.steps_per_generation is {steps}; allowed: a multiple of optimizer.gradient_accumulation_steps "
+            f"{accumulation}"
+        )
+        return problems
+    updates = config.updates_per_rollout
+    for name, value in (
+        ("optimizer.max_steps", optimizer.max_steps),
+        ("run.save_steps", config.run.save_steps),
+        ("evaluation.eval_steps", config.evaluation.eval_steps),
+    ):
+        if value is not None and value % updates:
+            problems.append(
+                f"{name} is {value}; allowed: a multiple of the {updates} optimizer steps that follow each rollout "
+                f"(steps_per_generation {steps} / gradient_accumulation_steps {accumulation} x num_iterations "
+                f"{config.grpo.num_iterations})"
+            )
+    if optimizer.max_steps is not None and config.noise.num_stages > optimizer.max_steps:
+        problems.append(
+            f"noise.num_stages is {config.noise.num_stages}; allowed: at most optimizer.max_steps "
+            f"{optimizer.max_steps}, so that every stage lasts a step or more"
+        )
+    return problems
+
+
+def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, ...]]]:
+    """{option: (why it has no effect in this run, the options that make it so)}."""
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+
+    def add(why: str, causes: tuple[str, ...], *options: str) -> None:
+        found.update({option: (why, causes) for option in options})
+
+    stages = config.noise.num_stages
+    cause = ("noise.num_stages",)
+    if stages == 1:
+        add("with noise.num_stages 1 there is never any noise", cause, "noise.sigma_start", "noise.final_norm")
+    if stages <= 2:
+        add(f"with noise.num_stages {stages} no stage reaches it", cause, "noise.sigma_end")
+    if stages <= 3:
+        add(f"with noise.num_stages {stages} nothing lies between the two ends", cause, "noise.schedule")
+    if config.updates_per_rollout == 1 and config.grpo.old_logprobs == "learner":
+        why = "with one update per rollout and grpo.old_logprobs learner the ratio is exactly 1 and is never clipped"
+        causes = ("grpo.old_logprobs", "grpo.num_iterations", "grpo.steps_per_generation")
+        add(why, (*causes, "optimizer.gradient_accumulation_steps"), "grpo.epsilon", "grpo.epsilon_high")
+    if config.grpo.sampler_correction.level == "none":
+        prefix = "grpo.sampler_correction."
+        why = f"with {prefix}level none there is no correction"
+        add(why, (f"{prefix}level",), f"{prefix}mode", f"{prefix}cap")
+    if config.lora.adapter is not None:
+        why = f"it comes from lora.adapter {config.lora.adapter!r}"
+        add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules")
+    if config.run.save_steps is None:
+        add("with run.save_steps null only the last state is saved", ("run.save_steps",), "run.save_total_limit")
+    return found

@@ -1,0 +1,130 @@
+"""Messages about options: pydantic's findings rendered as `where: section.option is VALUE; allowed: ...`."""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pydantic
+
+from qerl_jax.errors import nearest
+
+_UNKNOWN = "unexpected_keyword_argument"
+_MISSING = "missing"
+_NOT_TEXT = "invalid_key"
+
+
+def render_validation_error(error: pydantic.ValidationError, root: type, sources: Mapping[str, object]) -> str:
+    """One line per finding.
+
+    Args:
+      error: what pydantic found while making a `root`.
+      root: the dataclass whose fields are the sections.
+      sources: by dotted option, an object whose text starts the message (`file.yaml, line 3: `).
+    """
+    lines = [_render(finding, root, sources) for finding in error.errors()]
+    return "\n".join(dict.fromkeys(line for line in lines if line))
+
+
+def option_names(kind: type, prefix: str = "") -> list[str]:
+    """Every dotted option below the dataclass `kind`, sections included."""
+    names = []
+    for name, hint in get_type_hints(kind).items():
+        names.append(prefix + name)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            names += option_names(hint, f"{prefix}{name}.")
+    return names
+
+
+def allowed(annotation: Any) -> str:
+    """What an annotation admits, in words."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return next((item for item in args[1:] if isinstance(item, str)), allowed(args[0]))
+    if origin is Literal:
+        return ", ".join(str(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if arg is type(None) else allowed(arg) for arg in args)
+    if origin is tuple:
+        return f"a list of: {allowed(args[0])}"
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return f"a mapping with the options {', '.join(get_type_hints(annotation))}"
+    return str(annotation)
+
+
+def _render(finding: Any, root: type, sources: Mapping[str, object]) -> str:
+    location = tuple(part for part in finding["loc"] if isinstance(part, str | int))
+    if finding["type"] == "value_error":
+        return str(finding["ctx"]["error"])
+    owner, annotation, path = _resolve(root, location)
+    option = ".".join(str(part) for part in path)
+    start = _source(option, sources)
+    if finding["type"] == _UNKNOWN:
+        return f"{start}unknown {'option' if path[1:] else 'section'} {option}{_advice(owner, path, root)}"
+    if finding["type"] == _NOT_TEXT:
+        return f"{start}{location[-1]!r} is not the name of an option; allowed: {allowed(owner)}"
+    if finding["type"] == _MISSING:
+        return f"{start}{option} is missing; allowed: {allowed(annotation)}"
+    return f"{start}{option or 'the configuration'} is {_shown(finding['input'])}; allowed: {allowed(annotation)}"
+
+
+def _resolve(root: type, location: tuple[str | int, ...]) -> tuple[Any, Any, tuple[str | int, ...]]:
+    """The innermost dataclass, the annotation and the path of the option at `location`.
+
+    Pydantic appends names of union members to a location; what no field answers to is cut off, unless it is the last
+    part (an unknown option).
+    """
+    owner: Any = root
+    annotation: Any = root
+    path: list[str | int] = []
+    for part in location:
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            owner = annotation
+            path.append(part)
+            hints = get_type_hints(annotation, include_extras=True)
+            if part not in hints:
+                return owner, None, tuple(path)
+            annotation = hints[str(part)]
+        elif isinstance(part, int) and get_origin(annotation) is tuple:
+            path.append(part)
+            annotation = get_args(annotation)[0]
+        else:
+            break
+    return owner, annotation, tuple(path)
+
+
+def _advice(owner: type, path: tuple[str | int, ...], root: type) -> str:
+    """Where the unknown option lives, else the nearest name in its section, else the nearest one anywhere."""
+    known, name = list(get_type_hints(owner)), str(path[-1])
+    homes: dict[str, list[str]] = {}
+    for option in option_names(root):
+        if "." in option:
+            homes.setdefault(option.rsplit(".", 1)[1], []).append(option)
+    if name in homes:
+        return f": it lives in {' and '.join(homes[name])}"
+    elsewhere = difflib.get_close_matches(name, homes, n=1, cutoff=0.6)
+    hint = nearest(name, known)
+    if not hint and elsewhere:
+        hint = f" (did you mean {homes[elsewhere[0]][0]!r}?)"
+    return f"{hint}; known here: {', '.join(known)}"
+
+
+def _source(option: str, sources: Mapping[str, object]) -> str:
+    """The source of the option, of something in it, or of the closest thing around it."""
+    parts = option.split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        inside = (source for key, source in sources.items() if key == name or key.startswith(f"{name}."))
+        for source in inside:
+            return str(source)
+    return ""
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

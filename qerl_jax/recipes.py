@@ -1,0 +1,145 @@
+"""Recipes: YAML 1.2 files of options, the ones that ship with the package, and overrides from the command line.
+
+YAML 1.2 (ruamel), because 1.1 reads `1e-5` as a text and `off` as false. Each option remembers where it was set, so
+that a later complaint can name the file and line.
+"""
+
+import dataclasses
+import importlib.resources
+import os
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node
+
+from qerl_jax.errors import UserError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an option was set; as a text, the start of a message about it."""
+
+    place: str
+    override: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.place}: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What was read: the name of the run, nested values, and the source of every dotted option."""
+
+    name: str
+    values: dict[str, Any]
+    sources: dict[str, Source]
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes in the package."""
+    folder = importlib.resources.files("qerl_jax") / "configs"
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
+    """Reads a file, or a shipped recipe (`quickstart`, or `configs/quickstart.yaml` where no such file exists).
+
+    Raises:
+      UserError: no such file or recipe, unreadable YAML (with line and column), not a mapping, a repeated key, an
+        override that is not `section.option=value`.
+    """
+    text, where = _read_text(path_or_name)
+    values, sources = _parse(text, where)
+    for override in overrides:
+        _apply(override, values, sources)
+    return Recipe(Path(path_or_name).stem, values, sources)
+
+
+def write_yaml(values: dict[str, Any], path: Path) -> None:
+    """Writes nested dictionaries as block YAML, whole or not at all."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        yaml.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _read_text(path_or_name: str) -> tuple[str, str]:
+    path = Path(path_or_name)
+    bare = path.name == path_or_name and path.suffix not in (".yaml", ".yml")
+    shipped = path.stem if bare or path.parent.name == "configs" else None
+    if shipped in shipped_recipes() and (bare or not path.exists()):
+        return (importlib.resources.files("qerl_jax") / "configs" / f"{shipped}.yaml").read_text("utf-8"), path_or_name
+    if path.is_dir():
+        inside = path / "config.yaml"
+        hint = f"; to continue this run name its config: {inside}" if inside.exists() else ""
+        raise UserError(f"{path_or_name} is a folder; expected a YAML file or a shipped recipe{hint}")
+    try:
+        return path.read_text("utf-8"), path_or_name
+    except FileNotFoundError:
+        names = shipped_recipes()
+        raise UserError(
+            f"{path_or_name}: no such file, and no shipped recipe of that name{nearest(path.stem, names)}; "
+            f"shipped recipes: {', '.join(names)}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path_or_name}: not UTF-8 text (byte {error.start}); expected a YAML file") from None
+    except OSError as error:
+        raise UserError(f"{path_or_name}: cannot be read: {error.strerror}") from None
+
+
+def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
+    try:
+        node = YAML(typ="safe", pure=True).compose(text)
+        values = YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
+        problem = str(error.problem or error.context).splitlines()[0]
+        raise UserError(f"{place}: not readable as YAML: {problem}") from None
+    except YAMLError as error:
+        raise UserError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise UserError(
+            f"{where}: found {found}; expected sections with options, such as `optimizer: {{max_steps: 10}}`"
+        )
+    sources: dict[str, Source] = {}
+    _locate(node, "", where, sources)
+    return values, sources
+
+
+def _locate(node: Node, prefix: str, where: str, sources: dict[str, Source]) -> None:
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            option = f"{prefix}{key.value}"
+            sources[option] = Source(f"{where}, line {key.start_mark.line + 1}")
+            _locate(value, f"{option}.", where, sources)
+
+
+def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) -> None:
+    option, equals, text = override.partition("=")
+    option = option.strip()
+    if not equals or not all(option.split(".")):
+        raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
+    try:
+        value = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"command line: {option}: {text!r} is not readable as a YAML value: {reason}") from None
+    *parents, last = option.split(".")
+    section = values
+    for depth, parent in enumerate(parents):
+        inner = section.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            place = ".".join(parents[: depth + 1])
+            raise UserError(f"command line: {override!r}: {place} is {inner!r} and has no options; set it as a whole")
+        section = inner
+    section[last] = value
+    sources[option] = Source("command line", override=True)

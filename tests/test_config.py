@@ -1,0 +1,212 @@
+"""Options: defaults, the checks of each and between them, and the messages a user sees."""
+
+import dataclasses
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from qerl_jax.config import (
+    Config,
+    GenerationOptions,
+    GrpoOptions,
+    NoiseOptions,
+    OptimizerOptions,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+    save_yaml,
+)
+from qerl_jax.config_errors import option_names
+from qerl_jax.errors import UserError
+
+
+def message(*overrides: str, recipe: str = "quickstart") -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, list(overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "configs/quickstart.yaml"])
+def test_quickstart_loads_by_name_and_path_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name)
+    assert config.model.model_name_or_path == "builtin:quickstart"
+    assert config.run.output_dir == "runs/quickstart"
+    assert config.noise.num_stages == 10
+    assert [f.function for f in config.reward.functions] == ["accuracy", "format"]
+
+
+def test_every_shipped_recipe_is_valid():
+    for path in (Path(__file__).parent.parent / "configs").glob("*.yaml"):
+        load_config(str(path))
+
+
+def test_defaults_of_the_method():
+    config = Config(optimizer=OptimizerOptions(max_steps=20))
+    assert (config.optimizer.learning_rate, config.optimizer.adam_beta2, config.optimizer.max_grad_norm) == (
+        1e-5,
+        0.99,
+        0.2,
+    )
+    assert (config.grpo.epsilon, config.grpo.epsilon_high, config.grpo.beta) == (0.2, 0.28, 0.0)
+    assert (config.noise.sigma_start, config.noise.sigma_end, config.noise.num_stages) == (1e-2, 5e-4, 10)
+    assert hash(config) == hash(Config(optimizer=OptimizerOptions(max_steps=20)))
+
+
+def test_derived_values():
+    config = Config(
+        optimizer=OptimizerOptions(max_steps=40, per_device_train_batch_size=4, gradient_accumulation_steps=2),
+        grpo=GrpoOptions(steps_per_generation=8, num_iterations=2),
+        generation=GenerationOptions(num_generations=8),
+        run=dataclasses.replace(Config(optimizer=OptimizerOptions(max_steps=20)).run, save_steps=8),
+    )
+    assert config.completions_per_rollout == 32
+    assert config.prompts_per_rollout == 4
+    assert config.updates_per_rollout == 8
+    assert config.total_steps(dataset_length=1) == 40
+
+
+def test_total_steps_of_epochs_are_whole_rollouts():
+    config = Config(optimizer=OptimizerOptions(num_train_epochs=1.5), noise=NoiseOptions(num_stages=3))
+    assert config.prompts_per_rollout == 16
+    assert config.total_steps(dataset_length=100) == 10  # 150 prompts / 16, rounded up
+    with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 1 optimizer steps"):
+        config.total_steps(dataset_length=8)
+
+
+def test_overrides_are_yaml_1_2_values():
+    config = load_config(
+        "quickstart", ["optimizer.learning_rate=1e-4", "run.output_dir=off", "lora.lora_target_modules=[q_proj]"]
+    )
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.run.output_dir == "off"
+    assert config.lora.lora_target_modules == ("q_proj",)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learning_rate=1e-4", "command line: unknown section learning_rate: it lives in optimizer.learning_rate"),
+        ("cap=1.5", "it lives in grpo.sampler_correction.cap"),
+        ("temperature=1.5", "it lives in generation.temperature and evaluation.temperature"),
+        ("optimizer.lerning_rate=1", "unknown option optimizer.lerning_rate (did you mean 'learning_rate'?)"),
+        ("optimiser.max_steps=1", "command line: unknown section optimiser (did you mean 'optimizer'?)"),
+        ("noise.max_step=4", "unknown option noise.max_step (did you mean 'optimizer.max_steps'?)"),
+        ("grpo.sampler_correction.lvl=token", "grpo.sampler_correction.lvl (did you mean 'level'?)"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate is 'fast'; allowed: a number > 0"),
+        ("optimizer.learning_rate=true", "optimizer.learning_rate is true; allowed: a number > 0"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number > 0"),
+        ("optimizer.max_steps=2.5", "optimizer.max_steps is 2.5; allowed: a whole number >= 1 or null"),
+        ("lora.train_norms=off", "lora.train_norms is 'off'; allowed: true or false"),
+        ("generation.num_generations=1", "generation.num_generations is 1; allowed: a whole number >= 2"),
+        ("generation.top_p=0", "generation.top_p is 0; allowed: a number above 0 and at most 1"),
+        ("grpo.loss_type=gspo", "grpo.loss_type is 'gspo'; allowed: grpo, bnpo, dapo, dr_grpo"),
+        ("noise.sigma_start=", "noise.sigma_start is null; allowed: a number > 0"),
+        ("noise=3", "noise is 3; allowed: a mapping with the options num_stages"),
+        ("noise.num_stages.x=3", "noise.num_stages is 10 and has no options"),
+        ("lora.lora_target_modules=[x]", "lora.lora_target_modules.0 is 'x'; allowed: q_proj, k_proj"),
+        ("lora.lora_target_modules=[]", "lora.lora_target_modules is []; allowed: one projection or more"),
+        ("reward.functions=[{function: a}, {function: a}]", "reward.functions is ['a', 'a']; allowed: each name once"),
+        ("reward.functions=[{weight: 1}]", "reward.functions.0.function is missing; allowed: a text"),
+        ("reward.functions=[]", "reward.functions is []; allowed: one function or more"),
+        ("report_to", "'report_to' is not an override; expected section.option=value"),
+        ("run.report_to=[x", "run.report_to: '[x' is not readable as a YAML value"),
+    ],
+)
+def test_one_wrong_override(override, expected):
+    assert expected in message(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["generation.num_generations=6"], "generation.num_generations is 6; allowed: a divisor of the 128"),
+        (["grpo.steps_per_generation=6"], "grpo.steps_per_generation is 6; allowed: a multiple of"),
+        (["noise.num_stages=61"], "noise.num_stages is 61; allowed: at most optimizer.max_steps 60"),
+        (["grpo.num_iterations=7"], "optimizer.max_steps is 60; allowed: a multiple of the 7 optimizer steps"),
+        (["grpo.num_iterations=2", "run.save_steps=5"], "run.save_steps is 5; allowed: a multiple of the 2"),
+        (["grpo.num_iterations=2", "evaluation.eval_steps=5"], "evaluation.eval_steps is 5; allowed: a multiple of"),
+        (["optimizer.num_train_epochs=1"], "optimizer.max_steps is 60 and optimizer.num_train_epochs is 1.0; allowed:"),
+        (["optimizer.max_steps=null"], "optimizer.max_steps is null and optimizer.num_train_epochs is null"),
+    ],
+)
+def test_options_that_do_not_go_together(overrides, expected):
+    assert expected in message(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["noise.sigma_start=1e-2", "noise.num_stages=1"],
+        ["noise.final_norm=true", "noise.num_stages=1"],
+        ["noise.sigma_end=1e-3", "noise.num_stages=2"],
+        ["noise.schedule=linear", "noise.num_stages=3"],
+        ["grpo.epsilon=0.1"],
+        ["grpo.epsilon_high=0.3"],
+        ["grpo.sampler_correction.cap=3.0"],
+        ["grpo.sampler_correction.mode=mask"],
+        ["run.save_total_limit=2", "run.save_steps=null"],
+        ["lora.lora_r=8", "lora.adapter=some/folder"],
+    ],
+)
+def test_an_option_without_effect_is_an_error(overrides):
+    assert f"command line: {overrides[0].split('=')[0]} has no effect in this run: " in message(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["grpo.epsilon=0.1", "grpo.num_iterations=2"],
+        ["grpo.epsilon=0.1", "grpo.old_logprobs=sampler"],
+        ["grpo.epsilon=0.1", "grpo.steps_per_generation=8", "optimizer.per_device_train_batch_size=16"],
+        ["grpo.sampler_correction={level: token, cap: 3.0}"],
+        ["noise.schedule=linear"],
+    ],
+)
+def test_the_same_option_with_effect_is_not(overrides):
+    load_config("quickstart", overrides)
+
+
+def test_an_override_may_silence_options_of_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("optimizer: {max_steps: 20}\nnoise: {num_stages: 5, sigma_start: 0.02}\n")
+    config = load_config(str(path), ["noise.num_stages=1"])
+    assert config.noise == NoiseOptions(num_stages=1)
+    path.write_text("optimizer: {max_steps: 20}\nnoise:\n  num_stages: 1\n  sigma_start: 0.02\n")
+    assert f"{path}, line 4: noise.sigma_start has no effect" in message(recipe=str(path))
+
+
+def test_all_problems_are_told_at_once_with_their_lines(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("optimizer:\n  max_steps: ten\n  lerning_rate: 3\nnosie: {}\n3: 4\n")
+    first, second, *rest = message(recipe=str(path)).splitlines()
+    assert first == f"{path}, line 2: optimizer.max_steps is 'ten'; allowed: a whole number >= 1 or null"
+    assert second.startswith(f"{path}, line 3: unknown option optimizer.lerning_rate (did you mean 'learning_rate'?)")
+    assert rest[0].startswith(f"{path}, line 4: unknown section nosie (did you mean 'noise'?)")
+    assert "3 is not the name of an option; allowed: a mapping with the options model, lora" in rest[1]
+
+
+@pytest.mark.parametrize("options", [[], ["noise.num_stages=1"], ["lora.adapter=a/b", "grpo.num_iterations=2"]])
+def test_saved_yaml_reads_back_as_the_same_config(tmp_path, options):
+    config = load_config("quickstart", options)
+    save_yaml(config, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml")) == config
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_dictionary_round_trip_holds_every_option():
+    config = load_config("quickstart")
+    values = config_to_dict(config)
+    assert config_from_dict(values) == config
+    for name in option_names(Config):
+        section = values
+        for part in name.split("."):
+            section = section[part]
+
+
+def test_scripts_get_a_value_error_at_once():
+    with pytest.raises(pydantic.ValidationError, match="greater than or equal to 1"):
+        OptimizerOptions(max_steps=0)
+    with pytest.raises(ValueError, match="exactly one of them"):
+        Config()

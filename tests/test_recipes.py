@@ -1,0 +1,72 @@
+"""Reading YAML files: every way in which one can be unreadable, and where options come from."""
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.recipes import read_recipe, shipped_recipes, write_yaml
+
+
+def failure(name: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read_recipe(str(name), [])
+    return str(caught.value)
+
+
+def test_yaml_1_2_reads_numbers_and_off_as_people_mean_them(tmp_path):
+    path = tmp_path / "run1.yaml"
+    path.write_text("a: 1e-5\nb: off\nc: yes\nd: [1, 2.5, null]\n")
+    recipe = read_recipe(str(path), ["e.f={g: 2}"])
+    assert recipe.name == "run1"
+    assert recipe.values == {"a": 1e-5, "b": "off", "c": "yes", "d": [1, 2.5, None], "e": {"f": {"g": 2}}}
+    assert str(recipe.sources["c"]) == f"{path}, line 3: "
+    assert str(recipe.sources["e.f"]) == "command line: "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1", "line 1, column 6: not readable as YAML: expected ',' or ']'"),
+        ("a:\n  b: 1\n c: 2\n", "line 3, column 2: not readable as YAML"),
+        ("a: 1\na: 2", 'line 2, column 1: not readable as YAML: found duplicate key "a"'),
+        (
+            "a: !!python/object:os.system {}",
+            "line 1, column 4: not readable as YAML: could not determine a constructor",
+        ),
+        ("a: 1\n---\nb: 2", "not readable as YAML"),
+        ("a: \x00", "not readable as YAML"),
+        ("- 1", "found a list; expected sections with options"),
+        ("", "found nothing; expected sections with options"),
+    ],
+)
+def test_unreadable_files_name_the_place(tmp_path, text, expected):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert expected in failure(path)
+    assert str(path) in failure(path)
+
+
+def test_missing_files_binary_files_and_folders(tmp_path):
+    assert "nope.yaml: no such file, and no shipped recipe" in failure("nope.yaml")
+    assert "did you mean 'quickstart'?" in failure("quikstart")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8 text (byte 0)" in failure(tmp_path / "binary.yaml")
+    assert "is a folder" in failure(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: 1")
+    assert f"name its config: {tmp_path / 'config.yaml'}" in failure(tmp_path)
+
+
+def test_a_file_beside_the_user_wins_over_a_shipped_recipe_only_by_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart.yaml").write_text("mine: 1")
+    assert read_recipe("quickstart.yaml", []).values == {"mine": 1}
+    assert "model" in read_recipe("quickstart", []).values
+    assert "quickstart" in shipped_recipes()
+
+
+def test_written_yaml_reads_back_in_order(tmp_path):
+    values = {"b": {"y": 1e-8, "x": "off"}, "a": [1, {"f": "1e-5"}], "n": None, "e": []}
+    write_yaml(values, tmp_path / "o.yaml")
+    back = read_recipe(str(tmp_path / "o.yaml"), []).values
+    assert back == values
+    assert list(back) == list(values)
