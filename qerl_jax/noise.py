@@ -92,7 +92,9 @@ def perturb_norms(norms: Norms, sigma: jax.Array | float, key: jax.Array, *, fin
     def noisy(w_D: jax.Array, place: int) -> jax.Array:
         if w_D.dtype not in (jnp.float32, jnp.float64):
             raise TypeError(f"norm scales must be float32 when noise is added, got {w_D.dtype}")
-        return w_D + jnp.asarray(sigma, w_D.dtype) * jax.random.normal(jax.random.fold_in(key, place), w_D.shape, w_D.dtype)
+        return w_D + jnp.asarray(sigma, w_D.dtype) * jax.random.normal(
+            jax.random.fold_in(key, place), w_D.shape, w_D.dtype
+        )
 
     return Norms(
         input=tuple(noisy(w, 2 * i) for i, w in enumerate(norms.input)),

@@ -22,11 +22,11 @@ def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float
 
     def layer(key: jax.Array) -> Layer:
         keys = jax.random.split(key, len(PROJECTIONS))
-        weights = {
-            name: normal(k, *projection_shape(config, name)) for name, k in zip(PROJECTIONS, keys, strict=True)
-        }
+        weights = {name: normal(k, *projection_shape(config, name)) for name, k in zip(PROJECTIONS, keys, strict=True)}
         biases = {
-            f"{name}_bias": jnp.zeros(projection_shape(config, f"{name}_proj")[0], dtype) if config.attention_bias else None
+            f"{name}_bias": jnp.zeros(projection_shape(config, f"{name}_proj")[0], dtype)
+            if config.attention_bias
+            else None
             for name in "qkv"
         }
         ones = jnp.ones(config.hidden_size, jnp.float32)
@@ -49,7 +49,9 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
       UserError: an unknown format, or a weight whose inputs are not a multiple of the format's block.
     """
     if weight_format not in FORMATS:
-        raise UserError(f"weight_format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}")
+        raise UserError(
+            f"weight_format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}"
+        )
     layers = tuple(quantize_layer(layer, weight_format) for layer in model.base.layers)
     return model.replace(base=model.base.replace(layers=layers))
 
@@ -58,7 +60,10 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
     """`quantize` for one layer."""
     weights: dict[str, Weight] = {}
     for group in SHARED_SCALE:
-        dense = {name: dequantize(w, jnp.bfloat16) if not isinstance(w := getattr(layer, name), jax.Array) else w for name in group}
+        dense = {
+            name: dequantize(w, jnp.bfloat16) if not isinstance(w := getattr(layer, name), jax.Array) else w
+            for name in group
+        }
         if weight_format == "bf16":
             weights |= dense
             continue
@@ -94,7 +99,9 @@ def init_adapter(
     names = tuple(target_modules)
     for name in names:
         if name not in PROJECTIONS:
-            raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{nearest(name, PROJECTIONS)}")
+            raise UserError(
+                f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{nearest(name, PROJECTIONS)}"
+            )
     if lora_r < 1:
         raise UserError(f"lora_r is {lora_r}; allowed: 1 or more")
 

@@ -35,11 +35,16 @@ class KVCache:
     prompt_lengths_N: jax.Array  # int32
 
 
+def _wide(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale in float32; only the product is rounded to x's dtype, so that AQN's small noise survives."""
-    x32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(variance + eps) * scale_D).astype(x.dtype)
+    wide = _wide(x)
+    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(variance + eps) * scale_D).astype(x.dtype)
 
 
 def rotary(x_BTHE: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
@@ -48,7 +53,7 @@ def rotary(x_BTHE: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Arra
     frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions_BT[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(_wide(x_BTHE), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)
 
 
@@ -61,7 +66,9 @@ def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, ma
     )
 
 
-def cached_attention(q_NGKQE: jax.Array, prompt: KV, completion: KV, lengths_N: jax.Array, step: jax.Array) -> jax.Array:
+def cached_attention(
+    q_NGKQE: jax.Array, prompt: KV, completion: KV, lengths_N: jax.Array, step: jax.Array
+) -> jax.Array:
     """One query per sample over its prompt's keys and its own completion's keys 0..step, [N, G, K, Q, E]."""
     (prompt_k, prompt_v), (own_k, own_v) = prompt, completion
     P, C, E = prompt_k.shape[1], own_k.shape[2], q_NGKQE.shape[-1]
@@ -69,9 +76,7 @@ def cached_attention(q_NGKQE: jax.Array, prompt: KV, completion: KV, lengths_N: 
     scores_C = jnp.einsum("ngkqe,ngcke->ngkqc", q_NGKQE, own_k, preferred_element_type=jnp.float32)
     live_P = jnp.arange(P) < lengths_N[:, None, None, None, None]
     live_C = jnp.arange(C) <= step
-    scores = jnp.concatenate(
-        [jnp.where(live_P, scores_P, _NEGATIVE), jnp.where(live_C, scores_C, _NEGATIVE)], axis=-1
-    )
+    scores = jnp.concatenate([jnp.where(live_P, scores_P, _NEGATIVE), jnp.where(live_C, scores_C, _NEGATIVE)], axis=-1)
     weights = jax.nn.softmax(scores * E**-0.5, axis=-1).astype(q_NGKQE.dtype)
     return jnp.einsum("ngkqp,npke->ngkqe", weights[..., :P], prompt_v) + jnp.einsum(
         "ngkqc,ngcke->ngkqe", weights[..., P:], own_v

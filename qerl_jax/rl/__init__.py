@@ -1,0 +1,1 @@
+"""Reinforcement learning: advantages, losses, the update, the whole step, the trainer."""

@@ -1,0 +1,64 @@
+"""AdamW with warm-up, decay and global-norm clipping, built from optax."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from qerl_jax.models.params import Adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSpec:
+    """TRL's names. `warmup_ratio` is the share of `total_steps` spent rising linearly from 0 to `learning_rate`."""
+
+    learning_rate: float
+    total_steps: int
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.99
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 0.2
+
+
+def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
+    """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay to 0."""
+    warmup = round(spec.warmup_ratio * spec.total_steps)
+    rest = max(1, spec.total_steps - warmup)
+
+    def schedule(step: jax.Array) -> jax.Array:
+        rising = (step + 1) / max(1, warmup)
+        done = jnp.clip((step - warmup) / rest, 0, 1)
+        falling = {
+            "cosine": 0.5 * (1 + jnp.cos(jnp.pi * done)),
+            "linear": 1 - done,
+            "constant": jnp.ones_like(done),
+        }[spec.lr_scheduler_type]
+        return spec.learning_rate * jnp.where(step < warmup, rising, falling)
+
+    return schedule
+
+
+def decay_mask(adapter: Adapter) -> Adapter:
+    """True for LoRA matrices, False for norm scales, which are never decayed."""
+    decayed = jax.tree.map(lambda _: True, adapter)
+    return decayed.replace(norms=jax.tree.map(lambda _: False, adapter.norms))
+
+
+def make_optimizer(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """Clip to `max_grad_norm`, then AdamW (Loshchilov & Hutter, arXiv 1711.05101); moments are float32."""
+    return optax.chain(
+        optax.clip_by_global_norm(spec.max_grad_norm),
+        optax.adamw(
+            learning_rate_schedule(spec),
+            b1=spec.adam_beta1,
+            b2=spec.adam_beta2,
+            eps=spec.adam_epsilon,
+            weight_decay=spec.weight_decay,
+            mask=decay_mask,
+        ),
+    )

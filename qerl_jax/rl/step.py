@@ -1,0 +1,150 @@
+"""The RL step, top to bottom: noise -> rollout -> reward -> advantages -> update.
+
+`rollout` and `make_batch` are the halves that the trainer runs around Python reward functions; `grpo_step` joins them
+under one jit when the reward itself is a JAX function.
+
+Dimension letters: N prompts, G completions per prompt, B = N * G, P prompt slots, C completion slots.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from qerl_jax.models.params import Adapter, Model, norms_of
+from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
+from qerl_jax.rl.advantages import AdvantageFn, group_advantages
+from qerl_jax.rl.losses import LossFn, Metrics
+from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, score, update_step
+from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
+
+RewardFn = Callable[[Prompts, Rollout], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Static choices of one RL step.
+
+    Attributes:
+      sampling: how completions are drawn.
+      update: the optimizer step.
+      noise: AQN's schedule; None is no noise ever.
+      mask_truncated_completions: completions without an EOS get no loss; their rewards still count in their group.
+    """
+
+    sampling: SamplingSettings
+    update: UpdateSettings
+    noise: NoiseSchedule | None = None
+    mask_truncated_completions: bool = False
+
+
+def rollout(
+    model: Model, adapter: Adapter | None, prompts: Prompts, key: jax.Array, step: jax.Array, settings: StepSettings
+) -> tuple[Rollout, jax.Array]:
+    """Samples num_generations completions per prompt from the policy with this step's noise on its norms.
+
+    Args:
+      step: 0-based optimizer step at which the rollout starts; it selects sigma and may be traced.
+      key: this rollout's key. The noise depends on it alone, so a group sampled again for the same rollout meets the
+        same noise.
+
+    Returns:
+      The completions and sigma.
+    """
+    noise_key, sample_key = jax.random.split(key)
+    norms = norms_of(model, adapter)
+    sigma = jnp.float32(0)
+    if settings.noise is not None:
+        sigma = sigma_at(settings.noise, step)
+        norms = perturb_norms(norms, sigma, noise_key, final_norm=settings.noise.final_norm)
+    out = generate(model, adapter, prompts, sample_key, settings.sampling, settings.update.num_generations, norms)
+    return out, sigma
+
+
+def make_batch(
+    prompts: Prompts, completions: Rollout, rewards_B: jax.Array, step: jax.Array, settings: StepSettings
+) -> Batch:
+    """Joins completions and rewards; the loss mask goes by length, never by the pad id."""
+    G = settings.update.num_generations
+    mask_BC = jnp.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
+    if settings.mask_truncated_completions:
+        mask_BC &= completions.terminated[:, None]
+    return Batch(
+        prompt=jnp.repeat(prompts.tokens, G, axis=0),
+        prompt_lengths=jnp.repeat(prompts.lengths, G),
+        completion=completions.tokens,
+        completion_lengths=completions.lengths,
+        mask=mask_BC,
+        rewards=rewards_B,
+        sampled_logps=completions.logps,
+        rollout_step=step,
+    )
+
+
+def with_policies(
+    model: Model, adapter: Adapter, batch: Batch, settings: UpdateSettings, several_updates: bool
+) -> Batch:
+    """Adds the old policy's log-probabilities if the batch serves several updates, and the reference's if beta != 0."""
+    if several_updates and settings.old_logprobs == "learner":
+        batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])
+    if settings.loss.beta != 0:
+        batch = batch.replace(ref_logps=score(model, None, batch, settings)[0])
+    return batch
+
+
+def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
+    """TRL's metrics of a rollout: reward, its spread within groups, and the completions' lengths."""
+    lengths_B, terminated_B = completions.lengths, completions.terminated
+    ended = jnp.maximum(terminated_B.sum(), 1)
+    return {
+        "reward": rewards_NG.mean(),
+        "reward_std": rewards_NG.std(1, ddof=1).mean(),
+        "frac_reward_zero_std": jnp.mean(rewards_NG.max(1) == rewards_NG.min(1)),
+        "completions/mean_length": lengths_B.mean(),
+        "completions/min_length": lengths_B.min(),
+        "completions/max_length": lengths_B.max(),
+        "completions/mean_terminated_length": jnp.where(terminated_B, lengths_B, 0).sum() / ended,
+        "completions/clipped_ratio": 1 - terminated_B.mean(),
+    }
+
+
+def grpo_step(
+    state: TrainState,
+    model: Model,
+    prompts: Prompts,
+    key: jax.Array,
+    *,
+    reward_fn: RewardFn,
+    optimizer: optax.GradientTransformation,
+    settings: StepSettings,
+    loss_fn: LossFn | None = None,
+    advantage_fn: AdvantageFn = group_advantages,
+) -> tuple[TrainState, Metrics]:
+    """A whole on-policy RL step as one pure function: jit it with the keyword arguments bound, or vmap it over seeds.
+
+    Args:
+      state: adapter, optimizer state and step; donate it.
+      model: the frozen network; sampler and learner read the same arrays.
+      prompts: N prompts.
+      key: this step's PRNG key.
+      reward_fn: (prompts, completions) -> rewards [N * G], a JAX function.
+      optimizer, loss_fn, advantage_fn: see `update_step`.
+      settings: static choices.
+    """
+    completions, sigma = rollout(model, state.adapter, prompts, key, state.step, settings)
+    rewards_B = reward_fn(prompts, completions)
+    batch = make_batch(prompts, completions, rewards_B, state.step, settings)
+    batch = with_policies(model, state.adapter, batch, settings.update, several_updates=False)
+    metrics = reward_metrics(rewards_B.reshape(-1, settings.update.num_generations), completions)
+    state, update_metrics = update_step(
+        state,
+        model,
+        batch,
+        optimizer=optimizer,
+        settings=settings.update,
+        loss_fn=loss_fn,
+        advantage_fn=advantage_fn,
+    )
+    return state, metrics | update_metrics | {"aqn/sigma": sigma}

@@ -1,0 +1,186 @@
+"""One optimizer step from a batch of scored completions.
+
+The loss is a function of the whole optimizer batch's log-probabilities, while the network runs in micro-batches: a
+first pass collects log-probabilities [B, C], the loss and its gradient with respect to them are taken at once, and a
+second pass carries that gradient back through the network, micro-batch by micro-batch. So accumulation equals the
+full batch for every loss, also one whose normalisation or clipping looks across rows. With one micro-batch the first
+pass is the forward half of the second.
+
+Dimension letters: B rows of the optimizer batch, N groups of G completions, P prompt slots, C completion slots.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from qerl_jax.models.params import Adapter, Model
+from qerl_jax.rl.advantages import AdvantageFn, group_advantages
+from qerl_jax.rl.correction import SamplerCorrection, correction_weights
+from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, loss_by
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything an update changes: the 0-based count of optimizer steps done, the adapter, the optimizer's state."""
+
+    step: jax.Array
+    adapter: Adapter
+    opt_state: Any
+
+
+@flax.struct.dataclass
+class Batch:
+    """Completions of whole groups, prompt-major, with what the loss needs.
+
+    prompt [B, P] int32 padded on the right, prompt_lengths [B]; completion [B, C], completion_lengths [B] (EOS
+    included); mask [B, C], tokens that count; rewards [B]; sampled_logps [B, C], as the rollout recorded them;
+    old_logps [B, C] or None, where the batch serves one update only; ref_logps [B, C] or None, where beta is 0;
+    rollout_step [], the optimizer step at which the completions were drawn.
+    """
+
+    prompt: jax.Array
+    prompt_lengths: jax.Array
+    completion: jax.Array
+    completion_lengths: jax.Array
+    mask: jax.Array
+    rewards: jax.Array
+    sampled_logps: jax.Array
+    rollout_step: jax.Array
+    old_logps: jax.Array | None = None
+    ref_logps: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSettings:
+    """Static choices of an update.
+
+    Attributes:
+      num_generations: G.
+      temperature: the sampling temperature, at which all log-probabilities are taken.
+      micro_batch_size: rows that go through the network at once (per_device_train_batch_size); divides B.
+      old_logprobs: `learner`, the clean policy at the time of the rollout (the first update has a ratio of exactly 1),
+        or `sampler`, what the rollout recorded.
+      loss, correction: see there.
+      gradient_checkpointing: keep one activation per layer instead of all.
+    """
+
+    num_generations: int
+    temperature: float
+    micro_batch_size: int
+    old_logprobs: Literal["learner", "sampler"] = "learner"
+    loss: LossSpec = LossSpec()
+    correction: SamplerCorrection = SamplerCorrection()
+    gradient_checkpointing: bool = False
+
+
+def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
+    """Step 0 of training `adapter`."""
+    return TrainState(jnp.int32(0), adapter, optimizer.init(adapter))
+
+
+def _micro_batches(tree: Any, size: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
+
+
+def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
+
+    def run(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return completion_logps(model, adapter, *rows, settings.temperature)
+
+    rows = _micro_batches(_rows(batch), settings.micro_batch_size)
+    logps, entropies = jax.lax.map(run, rows)
+    return logps.reshape(batch.completion.shape), entropies.reshape(batch.completion.shape)
+
+
+def _rows(batch: Batch) -> tuple[jax.Array, ...]:
+    return batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
+
+
+def update_step(
+    state: TrainState,
+    model: Model,
+    batch: Batch,
+    *,
+    optimizer: optax.GradientTransformation,
+    settings: UpdateSettings,
+    loss_fn: LossFn | None = None,
+    advantage_fn: AdvantageFn = group_advantages,
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step; pure, so jit it with `donate_argnums=0`, or vmap it.
+
+    Args:
+      state: see `TrainState`.
+      model: the frozen network.
+      batch: B rows, a multiple of both num_generations and micro_batch_size.
+      optimizer: any optax transformation over the adapter.
+      settings: static choices.
+      loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
+        the default is `settings.loss`.
+      advantage_fn: rewards [N, G] -> advantages [N, G].
+
+    Returns:
+      The next state and scalar metrics. If the loss or a gradient is not finite, the state comes back unchanged and
+      metrics["nonfinite"] is 1.
+
+    Raises:
+      ValueError: the batch cannot be cut into groups or micro-batches.
+    """
+    B, C = batch.completion.shape
+    for name, size in (("num_generations", settings.num_generations), ("micro_batch_size", settings.micro_batch_size)):
+        if B % size:
+            raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
+    loss_fn = loss_by(settings.loss) if loss_fn is None else loss_fn
+    mask_BC = batch.mask.astype(bool)
+    advantages_B1 = advantage_fn(batch.rewards.reshape(-1, settings.num_generations)).reshape(B, 1)
+
+    def learner(adapter: Adapter, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return completion_logps(model, adapter, *rows, settings.temperature, settings.gradient_checkpointing)
+
+    def loss_of(logp_BC: jax.Array) -> tuple[jax.Array, Metrics]:
+        now_BC = jax.lax.stop_gradient(logp_BC)
+        if settings.old_logprobs == "sampler":
+            old_BC = batch.sampled_logps
+        elif batch.old_logps is None:
+            old_BC = now_BC
+        else:  # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
+            old_BC = jnp.where(state.step == batch.rollout_step, now_BC, batch.old_logps)
+        weights_BC, metrics = correction_weights(settings.correction, old_BC, batch.sampled_logps, mask_BC)
+        loss, loss_metrics = loss_fn(logp_BC, old_BC, batch.ref_logps, advantages_B1 * weights_BC, mask_BC)
+        return loss, metrics | loss_metrics
+
+    rows = _rows(batch)
+    if settings.micro_batch_size == B:
+        logp_BC, backward, entropy_BC = jax.vjp(lambda a: learner(a, rows), state.adapter, has_aux=True)
+        (loss, metrics), dlogp_BC = jax.value_and_grad(loss_of, has_aux=True)(logp_BC)
+        (grads,) = backward(dlogp_BC)
+    else:
+        logp_BC, entropy_BC = score(model, state.adapter, batch, settings)
+        (loss, metrics), dlogp_BC = jax.value_and_grad(loss_of, has_aux=True)(logp_BC)
+
+        def accumulate(total: Adapter, micro: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[Adapter, None]:
+            micro_rows, dlogp = micro
+            _, backward, _ = jax.vjp(lambda a: learner(a, micro_rows), state.adapter, has_aux=True)
+            return jax.tree.map(jnp.add, total, backward(dlogp)[0]), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state.adapter)
+        grads, _ = jax.lax.scan(accumulate, zeros, _micro_batches((rows, dlogp_BC), settings.micro_batch_size))
+
+    grad_norm = optax.tree.norm(grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.adapter)
+    updated = TrainState(state.step + 1, optax.apply_updates(state.adapter, updates), opt_state)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    active = jnp.maximum(mask_BC.sum(), 1)
+    metrics |= {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "entropy": jnp.where(mask_BC, entropy_BC, 0.0).sum() / active,
+        "nonfinite": (~finite).astype(jnp.int32),
+    }
+    return state, metrics

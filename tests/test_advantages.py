@@ -1,0 +1,31 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.rl.advantages import group_advantages
+
+REWARDS = jnp.array([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]])
+
+
+def test_group_scale_by_hand():
+    std = np.sqrt(4 * 0.25 / 3)
+    expected = np.array([0.5, -0.5, -0.5, 0.5]) / (std + 1e-4)
+    np.testing.assert_allclose(group_advantages(REWARDS)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero(scale):
+    assert np.all(np.asarray(group_advantages(REWARDS, scale)[1]) == 0.0)
+
+
+def test_batch_and_none():
+    np.testing.assert_allclose(group_advantages(REWARDS, "none")[0], [0.5, -0.5, -0.5, 0.5])
+    std = np.std(np.asarray(REWARDS), ddof=1)
+    np.testing.assert_allclose(group_advantages(REWARDS, "batch")[0, 0], 0.5 / (std + 1e-4), rtol=1e-5)
+
+
+def test_one_completion_per_group_is_refused():
+    with pytest.raises(ValueError, match="num_generations G >= 2"):
+        group_advantages(jnp.ones((4, 1)))
+    with pytest.raises(ValueError, match="allowed: group"):
+        group_advantages(REWARDS, "std")

@@ -1,0 +1,105 @@
+"""The decode loop against the plain forward pass, and what a completion may and may not depend on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_adapter, tiny_model
+
+from qerl_jax.models.transformer import logits
+from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rollout import Prompts, SamplingSettings, generate
+
+MODEL = tiny_model()
+ADAPTER = tiny_adapter(MODEL)
+PROMPTS = Prompts(
+    tokens=jnp.array([[5, 9, 11, 0, 0], [7, 0, 0, 0, 0], [20, 21, 22, 23, 24]], jnp.int32),
+    lengths=jnp.array([3, 1, 5], jnp.int32),
+    places=jnp.array([40, 41, 42], jnp.int32),
+)
+SETTINGS = SamplingSettings(8, (3, 4, 10, 12, 50), 0)
+RUN = jax.jit(generate, static_argnames=("settings", "num_generations"))
+
+
+def run(prompts=PROMPTS, settings=SETTINGS, key=0, num_generations=4):
+    return RUN(MODEL, ADAPTER, prompts, jax.random.key(key), settings=settings, num_generations=num_generations)
+
+
+@functools.cache
+def default_run():
+    return run()
+
+
+def test_recorded_logps_equal_the_learners():
+    out = default_run()
+    prompt, lengths = jnp.repeat(PROMPTS.tokens, 4, 0), jnp.repeat(PROMPTS.lengths, 4)
+    logps, _ = completion_logps(MODEL, ADAPTER, prompt, lengths, out.tokens, out.lengths, 1.0)
+    mask = np.arange(8) < np.asarray(out.lengths)[:, None]
+    np.testing.assert_allclose(np.asarray(out.logps)[mask], np.asarray(logps)[mask], atol=1e-4)
+    assert np.all(np.asarray(out.logps)[~mask] == 0)
+
+
+def test_completions_end_at_any_eos_and_are_padded():
+    out = default_run()
+    tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
+    assert 0 < np.asarray(out.terminated).sum() < 12, "the example should hold both kinds"
+    for row, length, terminated in zip(tokens, lengths, np.asarray(out.terminated), strict=True):
+        ends = [i for i, token in enumerate(row) if token in SETTINGS.eos_token_ids]
+        assert (ends[0] == length - 1) if terminated else (not ends and length == 8)
+        assert np.all(row[length:] == 0)
+
+
+def test_an_eos_in_the_last_slot_counts_as_terminated():
+    out = default_run()
+    lengths = np.asarray(out.lengths)
+    row = int(np.flatnonzero(np.asarray(out.terminated) & (lengths > 1))[0])
+    cut = run(settings=SamplingSettings(int(lengths[row]), SETTINGS.eos_token_ids, 0))
+    np.testing.assert_array_equal(cut.tokens[row], out.tokens[row, : lengths[row]])
+    assert bool(cut.terminated[row])
+
+
+def test_greedy_equals_argmax_of_the_forward_pass():
+    settings = SamplingSettings(6, (3,), 0, temperature=0.0)
+    out = run(settings=settings, num_generations=1)
+    for n, length in enumerate(np.asarray(PROMPTS.lengths)):
+        tokens = np.asarray(PROMPTS.tokens[n, :length]).tolist()
+        for t in range(int(out.lengths[n])):
+            best = int(jnp.argmax(logits(MODEL, jnp.array([tokens]), None, ADAPTER)[0, -1]))
+            assert best == int(out.tokens[n, t])
+            tokens.append(best)
+
+
+def test_a_completion_depends_on_its_own_key_prompt_and_index_alone():
+    out = default_run()
+    order = jnp.array([2, 0])
+    other = run(Prompts(PROMPTS.tokens[order], PROMPTS.lengths[order], PROMPTS.places[order]))
+    np.testing.assert_array_equal(other.tokens.reshape(2, 4, 8), out.tokens.reshape(3, 4, 8)[order])
+    fewer = run(num_generations=2)
+    np.testing.assert_array_equal(fewer.tokens.reshape(3, 2, 8), out.tokens.reshape(3, 4, 8)[:, :2])
+    alone = run(jax.tree.map(lambda leaf: leaf[1:2], PROMPTS), num_generations=1)
+    np.testing.assert_array_equal(alone.tokens[0], out.tokens[4])
+    np.testing.assert_allclose(alone.logps[0], out.logps[4], atol=1e-5)
+
+
+def test_places_and_keys_change_the_draw():
+    out = default_run()
+    assert not np.array_equal(out.tokens, run(key=1).tokens)
+    assert not np.array_equal(out.tokens, run(PROMPTS.replace(places=PROMPTS.places + 1)).tokens)
+    np.testing.assert_array_equal(out.tokens, run().tokens)
+
+
+def test_truncated_sampling_records_both_values():
+    settings = SamplingSettings(8, (3,), 0, top_p=0.6)
+    out = run(settings=settings)
+    mask = np.arange(8) < np.asarray(out.lengths)[:, None]
+    full, renormalised = np.asarray(out.logps)[mask], np.asarray(out.truncated_logps)[mask]
+    assert np.all(renormalised >= full - 1e-6) and (renormalised - full).max() > 0.05
+    assert default_run().truncated_logps is None
+
+
+@pytest.mark.parametrize("pad", [0, 7, 13])
+def test_what_stands_in_prompt_padding_does_not_matter(pad):
+    tokens = jnp.where(jnp.arange(5) < PROMPTS.lengths[:, None], PROMPTS.tokens, pad)
+    np.testing.assert_array_equal(run(PROMPTS.replace(tokens=tokens)).tokens, default_run().tokens)

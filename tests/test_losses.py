@@ -1,0 +1,74 @@
+"""Losses against TRL 0.21.0's own values and gradients (tests/oracles/grpo_loss_oracle_trl0.21.0.npz)."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.rl.advantages import group_advantages
+from qerl_jax.rl.losses import LossSpec, policy_loss, token_weights
+
+ORACLE = np.load(Path(__file__).parent / "oracles" / "grpo_loss_oracle_trl0.21.0.npz")
+VARIANTS = sorted(key.removesuffix(".loss") for key in ORACLE.files if key.endswith(".loss"))
+
+
+def test_every_variant_of_the_oracle_is_covered():
+    assert len(VARIANTS) == 12
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_value_gradient_and_metrics_equal_trl(variant):
+    loss_type, beta, policy = variant.replace("beta0.04", "beta004").replace("beta0.0", "beta000").split(".")
+    spec = LossSpec(loss_type, 0.04 if beta == "beta004" else 0.0, 0.2, 0.28)
+    new, mask = jnp.asarray(ORACLE["new"]), jnp.asarray(ORACLE["completion_mask"])
+    old = new if policy == "on" else jnp.asarray(ORACLE["old"])
+    advantages = jnp.asarray(ORACLE["advantages"])[:, None]
+    (loss, metrics), grad = jax.value_and_grad(
+        lambda logp: policy_loss(spec, logp, old, jnp.asarray(ORACLE["ref"]), advantages, mask), has_aux=True
+    )(new)
+    np.testing.assert_allclose(loss, ORACLE[variant + ".loss"], rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose(grad, ORACLE[variant + ".dlogps"], rtol=1e-5, atol=1e-8)
+    for name, key in (("clip_ratio/region_mean", ".clip_ratio/region_mean"), ("kl", ".kl")):
+        if variant + key in ORACLE.files:
+            np.testing.assert_allclose(metrics[name], ORACLE[variant + key], rtol=1e-5)
+
+
+def test_dapo_is_bnpo_over_the_whole_batch():
+    arrays = [jnp.asarray(ORACLE[name]) for name in ("new", "old", "ref")]
+    rest = jnp.asarray(ORACLE["advantages"])[:, None], jnp.asarray(ORACLE["completion_mask"])
+    assert (
+        policy_loss(LossSpec("dapo", 0.04), *arrays, *rest)[0] == policy_loss(LossSpec("bnpo", 0.04), *arrays, *rest)[0]
+    )
+
+
+def test_advantages_equal_trl():
+    rewards = jnp.asarray(ORACLE["rewards"]).reshape(2, 4)
+    np.testing.assert_allclose(group_advantages(rewards).reshape(-1), ORACLE["advantages"], rtol=1e-6)
+
+
+def test_padding_values_never_reach_the_loss():
+    spec = LossSpec("dapo", 0.1)
+    mask = jnp.array([[True, False], [True, True]])
+    logp = jnp.array([[-1.0, -jnp.inf], [-2.0, -3.0]])
+    zeros = jnp.zeros((2, 2))
+    (loss, _), grad = jax.value_and_grad(
+        lambda x: policy_loss(spec, x, zeros, zeros, jnp.ones((2, 1)), mask), has_aux=True
+    )(logp)
+    assert jnp.isfinite(loss) and jnp.all(jnp.isfinite(grad)) and grad[0, 1] == 0
+
+
+def test_token_weights_by_hand():
+    mask = jnp.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_allclose(token_weights(mask, "grpo").sum(1), [1 / 3, 1 / 3, 0])
+    np.testing.assert_allclose(token_weights(mask, "dapo").sum(1), [2 / 3, 1 / 3, 0])
+    np.testing.assert_allclose(token_weights(mask, "dr_grpo").sum(1), [2 / 12, 1 / 12, 0])
+
+
+def test_unknown_loss_and_missing_reference_are_refused():
+    with pytest.raises(ValueError, match="allowed: grpo"):
+        LossSpec("ppo")
+    one = jnp.ones((1, 1))
+    with pytest.raises(ValueError, match="reference policy"):
+        policy_loss(LossSpec(beta=0.1), one, one, None, one, one)

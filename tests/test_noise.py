@@ -1,0 +1,125 @@
+"""AQN: the schedule by hand, and the noise as an exact rescaling of the weights that follow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_adapter, tiny_model
+
+from qerl_jax.formats import dequantize
+from qerl_jax.models.params import Norms, norms_of
+from qerl_jax.models.transformer import forward, head, logits
+from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
+
+TOKENS = jax.random.randint(jax.random.key(7), (3, 9), 0, 61)
+
+
+def sigmas(**kwargs):
+    schedule = NoiseSchedule(**({"num_stages": 4, "sigma_start": 1e-2, "sigma_end": 1e-4, "total_steps": 8} | kwargs))
+    return [float(sigma_at(schedule, t)) for t in range(schedule.total_steps)]
+
+
+def test_exponential_stages_by_hand():
+    np.testing.assert_allclose(sigmas(), [0, 0, 1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4], rtol=1e-6)
+
+
+def test_other_decays_by_hand():
+    np.testing.assert_allclose(sigmas(schedule="linear")[::2], [0, 1e-2, 5.05e-3, 1e-4], rtol=1e-6)
+    np.testing.assert_allclose(sigmas(schedule="cosine")[::2], [0, 1e-2, 5.05e-3, 1e-4], rtol=1e-6)
+    middle = 1e-2 + (1e-4 - 1e-2) * np.log(2) / np.log(3)
+    np.testing.assert_allclose(sigmas(schedule="logarithmic")[::2], [0, 1e-2, middle, 1e-4], rtol=1e-6)
+
+
+def test_one_and_two_stages():
+    assert sigmas(num_stages=1) == [0.0] * 8
+    np.testing.assert_allclose(sigmas(num_stages=2), [0.0] * 4 + [1e-2] * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("K", "T"), [(3, 7), (10, 10), (10, 64), (7, 100)])
+def test_stage_is_the_floor_formula(K, T):
+    schedule = NoiseSchedule(K, 1e-2, 1e-4, T)
+    stages = schedule.stage_sigmas()
+    for t in range(T + 3):
+        assert float(sigma_at(schedule, t)) == np.float32(stages[min(K - 1, t * K // T)])
+
+
+def test_fewer_steps_than_stages_is_an_error():
+    with pytest.raises(ValueError, match="num_stages is 10 and total_steps 9"):
+        NoiseSchedule(10, 1e-2, 1e-4, 9)
+
+
+def test_sigma_is_traced_so_no_stage_recompiles():
+    schedule = NoiseSchedule(4, 1e-2, 1e-4, 8)
+    step = jax.jit(lambda norms, t, key: perturb_norms(norms, sigma_at(schedule, t), key))
+    norms = norms_of(tiny_model(), None)
+    for t in range(8):
+        step(norms, t, jax.random.key(0))
+    assert step._cache_size() == 1
+
+
+def test_noise_is_a_function_of_the_key_and_sigma_zero_is_clean():
+    norms = norms_of(tiny_model(), None)
+    first, again, other = (perturb_norms(norms, 0.1, jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(first.input[0], again.input[0])
+    assert float(jnp.abs(first.input[0] - other.input[0]).max()) > 0
+    assert (
+        float(jnp.abs((first.input[0] - norms.input[0]) - (first.post_attention[0] - norms.post_attention[0])).max())
+        > 0
+    )
+    np.testing.assert_array_equal(perturb_norms(norms, 0.0, jax.random.key(1)).input[1], norms.input[1])
+    np.testing.assert_array_equal(first.final, norms.final)
+    assert float(jnp.abs(perturb_norms(norms, 0.1, jax.random.key(1), final_norm=True).final - norms.final).max()) > 0
+
+
+def test_noise_has_the_stated_standard_deviation():
+    norms = Norms((jnp.ones(20000),), (jnp.ones(20000),), None)
+    noise = perturb_norms(norms, 1e-3, jax.random.key(0)).input[0] - 1
+    assert abs(float(noise.std()) - 1e-3) < 3e-5 and abs(float(noise.mean())) < 3e-5
+
+
+def test_noise_equals_row_scaling_of_the_weights_that_follow():
+    """w + Z on a norm is (1 + Z / w) on the input channels of q, k, v (first norm) and gate, up (second), to 1e-12."""
+    with jax.enable_x64(True):
+        model = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), tiny_model(weight_format="bf16"))
+        norms = norms_of(model, None)
+        assert all(float(jnp.abs(w).min()) > 0.1 for w in (*norms.input, *norms.post_attention))
+        noisy = perturb_norms(norms, 0.05, jax.random.key(3))
+        layers = tuple(
+            layer.replace(
+                **{n: getattr(layer, n) * (noisy.input[i] / norms.input[i]) for n in ("q_proj", "k_proj", "v_proj")},
+                **{
+                    n: getattr(layer, n) * (noisy.post_attention[i] / norms.post_attention[i])
+                    for n in ("gate_proj", "up_proj")
+                },
+            )
+            for i, layer in enumerate(model.base.layers)
+        )
+        scaled = model.replace(base=model.base.replace(layers=layers))
+        with_noise, _ = forward(model, None, TOKENS, norms=noisy)
+        with_scaling, _ = forward(scaled, None, TOKENS)
+        clean, _ = forward(model, None, TOKENS)
+        assert float(jnp.abs(with_noise - with_scaling).max()) < 1e-12 * float(jnp.abs(with_scaling).max())
+        assert float(jnp.abs(with_noise - clean).max()) > 1e-2
+
+
+def test_noise_of_1e_4_acts_on_a_bfloat16_model():
+    model = tiny_model(dtype=jnp.bfloat16)
+    norms = norms_of(model, None)
+    noisy = perturb_norms(norms, 1e-4, jax.random.key(0))
+    assert all(bool(jnp.all(a != b)) for a, b in zip(noisy.input, norms.input, strict=True))
+    hidden, _ = forward(model, None, TOKENS, norms=noisy)
+    changed = head(model, hidden.reshape(-1, 32)) != logits(model, TOKENS).reshape(-1, 61)
+    assert float(changed.mean()) > 0.01
+
+
+def test_sixteen_bit_scales_are_refused():
+    with pytest.raises(TypeError, match="float32"):
+        perturb_norms(Norms((jnp.ones(4, jnp.bfloat16),), (), None), 1e-3, jax.random.key(0))
+
+
+def test_trained_norms_are_the_ones_perturbed():
+    model = tiny_model()
+    adapter = tiny_adapter(model, train_norms=True)
+    np.testing.assert_array_equal(norms_of(model, adapter).input[0], adapter.norms.input[0])
+    np.testing.assert_array_equal(norms_of(model, adapter).final, model.base.final_norm)
+    assert dequantize(model.base.layers[0].q_proj, jnp.float32).shape == (32, 32)

@@ -1,0 +1,221 @@
+"""The update and the whole step: accumulation, exact ratios, masks, refusal of what is not finite."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_adapter, tiny_model
+
+from qerl_jax.noise import NoiseSchedule
+from qerl_jax.rl.correction import SamplerCorrection, correction_weights
+from qerl_jax.rl.losses import LossSpec
+from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout, with_policies
+from qerl_jax.rl.update import UpdateSettings, init_state, update_step
+from qerl_jax.rollout import Prompts, SamplingSettings
+
+MODEL = tiny_model()
+PROMPTS = Prompts(
+    jnp.array([[5, 9, 11, 0], [7, 0, 0, 0], [20, 21, 22, 23]], jnp.int32), jnp.array([3, 1, 4]), jnp.arange(3)
+)
+SAMPLING = SamplingSettings(6, (3, 4, 10, 12, 50), 0)
+UPDATE = UpdateSettings(num_generations=4, temperature=1.0, micro_batch_size=12)
+SETTINGS = StepSettings(SAMPLING, UPDATE)
+SGD = optax.sgd(0.1)
+
+
+def state_of(**kwargs):
+    return init_state(tiny_adapter(MODEL, **kwargs), SGD)
+
+
+def few_small_ids(prompts, completions):
+    mask = jnp.arange(6) < completions.lengths[:, None]
+    return jnp.sum(jnp.where(mask, completions.tokens < 30, 0), 1) / completions.lengths
+
+
+def batch_of(settings=SETTINGS, state=None, several=False, step=0):
+    state = state_of() if state is None else state
+    out, _ = jax.jit(rollout, static_argnames="settings")(
+        MODEL, state.adapter, PROMPTS, jax.random.key(2), jnp.int32(step), settings=settings
+    )
+    batch = make_batch(PROMPTS, out, few_small_ids(PROMPTS, out), jnp.int32(0), settings)
+    return with_policies(MODEL, state.adapter, batch, settings.update, several)
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "loss_fn"))
+def update(state, batch, settings=UPDATE, loss_fn=None):
+    return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
+
+
+def assert_trees_close(a, b, **tolerance):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
+def moved(state, new):
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, new.adapter, state.adapter)))
+
+
+@pytest.mark.parametrize(("loss_type", "level"), [("grpo", "none"), ("dapo", "sequence"), ("dr_grpo", "none")])
+def test_accumulation_equals_the_full_batch(loss_type, level):
+    """Unequal lengths, masked rows, and a micro-batch (rows 4..5 of size 2) in which everything is masked."""
+    settings = dataclasses.replace(
+        UPDATE, loss=LossSpec(loss_type, beta=0.05), correction=SamplerCorrection(level, "truncate", 2.0)
+    )
+    state = state_of(train_norms=True)
+    batch = batch_of(dataclasses.replace(SETTINGS, update=settings), state)
+    batch = batch.replace(mask=batch.mask.at[4:6].set(False).at[9].set(False))
+    assert len(set(np.asarray(batch.completion_lengths).tolist())) > 2
+    whole, whole_metrics = update(state, batch, settings)
+    for size in (2, 4):
+        cut, metrics = update(state, batch, dataclasses.replace(settings, micro_batch_size=size))
+        assert_trees_close(cut.adapter, whole.adapter, rtol=1e-4, atol=1e-6)
+        assert_trees_close(metrics, whole_metrics, rtol=1e-4, atol=1e-6)
+    assert moved(state, whole) > 1e-3
+
+
+def test_first_update_has_ratio_exactly_one_under_top_p():
+    """top_p 0.8, sigma 0, float32: the ratio is exactly 1 and nothing is clipped, though sampling was truncated."""
+    settings = dataclasses.replace(SETTINGS, sampling=dataclasses.replace(SAMPLING, top_p=0.8))
+    state = state_of()
+
+    def spy(logp, old_logp, ref_logp, advantages, mask):
+        ratio = jnp.exp(logp - old_logp)
+        return jnp.sum(jnp.where(mask, ratio * advantages, 0)), {
+            "low": jnp.where(mask, ratio, 1).min(),
+            "high": jnp.where(mask, ratio, 1).max(),
+        }
+
+    for several, size in ((False, 12), (True, 4)):
+        batch = batch_of(settings, state, several)
+        _, seen = update(state, batch, dataclasses.replace(UPDATE, micro_batch_size=size), spy)
+        assert float(seen["low"]) == float(seen["high"]) == 1.0
+        tight = dataclasses.replace(UPDATE, micro_batch_size=size, loss=LossSpec(epsilon=1e-6, epsilon_high=1e-6))
+        _, metrics = update(state, batch, tight)
+        assert float(metrics["clip_ratio/region_mean"]) == 0.0
+        assert float(metrics["sampling/sampling_logp_difference/max"]) < 1e-4
+
+
+def test_second_update_uses_the_old_policy_and_clips():
+    state = state_of()
+    batch = batch_of(state=state, several=True)
+    settings = dataclasses.replace(UPDATE, loss=LossSpec("dapo", 0.0, 1e-3, 1e-3))
+    once, first = update(state, batch, settings)
+    _, second = update(once, batch, settings)
+    assert float(first["clip_ratio/region_mean"]) == 0.0 < float(second["clip_ratio/region_mean"])
+
+
+def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
+    noisy = dataclasses.replace(SETTINGS, noise=NoiseSchedule(2, 0.3, 0.3, 4))
+    batch = batch_of(noisy, step=2)
+    settings = dataclasses.replace(UPDATE, old_logprobs="sampler", loss=LossSpec(epsilon=0.05, epsilon_high=0.05))
+    _, metrics = update(state_of(), batch, settings)
+    assert float(metrics["clip_ratio/region_mean"]) > 0
+    assert float(metrics["sampling/sampling_logp_difference/mean"]) == 0.0
+    _, clean = update(state_of(), batch, UPDATE)
+    assert float(clean["sampling/sampling_logp_difference/mean"]) > 0.01
+
+
+def test_correction_weights_by_hand():
+    learner, sampled = jnp.log(jnp.array([[3.0, 1.0, 9.0]])), jnp.zeros((1, 3))
+    mask = jnp.array([[True, True, False]])
+    for level, mode, expected, share in (
+        ("none", "truncate", [1, 1, 1], None),
+        ("token", "truncate", [2, 1, 1], 0.5),
+        ("token", "mask", [0, 1, 1], 0.5),
+        ("sequence", "truncate", [2, 2, 2], 1.0),
+        ("sequence", "mask", [0, 0, 3], 1.0),
+    ):
+        weights, metrics = correction_weights(SamplerCorrection(level, mode, 2.0), learner, sampled, mask)
+        np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
+        np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/max"], np.log(3), rtol=1e-6)
+        if share is not None:
+            name = "masked" if mode == "mask" else "truncated"
+            np.testing.assert_allclose(metrics[f"sampling/{name}_fraction"], share)
+
+
+def test_masked_truncated_rows_still_count_in_their_group():
+    settings = dataclasses.replace(SETTINGS, mask_truncated_completions=True)
+    batch, plain = batch_of(settings), batch_of()
+    open_rows = ~np.asarray(jnp.any(batch.mask, 1))
+    assert 0 < open_rows.sum() < 12
+    np.testing.assert_array_equal(batch.rewards, plain.rewards)
+    np.testing.assert_array_equal(np.asarray(batch.mask)[~open_rows], np.asarray(plain.mask)[~open_rows])
+    advantages = []
+
+    def spy(logp, old_logp, ref_logp, adv, mask):
+        advantages.append(adv.shape)
+        return jnp.sum(adv * logp * mask), {"advantages": adv}
+
+    _, masked = update(state_of(), batch, UPDATE, spy)
+    _, unmasked = update(state_of(), plain, UPDATE, spy)
+    np.testing.assert_array_equal(masked["advantages"], unmasked["advantages"])
+
+
+def test_equal_rewards_give_no_gradient():
+    batch = batch_of()
+    state = state_of()
+    new, metrics = update(state, batch.replace(rewards=jnp.full(12, 0.3)))
+    assert moved(state, new) == 0.0 and float(metrics["grad_norm"]) == 0.0
+
+
+@pytest.mark.parametrize("poison", ["rewards", "sampled_logps"])
+def test_what_is_not_finite_is_refused_and_the_state_untouched(poison):
+    batch = batch_of()
+    batch = batch.replace(**{poison: getattr(batch, poison).at[0].set(jnp.nan)})
+    settings = dataclasses.replace(UPDATE, old_logprobs="sampler")
+    state = state_of()
+    new, metrics = update(state, batch, settings)
+    assert int(metrics["nonfinite"]) == 1
+    assert_trees_close(new, state, rtol=0, atol=0)
+
+
+def test_a_batch_that_cannot_be_cut_is_named():
+    with pytest.raises(ValueError, match="micro_batch_size 5"):
+        update(state_of(), batch_of(), dataclasses.replace(UPDATE, micro_batch_size=5))
+
+
+def test_adapter_and_moments_are_float32_on_a_bfloat16_model():
+    model = tiny_model(dtype=jnp.bfloat16)
+    state = init_state(tiny_adapter(model, train_norms=True), optax.adamw(1e-3))
+    step = jax.jit(
+        functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=optax.adamw(1e-3), settings=SETTINGS)
+    )
+    state, _ = step(state, model, PROMPTS, jax.random.key(0))
+    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
+
+
+def test_grpo_step_raises_its_reward_under_one_jit():
+    optimizer = optax.adam(3e-2)
+    step = jax.jit(
+        functools.partial(
+            grpo_step,
+            reward_fn=few_small_ids,
+            optimizer=optimizer,
+            settings=dataclasses.replace(SETTINGS, noise=NoiseSchedule(3, 1e-2, 1e-3, 30)),
+        ),
+        donate_argnums=0,
+    )
+    state, rewards = init_state(tiny_adapter(MODEL), optimizer), []
+    for i in range(30):
+        state, metrics = step(state, MODEL, PROMPTS, jax.random.key(i))
+        rewards.append(float(metrics["reward"]))
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+    assert int(state.step) == 30 and step._cache_size() == 1
+
+
+def test_four_seeds_by_vmap_equal_four_runs():
+    optimizer = optax.sgd(0.1)
+    step = functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=optimizer, settings=SETTINGS)
+    states = [init_state(tiny_adapter(MODEL, seed=s), optimizer) for s in range(4)]
+    keys = jnp.stack([jax.random.key(s) for s in range(4)])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    many, metrics = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0)))(stacked, MODEL, PROMPTS, keys)
+    for s in range(4):
+        one, alone = jax.jit(step)(states[s], MODEL, PROMPTS, keys[s])
+        assert_trees_close(jax.tree.map(lambda leaf, s=s: leaf[s], many.adapter), one.adapter, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(metrics["reward"][s], alone["reward"], rtol=1e-6)
