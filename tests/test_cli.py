@@ -1,0 +1,171 @@
+"""The command line: what each command passes on, what it prints, and its exit codes."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from qerl_jax.cli import main
+from qerl_jax.config import load_config, save_yaml
+from qerl_jax.errors import UserError
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stands in for the functions behind the commands and records how they are called."""
+    seen: list[tuple] = []
+
+    def fake(module: str, name: str, result: object) -> None:
+        def function(*args, **kwargs):
+            seen.append((name, args, kwargs))
+            if isinstance(result, BaseException):
+                raise result
+            return result(*args, **kwargs) if callable(result) else result
+
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, name, function)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+
+    seen_and_fake = types.SimpleNamespace(seen=seen, fake=fake)
+    fake("qerl_jax.rl.trainer", "train", Path("runs/x"))
+    fake("qerl_jax.evaluation", "evaluate_run", {"eval/arithmetic/pass@1": 0.654321, "problems": 512})
+    fake(
+        "qerl_jax.rollout.generate",
+        "generate_texts",
+        lambda model, prompts, n, **_: [[f"{p} -> {i}" for i in range(n)] for p in prompts],
+    )
+    return seen_and_fake
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run1"
+    folder.mkdir()
+    save_yaml(load_config("quickstart", ["generation.temperature=0.7"]), folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text("")
+    return folder
+
+
+def test_help_is_quick_because_it_does_not_import_jax():
+    code = "import sys, qerl_jax.cli as c\ntry: c.main(['--help'])\nfinally: print('jax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("False\n")
+    for command in ("train", "generate", "evaluate", "plot"):
+        assert command in result.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "plot"])
+def test_help_of_each_command_gives_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"  qerl {command} runs/quickstart" in capsys.readouterr().out or command == "train"
+
+
+def test_train_takes_config_overrides_and_switches_in_any_order(calls):
+    assert main(["train", "quickstart", "--fresh", "run.seed=3", "--profile", "/tmp/t", "lora.lora_r=4"]) == 0
+    ((name, (config,), options),) = calls.seen
+    assert name == "train"
+    assert (config.run.seed, config.lora.lora_r, config.run.output_dir) == (3, 4, "runs/quickstart")
+    assert options == {"fresh": True, "profile": "/tmp/t"}
+
+
+def test_train_without_a_config_is_the_quickstart(calls):
+    assert main(["train", "run.seed=1"]) == 0
+    ((_, (config,), options),) = calls.seen
+    assert (config.run.output_dir, config.run.seed) == ("runs/quickstart", 1)
+    assert options == {"fresh": False, "profile": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "nope.yaml"], "qerl train: nope.yaml: no such file"),
+        (["train", "quickstart", "b"], "found quickstart and b; expected one config"),
+        (["train", "learning_rate=1"], "it lives in optimizer.learning_rate"),
+        (["generate", "m", "--prompt", "p", "--n", "0"], "--n is 0; allowed: a whole number >= 1"),
+        (["generate", "m", "--prompt", "p", "--greedy", "--n", "2"], "--n is 2; allowed with --greedy: 1"),
+        (["generate", "m", "--prompt", "p", "--greedy", "--min-p", "0.1"], "--min-p has no effect with --greedy"),
+        (["generate", "m", "--prompt", "p", "--top-p", "2"], "top_p is 2.0; allowed: a number above 0 and at most 1"),
+        (["evaluate", "missing"], "missing: no such run folder"),
+        (["plot", "."], ".: holds no metrics.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(words, expected, calls, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert "Traceback" not in captured.err
+    assert not calls.seen
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["trian"])
+    assert stop.value.code == 2
+    assert "unknown command 'trian' (did you mean 'train'?)" in capsys.readouterr().err
+
+
+def test_an_error_of_the_trainer_and_an_interruption(calls, capsys):
+    calls.fake("qerl_jax.rl.trainer", "train", UserError("the base differs"))
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "qerl train: the base differs\n"
+
+    class Interrupted(KeyboardInterrupt):
+        pass
+
+    calls.fake("qerl_jax.rl.trainer", "train", Interrupted("saved at step 12; the same command continues"))
+    assert main(["train"]) == 130
+    assert "saved at step 12; the same command continues" in capsys.readouterr().err
+    calls.fake("qerl_jax.rl.trainer", "train", KeyboardInterrupt())
+    assert main(["train"]) == 130
+
+
+def test_other_exceptions_keep_their_traceback(calls):
+    calls.fake("qerl_jax.rl.trainer", "train", ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsys):
+    assert main(["generate", str(run), "--prompt", "1+1", "--top-k", "5", "--seed", "9"]) == 0
+    ((_, args, options),) = calls.seen
+    assert args == (str(run), ["1+1"])
+    assert options == {
+        "n": 1,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 5,
+        "min_p": 0.0,
+        "max_completion_length": 64,
+        "adapter": None,
+        "seed": 9,
+        "greedy": False,
+    }
+    assert capsys.readouterr().out == "1+1 -> 0\n"
+
+
+def test_generate_many_prints_rows(calls, tmp_path, capsys):
+    calls.fake("qerl_jax.data.dataset", "load_dataset", [{"prompt": "a"}, {"prompt": "é"}])
+    assert main(["generate", "some/model", "--prompts", "file.jsonl", "--n", "2"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == {"prompt": "a", "completion": "a -> 0"}
+    assert rows[3] == {"prompt": "é", "completion": "é -> 1"}
+
+
+def test_evaluate_prints_what_it_measured(calls, run, capsys):
+    assert main(["evaluate", str(run), "--seed", "7"]) == 0
+    assert calls.seen == [("evaluate_run", (run, 7), {})]
+    assert capsys.readouterr().out == "eval/arithmetic/pass@1: 0.6543\nproblems: 512\n"
+
+
+def test_plot_writes_beside_one_run_and_elsewhere_for_several(calls, run, capsys):
+    calls.fake("qerl_jax.plots", "plot_runs", lambda runs, output: [output / "overview.png"])
+    assert main(["plot", str(run)]) == 0
+    assert main(["plot", str(run), str(run), "--output", "out"]) == 0
+    assert [call[1] for call in calls.seen] == [([run], run / "plots"), ([run, run], Path("out"))]
+    assert capsys.readouterr().out == f"{run / 'plots' / 'overview.png'}\nout/overview.png\n"
