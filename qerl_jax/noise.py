@@ -45,7 +45,7 @@ class NoiseSchedule:
                 f"num_stages is {self.num_stages} and total_steps {self.total_steps}; "
                 "allowed: 1 <= num_stages <= total_steps, so that every stage lasts a step or more"
             )
-        if not (0 < self.sigma_end and 0 < self.sigma_start):
+        if self.sigma_end <= 0 or self.sigma_start <= 0:
             raise ValueError(f"sigma_start {self.sigma_start} and sigma_end {self.sigma_end} must be positive")
         if self.schedule not in ("exponential", "linear", "cosine", "logarithmic"):
             raise ValueError(f"schedule is {self.schedule!r}; allowed: exponential, linear, cosine, logarithmic")

@@ -39,9 +39,8 @@ def test_gradients_equal_those_through_the_dequantized_weight():
 
 def test_gradients_equal_finite_differences():
     with jax.enable_x64(True):
-        to64 = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float64), tree)
         packed = quantize_nvfp4(W)
-        x, lora, bias = to64(X), to64(LORA), to64(BIAS)
+        x, lora, bias = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (X, LORA, BIAS))
         check_grads(
             lambda x, lora: jnp.sin(linear(x, packed, lora, bias)).sum(), (x, lora), order=1, modes=("rev",), rtol=1e-6
         )

@@ -43,7 +43,7 @@ def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float
 
 
 def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
-    """The same network with its linear layers in `weight_format`; embeddings, lm_head, norms and biases stay as they are.
+    """The same network with its linear layers in `weight_format`; everything else stays as it is.
 
     Raises:
       UserError: an unknown format, or a weight whose inputs are not a multiple of the format's block.
@@ -99,9 +99,8 @@ def init_adapter(
     names = tuple(target_modules)
     for name in names:
         if name not in PROJECTIONS:
-            raise UserError(
-                f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{nearest(name, PROJECTIONS)}"
-            )
+            hint = nearest(name, PROJECTIONS)
+            raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{hint}")
     if lora_r < 1:
         raise UserError(f"lora_r is {lora_r}; allowed: 1 or more")
 

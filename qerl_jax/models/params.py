@@ -45,7 +45,7 @@ class Base:
 
 @flax.struct.dataclass
 class Model:
-    """A frozen network: its shape (static under jit) and its weights. Pass it to jitted functions, never close over it."""
+    """A frozen network: its shape (static under jit) and weights. Pass it to jitted functions, never close over it."""
 
     base: Base
     config: ModelConfig = flax.struct.field(pytree_node=False)

@@ -4,7 +4,8 @@ Rows are contiguous: prompt, completion, then padding on the right, so causal at
 row's values do not depend on its neighbours. Left-padded batches are accepted through an attention mask.
 
 Dimension letters: B rows, T positions, D hidden size, V vocabulary, H query heads, K key-value heads, Q = H / K query
-heads per key-value head, E head size; for decoding N prompts, G completions per prompt, P prompt slots, C completion slots.
+heads per key-value head, E head size; for decoding N prompts, G completions per prompt, P prompt slots, C slots of a
+completion.
 """
 
 import functools
@@ -92,7 +93,7 @@ def _block(
     x_BTD: jax.Array,
     positions_BT: jax.Array,
 ) -> tuple[jax.Array, KV]:
-    """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays and returns ([B, T, H * E], keys and values)."""
+    """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays, returns ([B, T, H * E], keys and values)."""
 
     def project(x: jax.Array, name: str, bias: jax.Array | None = None) -> jax.Array:
         return linear(x, getattr(layer, name), lora.get(name), bias)

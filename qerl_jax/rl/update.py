@@ -73,8 +73,8 @@ class UpdateSettings:
     temperature: float
     micro_batch_size: int
     old_logprobs: Literal["learner", "sampler"] = "learner"
-    loss: LossSpec = LossSpec()
-    correction: SamplerCorrection = SamplerCorrection()
+    loss: LossSpec = dataclasses.field(default_factory=LossSpec)
+    correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
 
 
@@ -131,7 +131,7 @@ def update_step(
     Raises:
       ValueError: the batch cannot be cut into groups or micro-batches.
     """
-    B, C = batch.completion.shape
+    B = batch.completion.shape[0]
     for name, size in (("num_generations", settings.num_generations), ("micro_batch_size", settings.micro_batch_size)):
         if B % size:
             raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
