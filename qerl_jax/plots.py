@@ -1,0 +1,240 @@
+"""Pictures of runs, from their metrics.jsonl: one PNG per quantity and an overview, one run or several overlaid.
+
+Curves of many steps are drawn twice: each step in a pale colour, and the mean over a window of steps in full. The eight
+colours are Okabe and Ito's, which people with any colour vision tell apart.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from qerl_jax.errors import UserError
+from qerl_jax.metrics import METRICS, read_rows
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_INK, _GRID = "#333333", "#E3E3E3"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    name: str
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of the rows that have the key; null is NaN, a gap in the curve."""
+        found = [(row["step"], row[key]) for row in self.rows if key in row]
+        values = [math.nan if value is None else float(value) for _, value in found]
+        return np.array([step for step, _ in found], float), np.array(values, float)
+
+
+def plot_runs(runs: list[Path], output: Path) -> list[Path]:
+    """Draws the runs into `output` and returns the files: reward, accuracy, entropy, sigma, lengths, and overview.png.
+
+    A quantity that no run recorded has no picture.
+
+    Raises:
+      UserError: a run's metrics.jsonl is missing, damaged or without rows.
+    """
+    loaded = [_load(folder, name) for folder, name in zip(runs, _names(runs), strict=True)]
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    for panel in _PANELS[:5]:
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        axes = figure.subplots()
+        if panel.draw(axes, loaded):
+            _finish(axes, panel, loaded, legend=True)
+            written.append(_save(figure, output / f"{panel.file}.png"))
+    figure = Figure(figsize=(13.0, 7.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    for index, (axes, panel) in enumerate(zip(figure.subplots(2, 3).flat, _PANELS, strict=True)):
+        if panel.draw(axes, loaded):
+            _finish(axes, panel, loaded, legend=index == 0 or len(loaded) == 1)
+        else:
+            axes.set_title(panel.title, loc="left", color=_INK)
+            axes.text(0.5, 0.5, "not recorded", ha="center", va="center", color="#888888", transform=axes.transAxes)
+            axes.set_axis_off()
+    figure.suptitle(", ".join(run.name for run in loaded), fontsize=13, color=_INK)
+    written.append(_save(figure, output / "overview.png"))
+    return written
+
+
+def _load(folder: Path, name: str) -> _Run:
+    rows = read_rows(folder / METRICS)
+    if not rows:
+        raise UserError(f"{folder / METRICS}: no step was recorded yet; nothing to draw")
+    summary = folder / "summary.json"
+    try:
+        found = json.loads(summary.read_text("utf-8")) if summary.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{summary}: not readable as JSON: {error}") from None
+    return _Run(name, rows, found if isinstance(found, dict) else {})
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Folder names, with as many parents as it takes to tell the runs apart."""
+    whole = [path.resolve().parts for path in runs]
+    for depth in range(1, max(len(parts) for parts in whole) + 1):
+        names = ["/".join(parts[-depth:]) for parts in whole]
+        if len(set(names)) == len(set(whole)):
+            return names
+    return [str(path) for path in runs]
+
+
+def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, index: int, label: str | None) -> None:
+    """Draws run number `index`; the ninth and later runs repeat the colours with broken lines."""
+    colour, style = _colour(index), ("-", "--", ":")[index // len(_COLOURS) % 3]
+    window = len(values) // 20
+    if window < 3:
+        axes.plot(steps, values, color=colour, ls=style, lw=1.8, label=label, marker="o" if len(values) == 1 else None)
+        return
+    axes.plot(steps, values, color=colour, lw=0.8, alpha=0.3)
+    half = window // 2
+    means = [
+        np.nan if np.isnan(near := values[max(0, i - half) : i + half + 1]).all() else np.nanmean(near)
+        for i in range(len(values))
+    ]
+    axes.plot(steps, means, color=colour, ls=style, lw=1.8, label=label)
+
+
+def _colour(index: int) -> str:
+    return _COLOURS[index % len(_COLOURS)]
+
+
+def _one_key(key: str, alone: str | None = None) -> Callable[[Axes, list[_Run]], bool]:
+    """Draws one metric of each run; a single run's curve gets the label `alone`."""
+
+    def draw(axes: Axes, runs: list[_Run]) -> bool:
+        drawn = False
+        for index, run in enumerate(runs):
+            steps, values = run.series(key)
+            if len(steps):
+                _curve(axes, steps, values, index, run.name if len(runs) > 1 else alone)
+                drawn = True
+        return drawn
+
+    return draw
+
+
+def _accuracy(axes: Axes, runs: list[_Run]) -> bool:
+    drawn = _one_key("rewards/accuracy/mean", "training batches")(axes, runs)
+    kinds: dict[str, str] = {}
+    for index, run in enumerate(runs):
+        for key, points in _evaluations(run).items():
+            kind, marker = ("greedy", "s") if "greedy" in key else ("sampled", "o")
+            kinds[kind] = marker
+            steps, values = zip(*sorted(points.items()), strict=True)
+            # Two points, before and after, are not joined: a straight line would claim a course nobody measured.
+            joined = "--" if len(steps) > 2 else "none"
+            axes.plot(steps, values, color=_colour(index), ls=joined, lw=1, marker=marker, mfc="white", clip_on=False)
+    for kind, marker in kinds.items():
+        colour = _colour(0) if len(runs) == 1 else _INK
+        axes.plot([], [], color=colour, ls="none", marker=marker, mfc="white", label=f"held-out problems, {kind}")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(0, 1)
+    return drawn or bool(kinds)
+
+
+def _evaluations(run: _Run) -> dict[str, dict[float, float]]:
+    """{metric: {step: accuracy}} of the eval/ metrics in the rows, and before (step 0) and after in the summary."""
+    found: dict[str, dict[float, float]] = {}
+    last = run.rows[-1]["step"]
+    moments: list[tuple[float, dict[str, Any]]] = [(row["step"], row) for row in run.rows]
+    moments += [(0, run.summary.get("before") or {}), (last, run.summary.get("after") or {})]
+    for step, values in moments:
+        for key, value in values.items():
+            if key.startswith("eval/") and key.rsplit("/", 1)[1] in ("pass@1", "greedy") and value is not None:
+                found.setdefault(key, {})[step] = float(value)
+    return found
+
+
+def _sigma(axes: Axes, runs: list[_Run]) -> bool:
+    drawn = any_noise = False
+    for index, run in enumerate(runs):
+        steps, values = run.series("aqn/sigma")
+        if not len(steps):
+            continue
+        drawn, any_noise = True, any_noise or bool((values > 0).any())
+        name, quiet = run.name if len(runs) > 1 else None, steps[values == 0]
+        axes.step(steps, np.where(values > 0, values, np.nan), where="mid", color=_colour(index), lw=1.8, label=name)
+        if len(quiet) and len(runs) == 1:
+            axes.axvspan(quiet[0] - 0.5, quiet[-1] + 0.5, color="#EBEBEB", lw=0, label="no noise")
+        elif len(quiet):  # a logarithmic axis has no zero: it is drawn on the bottom line
+            floor = np.where(values == 0, 0.0, np.nan)
+            axes.plot(steps, floor, color=_colour(index), lw=4, transform=axes.get_xaxis_transform(), clip_on=False)
+            axes.text(0.99, 0.02, "on the axis: sigma 0", ha="right", va="bottom", fontsize=8, transform=axes.transAxes)
+    if any_noise:
+        axes.set_yscale("log")
+    return drawn
+
+
+def _lengths(axes: Axes, runs: list[_Run]) -> bool:
+    drawn = False
+    for index, run in enumerate(runs):
+        steps, values = run.series("completions/mean_length")
+        if not len(steps):
+            continue
+        drawn = True
+        low_steps, low = run.series("completions/min_length")
+        _, high = run.series("completions/max_length")
+        if len(runs) == 1 and len(low) == len(high) == len(values):
+            axes.fill_between(low_steps, low, high, color=_colour(index), alpha=0.12, lw=0, label="shortest to longest")
+        _curve(axes, steps, values, index, run.name if len(runs) > 1 else "mean")
+    if drawn:
+        axes.set_ylim(bottom=0)
+    return drawn
+
+
+def _silent_groups(axes: Axes, runs: list[_Run]) -> bool:
+    drawn = _one_key("frac_reward_zero_std")(axes, runs)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if drawn:
+        axes.set_ylim(0, 1)
+    return drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    file: str
+    title: str
+    unit: str
+    draw: Callable[[Axes, list[_Run]], bool]
+
+
+_PANELS = (
+    _Panel("reward", "Reward", "mean of a rollout", _one_key("reward")),
+    _Panel("accuracy", "Accuracy", "right answers", _accuracy),
+    _Panel("entropy", "Entropy of the policy", "nats per token", _one_key("entropy")),
+    _Panel("sigma", "Exploration noise (AQN)", "sigma", _sigma),
+    _Panel("lengths", "Completion length", "tokens", _lengths),
+    _Panel("silent_groups", "Groups without a signal", "all rewards equal", _silent_groups),
+)
+
+
+def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
+    axes.set_title(panel.title, loc="left", color=_INK, fontsize=12, fontweight="bold")
+    axes.set_xlabel("optimizer step", color=_INK)
+    axes.set_ylabel(panel.unit, color=_INK)
+    axes.set_xlim(left=0, right=max(run.rows[-1]["step"] for run in runs) * 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
+    axes.grid(color=_GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, _ = axes.get_legend_handles_labels()
+    if legend and handles:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=150)
+    return path

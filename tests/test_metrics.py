@@ -1,0 +1,185 @@
+"""Rows on disk, cutting them back on resume, the services, and the live line."""
+
+import io
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.metrics import LiveLine, MetricsWriter, duration, json_line, read_rows, truncate_after
+
+
+def test_rows_of_any_number_type_become_json(tmp_path):
+    with MetricsWriter(tmp_path / "deep" / "run") as writer:
+        writer.log({"step": 1, "rollout": 0, "a": np.float32(0.5), "b": jnp.float32(2), "c": jnp.arange(3), "d": "é"})
+        writer.log({"step": np.int64(2), "rollout": jnp.int32(1), "a": float("nan"), "b": -np.inf, "c": [np.nan, True]})
+    first, second = read_rows(tmp_path / "deep" / "run" / "metrics.jsonl")
+    assert first == {"step": 1, "rollout": 0, "a": 0.5, "b": 2.0, "c": [0, 1, 2], "d": "é"}
+    assert second == {"step": 2, "rollout": 1, "a": None, "b": None, "c": [None, True]}
+
+
+def test_equal_values_give_equal_bytes():
+    value = np.float32(0.1)
+    assert json_line({"x": value}) == json_line({"x": jnp.asarray(value)}) == '{"x": 0.10000000149011612}\n'
+
+
+def test_rows_without_step_or_rollout_are_refused(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        with pytest.raises(ValueError, match="needs 'rollout'"):
+            writer.log({"step": 1})
+        with pytest.raises(ValueError, match="needs 'rollout'"):
+            writer.log_completions([{"completion": "x"}])
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_new_writer_appends(tmp_path):
+    for step in (1, 2):
+        with MetricsWriter(tmp_path) as writer:
+            writer.log({"step": step, "rollout": step - 1})
+            writer.log_completions({"rollout": step - 1, "completion": text} for text in "ab")
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [row["completion"] for row in read_rows(tmp_path / "completions.jsonl")] == ["a", "b", "a", "b"]
+
+
+def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
+    metrics, completions = tmp_path / "metrics.jsonl", tmp_path / "completions.jsonl"
+    kept = '{"step": 1, "rollout": 0}\n{"step": 2, "rollout": 0}\n{"step": 3, "rollout": 1}\n'
+    metrics.write_text(kept + '{"step": 4, "rollout": 2}\n{"step": 5, "rol')
+    completions.write_text('{"rollout": 0, "completion": "é"}\ndamaged\n{"rollout": 3, "completion": ""}\n')
+    truncate_after(tmp_path, 2)
+    assert metrics.read_text() == kept
+    assert completions.read_text() == '{"rollout": 0, "completion": "é"}\n'
+    assert "completions.jsonl, line 2: not a JSON object with `rollout`; dropped" in caplog.text
+    truncate_after(tmp_path, 0)
+    assert metrics.read_text() == completions.read_text() == ""
+    truncate_after(tmp_path / "nothing_here", 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["completions.jsonl", "metrics.jsonl"]
+
+
+def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert read_rows(path) == [{"a": 1}]
+    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
+    with pytest.raises(UserError, match=r"m.jsonl, line 2: not a JSON object"):
+        read_rows(path)
+    with pytest.raises(UserError, match=r"missing.jsonl: cannot be read: No such file"):
+        read_rows(tmp_path / "missing.jsonl")
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
+    """The rows are in the file as soon as log() returns: nothing waits in a buffer of the process."""
+    code = (
+        "import sys; from pathlib import Path; from qerl_jax.metrics import MetricsWriter\n"
+        "w = MetricsWriter(Path(sys.argv[1])); n = 0\n"
+        "while True:\n  n += 1; w.log({'step': n, 'rollout': n, 'x': 'y' * 5000}); print(n, flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
+    )
+    assert process.stdout is not None
+    for _ in range(50):
+        last = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= last
+
+
+def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
+    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(UserError, match=rf"{package} is not installed; pip install 'qerl-jax\[{extra}\]'"):
+            MetricsWriter(tmp_path, [extra])
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    pytest.importorskip("tensorboardX")
+    with MetricsWriter(tmp_path, ["tensorboard"]) as writer:
+        writer.log({"step": 1, "rollout": 0, "reward": 0.25, "skipped": float("nan")})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"reward" in events.read_bytes()
+    assert b"skipped" not in events.read_bytes()
+
+
+def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
+    started, logged = [], []
+    run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("end"))
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **options: (started.append(options), run)[1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, ["wandb"], step=step - 1) as writer:
+            writer.log({"step": step, "rollout": 0, "reward": 0.5, "note": "text"})
+    assert logged == [
+        (1, {"step": 1, "rollout": 0, "reward": 0.5}),
+        "end",
+        (2, {"step": 2, "rollout": 0, "reward": 0.5}),
+        "end",
+    ]
+    assert started[0] == started[1]
+    assert started[0]["resume"] == "allow"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ROW = {
+    "reward": 0.5312,
+    "rewards/accuracy/mean": 0.4375,
+    "entropy": 1.2345,
+    "aqn/sigma": 0.0069,
+    "perf/throughput": 12345.6,
+}
+
+
+def test_live_line_on_a_terminal_is_rewritten_in_place(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    seconds = iter([0.0, 2.0, 4.0])
+    stream = Terminal()
+    line = LiveLine(60, stream=stream, clock=lambda: next(seconds))
+    line.update({"step": 11, **ROW})
+    line.update({"step": 12, **ROW})
+    line.close()
+    assert stream.getvalue().endswith(
+        "\r\033[Kstep 12/60  reward 0.531  accuracy 43.8%  entropy 1.234  sigma 6.9e-03  12,346 tokens/s  1m36s left\n"
+    )
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_live_line_fits_the_terminal_and_notes_stand_above_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    line = LiveLine(60, stream=stream)
+    line.update({"step": 1, **ROW})
+    line.note("saved")
+    drawn = stream.getvalue().split("\r\033[K")
+    assert drawn == ["", "step  1/60  reward 0.531  acc", "saved\n", "step  1/60  reward 0.531  acc"]
+
+
+def test_live_line_elsewhere_prints_every_n_steps():
+    stream = io.StringIO()
+    line = LiveLine(25, every=10, stream=stream)
+    for step in range(4, 26):
+        line.update({"step": step, "reward": None})
+    line.close()
+    assert [text.split("/")[0] for text in stream.getvalue().splitlines()] == [
+        "step  4",
+        "step 10",
+        "step 20",
+        "step 25",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,89 @@
+"""Pictures: which files appear, with what in them, and the ways in which a run cannot be drawn."""
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from qerl_jax import plots
+from qerl_jax.errors import UserError
+from qerl_jax.plots import plot_runs
+
+
+def make_run(folder, steps=12, **columns):
+    folder.mkdir(parents=True)
+    defaults = {"reward": 0.5, "rewards/accuracy/mean": 0.4, "entropy": 1.0, "completions/mean_length": 20.0}
+    rows = [
+        {"step": t + 1, "rollout": t, "aqn/sigma": 0.0 if t < 3 else 1e-2} | defaults | columns for t in range(steps)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Keeps the figures that were saved."""
+    figures: dict[str, Figure] = {}
+    save = plots._save
+
+    def keep(figure, path):
+        figures[path.stem] = figure
+        return save(figure, path)
+
+    monkeypatch.setattr(plots, "_save", keep)
+    return figures
+
+
+def test_one_run_gives_a_picture_per_quantity_and_an_overview(tmp_path, drawn):
+    run = make_run(tmp_path / "run")
+    summary = {
+        "before": {"eval/arithmetic/pass@1": 0.25, "eval/arithmetic/greedy": 0.2},
+        "after": {"eval/arithmetic/pass@1": 0.65, "eval/arithmetic/greedy": 0.9},
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    files = plot_runs([run], run / "plots")
+    assert [path.stem for path in files] == ["reward", "accuracy", "entropy", "sigma", "lengths", "overview"]
+    height, width, _ = imread(files[0]).shape
+    assert (height, width) == (600, 960)
+    (accuracy,) = drawn["accuracy"].axes
+    points = [
+        line.get_xydata().tolist() for line in accuracy.lines if line.get_marker() in "os" and len(line.get_xdata())
+    ]
+    assert points == [[[0, 0.25], [12, 0.65]], [[0, 0.2], [12, 0.9]]]
+    labels = accuracy.get_legend_handles_labels()[1]
+    assert labels == ["training batches", "held-out problems, sampled", "held-out problems, greedy"]
+    (sigma,) = drawn["sigma"].axes
+    assert sigma.get_yscale() == "log"
+    assert np.isnan(sigma.lines[0].get_ydata()[:3]).all()
+
+
+def test_several_runs_share_axes_and_are_told_apart(tmp_path, drawn):
+    first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", steps=100)
+    plot_runs([first, second], tmp_path / "out")
+    assert drawn["reward"].axes[0].get_legend_handles_labels()[1] == ["a/run", "b/run"]
+    assert len({line.get_color() for line in drawn["reward"].axes[0].lines}) == 2
+    assert len(drawn["overview"].axes) == 6
+
+
+def test_quantities_nobody_recorded_have_no_picture_and_null_is_a_gap(tmp_path, drawn):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "rollout": 0, "reward": null}\n{"step": 2, "rollout": 1, "reward": 2}\n'
+    )
+    assert [path.stem for path in plot_runs([run], tmp_path / "out")] == ["reward", "overview"]
+    np.testing.assert_array_equal(drawn["reward"].axes[0].lines[0].get_ydata(), [np.nan, 2.0])
+
+
+def test_runs_that_cannot_be_drawn(tmp_path):
+    run = make_run(tmp_path / "run", steps=0)
+    with pytest.raises(UserError, match="no step was recorded yet"):
+        plot_runs([run], tmp_path / "out")
+    with pytest.raises(UserError, match="cannot be read"):
+        plot_runs([tmp_path], tmp_path / "out")
+    broken = make_run(tmp_path / "broken")
+    (broken / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary.json: not readable as JSON"):
+        plot_runs([broken], tmp_path / "out")
