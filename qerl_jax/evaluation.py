@@ -1,0 +1,91 @@
+"""Held-out evaluation: the clean policy, sampled and greedy, on problems that training never sees.
+
+Its randomness is a stream of its own, so that evaluating more or less often changes nothing in training. The same key
+before and after a run gives the same problems and the same draws.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax import run_folder
+from qerl_jax.config import Config, load_config
+from qerl_jax.data.dataset import load_dataset
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.models.params import Adapter
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_settings
+from qerl_jax.rollout import Prompts, SamplingSettings, generate
+
+_SAMPLES = 3
+
+
+@functools.lru_cache(maxsize=8)
+def _sampler(settings: SamplingSettings) -> Any:
+    return jax.jit(functools.partial(generate, settings=settings))
+
+
+def evaluate(
+    config: Config, policy: Policy, adapter: Adapter, rewards: RewardFunctions, key: jax.Array, seed: int
+) -> dict[str, Any]:
+    """Means of every reward function over the held-out problems, one completion each, sampled and greedy.
+
+    Args:
+      config: `evaluation`, `generation` (lengths) and `data` (prompt limit) are read.
+      policy, adapter: what is measured; no noise.
+      rewards: scores the completions; `accuracy` and `format` are among them in the shipped recipes.
+      key: PRNG key of the sampling.
+      seed: chooses the problems of a generated data set; a file's first rows are taken whatever it is.
+
+    Returns:
+      {"sampled": {name: mean}, "greedy": {name: mean}, "samples": the first greedy completions with their prompts}.
+    """
+    options = config.evaluation
+    dataset = load_dataset(options.eval_dataset, split="eval", seed=seed)
+    examples = [dataset[i] for i in range(min(options.num_problems, len(dataset)))]
+    prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
+    results: dict[str, Any] = {}
+    modes = (
+        ("sampled", {"temperature": options.temperature, "top_p": options.top_p}),
+        ("greedy", {"temperature": 0.0, "top_p": 1.0}),
+    )
+    for mode, sampling in modes:
+        settings = sampling_settings(config, policy, top_k=0, min_p=0.0, **sampling)
+        texts: list[str] = []
+        ids: list[list[int]] = []
+        size = options.batch_size
+        for low in range(0, len(examples), size):
+            # The last batch is filled up with its last row, so that one compiled shape serves all.
+            rows = np.minimum(np.arange(low, low + size), len(examples) - 1)
+            batch = Prompts(jnp.asarray(prompts[rows]), jnp.asarray(lengths[rows]), jnp.arange(low, low + size))
+            out = _sampler(settings)(policy.model, adapter, batch, key)
+            more_texts, more_ids = decode_completions(policy.tokenizer, out)
+            texts += more_texts
+            ids += more_ids
+        texts, ids = texts[: len(examples)], ids[: len(examples)]
+        scores = rewards(examples, texts, ids, 1)
+        results[mode] = scores.means | {"mean_length": float(np.mean([len(row) for row in ids]))}
+    results["samples"] = [
+        {"prompt": example["prompt"], "completion": text}
+        for example, text in zip(examples[:_SAMPLES], texts, strict=False)
+    ]
+    return results
+
+
+def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
+    """Measures a finished run's adapter anew, on the problems and draws of `seed`; the run is not changed.
+
+    Raises:
+      UserError: the run has no adapter yet, or something it names is gone.
+    """
+    config = load_config(str(run / run_folder.CONFIG))
+    policy = configured_policy(config)
+    adapter = load_adapter(run / run_folder.ADAPTER, policy.model)
+    with RewardFunctions(config.reward) as rewards:
+        measured = evaluate(config, policy, adapter, rewards, jax.random.key(seed), seed)
+    return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}

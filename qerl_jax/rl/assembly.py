@@ -1,0 +1,153 @@
+"""From a `Config` to the objects of a run: model, tokenizer, data, static settings, optimizer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from qerl_jax.config import Config
+from qerl_jax.data.dataset import Dataset, load_dataset
+from qerl_jax.errors import UserError
+from qerl_jax.models.fingerprint import fingerprint
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.init import init_adapter
+from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer
+from qerl_jax.noise import NoiseSchedule
+from qerl_jax.rl.correction import SamplerCorrection
+from qerl_jax.rl.losses import LossSpec
+from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
+from qerl_jax.rl.step import StepSettings
+from qerl_jax.rl.update import UpdateSettings
+from qerl_jax.rollout import Rollout, SamplingSettings
+
+
+def compute_dtype(name: str) -> jnp.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU, which has no fast bfloat16."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A frozen model with what turns text into its tokens and back."""
+
+    model: Model
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+
+def load_policy(path: str, weight_format: str | None, dtype: str) -> Policy:
+    """Loads model and tokenizer; `weight_format` None keeps the stored one."""
+    model = load_model(path, weight_format, compute_dtype(dtype))
+    tokenizer = load_tokenizer(path, model.config.vocab_size)
+    generation = load_generation_config(path)
+    return Policy(model, tokenizer, generation.eos_token_ids, generation.pad_token_id)
+
+
+def configured_policy(config: Config) -> Policy:
+    """The policy that a config names; refuses lengths that the network has no positions for."""
+    path, lengths = config.model.model_name_or_path, config.data.max_prompt_length
+    policy = load_policy(path, config.model.weight_format, config.model.dtype)
+    longest = lengths + config.generation.max_completion_length
+    positions = policy.model.config.max_position_embeddings
+    if longest > positions:
+        raise UserError(
+            f"data.max_prompt_length {lengths} + generation.max_completion_length "
+            f"{config.generation.max_completion_length} is {longest}; {path} has {positions} positions "
+            "(max_position_embeddings)"
+        )
+    return policy
+
+
+def sampling_settings(config: Config, policy: Policy, **changes: Any) -> SamplingSettings:
+    """The rollout's sampling; `changes` overrides fields (evaluation has a temperature and a top_p of its own)."""
+    generation = config.generation
+    options = {
+        "max_completion_length": generation.max_completion_length,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "top_k": generation.top_k,
+        "min_p": generation.min_p,
+    }
+    return SamplingSettings(eos_token_ids=policy.eos_token_ids, pad_token_id=policy.pad_token_id, **(options | changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything of a run that does not change while it runs."""
+
+    config: Config
+    policy: Policy
+    dataset: Dataset
+    settings: StepSettings
+    optimizer_spec: OptimizerSpec
+    optimizer: optax.GradientTransformation
+    total_steps: int
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint belongs to, besides its config: a run on anything else must not continue it."""
+        return {
+            "base weights": fingerprint(self.policy.model),
+            "training data": self.dataset.fingerprint,
+            "total optimizer steps": self.total_steps,
+        }
+
+    def initial_adapter(self, key: jax.Array) -> Adapter:
+        """A fresh LoRA adapter, or the one that lora.adapter names."""
+        lora, model = self.config.lora, self.policy.model
+        if lora.adapter is not None:
+            return load_adapter(lora.adapter, model, train_norms=lora.train_norms)
+        return init_adapter(key, model, lora.lora_r, lora.lora_alpha, lora.lora_target_modules, lora.train_norms)
+
+
+def assemble(config: Config) -> Experiment:
+    """Loads and builds what the config names.
+
+    Raises:
+      UserError: whatever is missing or does not fit, by name.
+    """
+    dataset = load_dataset(config.data.train_dataset, split="train")
+    total_steps = config.total_steps(len(dataset))
+    policy = configured_policy(config)
+    grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
+    correction = SamplerCorrection(**dataclasses.asdict(grpo.sampler_correction))
+    update = UpdateSettings(
+        num_generations=config.generation.num_generations,
+        temperature=config.generation.temperature,
+        micro_batch_size=optimizer.per_device_train_batch_size,
+        old_logprobs=grpo.old_logprobs,
+        loss=LossSpec(grpo.loss_type, grpo.beta, grpo.epsilon, grpo.epsilon_high),
+        correction=correction,
+        gradient_checkpointing=optimizer.gradient_checkpointing,
+    )
+    schedule = None
+    if noise.num_stages > 1:
+        schedule = NoiseSchedule(
+            noise.num_stages, noise.sigma_start, noise.sigma_end, total_steps, noise.schedule, noise.final_norm
+        )
+    settings = StepSettings(sampling_settings(config, policy), update, schedule, grpo.mask_truncated_completions)
+    spec = OptimizerSpec(
+        optimizer.learning_rate,
+        total_steps,
+        optimizer.lr_scheduler_type,
+        optimizer.warmup_ratio,
+        optimizer.weight_decay,
+        optimizer.adam_beta1,
+        optimizer.adam_beta2,
+        optimizer.adam_epsilon,
+        optimizer.max_grad_norm,
+    )
+    return Experiment(config, policy, dataset, settings, spec, make_optimizer(spec), total_steps)
+
+
+def decode_completions(tokenizer: Tokenizer, completions: Rollout) -> tuple[list[str], list[list[int]]]:
+    """Texts without special tokens, and the sampled ids with the EOS, cut by length."""
+    tokens, lengths = jax.device_get((completions.tokens, completions.lengths))
+    ids = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True), ids

@@ -1,0 +1,307 @@
+"""The training loop, top to bottom: prompts -> noisy rollout -> rewards -> updates -> metrics -> checkpoint.
+
+A run is a function of its config. All randomness comes from (seed, rollout number, a prompt's place in the data
+order), and checkpoints are written between rollouts, so a run that dies at any instant and is started again goes on
+from the last checkpoint to bitwise the same end.
+"""
+
+import contextlib
+import functools
+import json
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax import run_folder
+from qerl_jax.checkpoints import restore_checkpoint, save_checkpoint
+from qerl_jax.config import Config
+from qerl_jax.data.dataset import Dataset, prompt_indices
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.errors import UserError
+from qerl_jax.evaluation import evaluate
+from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
+from qerl_jax.models.peft import save_adapter
+from qerl_jax.plots import plot_runs
+from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rl.advantages import advantages_by
+from qerl_jax.rl.assembly import Experiment, assemble, decode_completions
+from qerl_jax.rl.optimizer import learning_rate_schedule
+from qerl_jax.rl.step import make_batch, reward_metrics, rollout, with_policies
+from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
+from qerl_jax.rollout import Prompts
+
+# Streams of the run's root key; evaluation never shares draws with training.
+_INIT, _ROLLOUTS, _EVALUATION = 0, 1, 2
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C: the state was saved; the message says how to continue."""
+
+
+@flax.struct.dataclass
+class Saved:
+    """The arrays of a checkpoint: the training state and the run's root PRNG key (as key data)."""
+
+    train: TrainState
+    key: jax.Array
+
+
+def train(config: Config, *, fresh: bool = False, profile: str | None = None) -> Path:
+    """Trains to the end, or from where an earlier run of the same config stopped.
+
+    Args:
+      config: see `qerl_jax.config.load_config`.
+      fresh: start over in a folder beside an existing one.
+      profile: folder for a JAX profiler trace of the second rollout of this process, the first without compilation.
+
+    Returns:
+      The run folder.
+
+    Raises:
+      UserError: bad input, by name. Interrupted: after Ctrl-C, with the state saved.
+    """
+    try:
+        with run_folder.open_run(config, fresh) as folder, _interrupt_flag() as interrupt:
+            _keep_compiled_programs(folder)
+            return _Run(assemble(config), folder, interrupt, profile).run()
+    except run_folder.RunFinished as finished:
+        print(finished)
+        assert config.run.output_dir is not None
+        return Path(config.run.output_dir)
+
+
+@contextlib.contextmanager
+def _interrupt_flag() -> Iterator[list[bool]]:
+    """A list that becomes non-empty on the first Ctrl-C, which is read between rollouts; the second one stops at once.
+    Updates donate their input, so stopping inside one would lose the state."""
+    pressed: list[bool] = []
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint")
+        pressed.append(True)
+        print("\nCtrl-C: saving after this rollout (again to stop at once)", file=sys.stderr)
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _keep_compiled_programs(folder: Path) -> None:
+    """Keeps compiled programs with the run: a restart starts at once, and on a GPU meets the same autotuned kernels,
+    without which it would not be bitwise the same."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str((folder / run_folder.COMPILED).absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class _Run:
+    """One process's share of a run. What must survive the process is in `state` and `progress`."""
+
+    def __init__(self, experiment: Experiment, folder: Path, interrupt: list[bool], profile: str | None) -> None:
+        self.experiment, self.folder, self.interrupt, self.profile = experiment, folder, interrupt, profile
+        self.config = experiment.config
+        settings, optimizer = experiment.settings, experiment.optimizer
+        self.schedule = learning_rate_schedule(experiment.optimizer_spec)
+        self.rollout_fn = jax.jit(functools.partial(rollout, settings=settings))
+        self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings))
+        several = self.config.updates_per_rollout > 1
+        self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
+        self.metrics_fn = jax.jit(reward_metrics)
+        self.update_fn = jax.jit(
+            functools.partial(
+                update_step,
+                optimizer=optimizer,
+                settings=settings.update,
+                advantage_fn=advantages_by(self.config.grpo.scale_rewards),
+            ),
+            donate_argnums=0,
+        )
+        self._begin_or_resume()
+
+    def _begin_or_resume(self) -> None:
+        root = jax.random.key(self.config.run.seed)
+        adapter = self.experiment.initial_adapter(jax.random.fold_in(root, _INIT))
+        saved = Saved(init_state(adapter, self.experiment.optimizer), jax.random.key_data(root))
+        identity = self.experiment.identity()
+        found = restore_checkpoint(self.folder / run_folder.CHECKPOINTS, saved)
+        if found is None:
+            self.progress: dict[str, Any] = {
+                "identity": identity, "rollout": 0, "cursor": 0, "num_tokens": 0, "nonfinite": 0, "before": None
+            }  # fmt: skip
+        else:
+            saved, self.progress, step = found
+            run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity)
+            print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
+        truncate_after(self.folder, self.progress["rollout"])
+        self.state = saved.train
+        self.root = jax.random.wrap_key_data(jnp.asarray(saved.key))
+        self.saved_at = int(self.state.step) if found is not None else -1
+
+    def run(self) -> Path:
+        config, total = self.config, self.experiment.total_steps
+        writer = MetricsWriter(self.folder, config.run.report_to)
+        live = LiveLine(total)
+        with RewardFunctions(config.reward) as rewards, contextlib.closing(writer), contextlib.closing(live):
+            self.rewards, self.writer = rewards, writer
+            if self.progress["before"] is None:
+                self.progress["before"] = self._evaluate("before training")
+            if self.saved_at < 0:
+                self._save()
+            first = self.progress["rollout"]
+            while int(self.state.step) < total:
+                tracing = self.profile is not None and self.progress["rollout"] == first + 1
+                with jax.profiler.trace(self.profile) if tracing else contextlib.nullcontext():
+                    for row in self._one_rollout():
+                        writer.write(row)
+                        live.update(row)
+                step = int(self.state.step)
+                self._stop_if_never_finite()
+                if self.interrupt:
+                    self._save()
+                    raise Interrupted(f"saved at step {step} of {total}; the same command continues {self.folder}")
+                if config.run.save_steps and step - self.saved_at >= config.run.save_steps:
+                    self._save()
+            self._save()
+            after = self._evaluate("after training")
+        return self._finish(after)
+
+    def _one_rollout(self) -> list[dict[str, Any]]:
+        """Samples, scores, updates; returns a metrics row per optimizer step."""
+        config, model, G = self.config, self.experiment.policy.model, self.config.generation.num_generations
+        number, cursor = self.progress["rollout"], self.progress["cursor"]
+        began = time.perf_counter()
+        dataset = self.experiment.dataset
+        places, examples = next_examples(dataset, config, cursor)
+        prompts = self._encode(examples, places)
+        key = jax.random.fold_in(jax.random.fold_in(self.root, _ROLLOUTS), number)
+        start = self.state.step
+        completions, sigma = self.rollout_fn(model, self.state.adapter, prompts, key, start)
+        texts, ids = decode_completions(self.experiment.policy.tokenizer, completions)
+        sampled = time.perf_counter()
+        scores = self.rewards(examples, texts, ids, G)
+        scored = time.perf_counter()
+        batch = self.batch_fn(prompts, completions, jnp.asarray(scores.total, jnp.float32), jnp.copy(start))
+        batch = self.policies_fn(model, self.state.adapter, batch)
+        shared = self.metrics_fn(batch.rewards.reshape(-1, G), completions)
+        shared = {name: float(value) for name, value in jax.device_get(shared).items()}
+        tokens = int(np.sum(jax.device_get(completions.lengths)) + G * np.sum(jax.device_get(prompts.lengths)))
+        shared |= {f"rewards/{name}/mean": mean for name, mean in scores.means.items()}
+        shared |= {"aqn/sigma": float(sigma)}
+
+        rows = []
+        for part in self._parts(batch):
+            at = int(self.state.step)
+            self.state, metrics = self.update_fn(self.state, model, part)
+            row = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
+            rows.append(row | shared | {"step": at + 1, "learning_rate": float(self.schedule(at))})
+        self.progress |= {
+            "rollout": number + 1,
+            "cursor": cursor + len(examples),
+            "num_tokens": self.progress["num_tokens"] + tokens,
+        }
+        ended = time.perf_counter()
+        new_tokens = float(np.sum(jax.device_get(completions.lengths)))
+        times = {
+            "step_time": (ended - began) / len(rows),
+            "perf/rollout_time": sampled - began,
+            "perf/reward_time": scored - sampled,
+            "perf/update_time": ended - scored,
+            "perf/throughput": new_tokens / (ended - began),
+            "perf/peak_memory": peak_memory(),
+        }
+        epoch = self.progress["cursor"] / len(dataset)
+        counts = {"rollout": number, "epoch": epoch, "num_tokens": self.progress["num_tokens"]}
+        if config.run.log_completions:
+            self.writer.write_completions(number, examples, texts, scores, G)
+        return [row | counts | times for row in rows]
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """The optimizer batches of one rollout: its slices, num_iterations times over."""
+        optimizer = self.config.optimizer
+        size = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+        rows = batch.completion.shape[0]
+        for _ in range(self.config.grpo.num_iterations):
+            for low in range(0, rows, size):
+                yield jax.tree.map(lambda leaf, low=low: leaf[low : low + size] if leaf.ndim else leaf, batch)
+
+    def _encode(self, examples: list[dict[str, Any]], places: list[int]) -> Prompts:
+        tokens, lengths = encode_prompts(
+            self.experiment.policy.tokenizer, [e["prompt"] for e in examples], self.config.data.max_prompt_length
+        )
+        return Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(places, jnp.int32))
+
+    def _stop_if_never_finite(self) -> None:
+        streak, step = self.progress["nonfinite"], int(self.state.step) + 1
+        if streak:
+            print(f"\nstep {step}: loss or gradient is not finite; the update was refused ({streak} in a row)")
+        if streak >= self.config.run.max_nonfinite_steps:
+            raise UserError(
+                f"the loss or a gradient was not finite in {streak} updates in a row, at step {step} "
+                f"(rollout {self.progress['rollout'] - 1}); the checkpoints in {self.folder} are sound. Lower "
+                "optimizer.learning_rate or optimizer.max_grad_norm, or look for extreme rewards in completions.jsonl"
+            )
+
+    def _evaluate(self, when: str) -> dict[str, Any]:
+        print(f"evaluating {when}: {self.config.evaluation.num_problems} held-out problems")
+        key = jax.random.fold_in(self.root, _EVALUATION)
+        return evaluate(
+            self.config, self.experiment.policy, self.state.adapter, self.rewards, key, self.config.run.seed
+        )
+
+    def _save(self) -> None:
+        step = int(self.state.step)
+        if step == self.saved_at:
+            return
+        self.writer.sync()
+        save_checkpoint(
+            self.folder / run_folder.CHECKPOINTS,
+            step,
+            Saved(self.state, jax.random.key_data(self.root)),
+            self.progress,
+            save_total_limit=self.config.run.save_total_limit,
+        )
+        self.saved_at = step
+
+    def _finish(self, after: dict[str, Any]) -> Path:
+        before = self.progress["before"]
+        save_adapter(self.state.adapter, self.folder / run_folder.ADAPTER, self.config.model.model_name_or_path)
+        plot_runs([self.folder], self.folder / run_folder.PLOTS)
+        summary = {
+            "steps": int(self.state.step),
+            "seed": self.config.run.seed,
+            "device": jax.devices()[0].device_kind,
+            "before": before,
+            "after": after,
+        }
+        run_folder.write_atomically(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
+        print(report(self.folder, summary))
+        return self.folder
+
+
+def next_examples(dataset: Dataset, config: Config, cursor: int) -> tuple[list[int], list[dict[str, Any]]]:
+    """Places in the data order and rows of the next rollout's prompts: a function of (seed, cursor)."""
+    order = prompt_indices(
+        config.run.seed, cursor, config.prompts_per_rollout, len(dataset), shuffle=config.data.shuffle
+    )
+    return [place for place, _ in order], [dataset[index] for _, index in order]
+
+
+def peak_memory() -> float:
+    """GB: the device's peak where it keeps count, else the process's."""
+    stats = jax.devices()[0].memory_stats() or {}
+    scale = 1 if sys.platform == "darwin" else 1024
+    return stats.get("peak_bytes_in_use", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale) / 1e9

@@ -1,0 +1,132 @@
+"""A run's folder: named by its config, held by one process at a time, continued, or refused.
+
+An unfinished folder is continued with the same command, a finished one says so, and a config that differs from the
+stored one in anything the run's course depends on is refused with both values.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.config import Config, config_to_dict, load_config, save_yaml
+from qerl_jax.errors import UserError
+
+CONFIG, METRICS, COMPLETIONS, SUMMARY = "config.yaml", "metrics.jsonl", "completions.jsonl", "summary.json"
+CHECKPOINTS, ADAPTER, PLOTS, COMPILED = "checkpoints", "adapter", "plots", "compiled"
+
+# What may change between the two halves of a run without changing what it computes.
+_FREE = {
+    "run.output_dir",
+    "run.save_steps",
+    "run.save_total_limit",
+    "run.log_completions",
+    "run.report_to",
+    "run.max_nonfinite_steps",
+    "reward.timeout",
+    "evaluation.eval_steps",
+    "evaluation.batch_size",
+}
+
+
+class RunFinished(Exception):
+    """The run folder holds a finished run."""
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def _beside(folder: Path) -> Path:
+    """The first free name beside `folder`: folder-2, folder-3, ..."""
+    number = 2
+    while (candidate := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+@contextlib.contextmanager
+def open_run(config: Config, fresh: bool = False) -> Iterator[Path]:
+    """Yields the folder of the run, locked against a second process, with config.yaml in it.
+
+    Args:
+      config: its run.output_dir names the folder.
+      fresh: start over in a new folder beside an existing one.
+
+    Raises:
+      RunFinished: the folder's run is complete.
+      UserError: another process works on it, it is no run folder, or the config differs from the stored one.
+    """
+    assert config.run.output_dir is not None
+    folder = Path(config.run.output_dir)
+    if fresh and folder.exists():
+        folder = _beside(folder)
+    stored = folder / CONFIG
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
+    if folder.is_dir() and not stored.is_file() and any(p.name != ".lock" for p in folder.iterdir()):
+        raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is working on this run; wait for it or use --fresh") from None
+        if stored.is_file():
+            _refuse_changes(folder, load_config(str(stored)), config)
+            if (folder / SUMMARY).is_file():
+                raise RunFinished(
+                    f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
+                    f"({_beside(folder)}); `run.output_dir=NAME` names one."
+                )
+        else:
+            save_yaml(config, stored)
+        yield folder
+
+
+def _refuse_changes(folder: Path, stored: Config, given: Config) -> None:
+    old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
+    changed = [
+        f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if name not in _FREE and old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise UserError(
+            f"{folder} was begun with another config:\n  "
+            + "\n  ".join(changed)
+            + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
+            "or run.output_dir=NAME"
+        )
+
+
+def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to continue when what a checkpoint was trained on (base weights, data, total steps) has changed.
+
+    Raises:
+      UserError: naming each with the two values.
+    """
+    changed = [
+        f"{name} was {stored.get(name)!r}, is now {now[name]!r}" for name in now if stored.get(name) != now[name]
+    ]
+    if changed:
+        raise UserError(
+            f"{folder}: its checkpoints belong to a run on something else:\n  "
+            + "\n  ".join(changed)
+            + "\nRestore what was there before, or start another run with `--fresh`"
+        )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path` as a whole, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
