@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from qerl_jax.data.dataset import load_dataset
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.rewards.combine import RewardFunctions
 
 from qerl_jax import run_folder
 from qerl_jax.config import Config, load_config
-from qerl_jax.data.dataset import load_dataset
-from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.models.params import Adapter
-from qerl_jax.models.peft import load_adapter
-from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_settings
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 

@@ -21,24 +21,25 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from qerl_jax.data.dataset import Dataset, prompt_indices
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.models.peft import save_adapter
+from qerl_jax.rewards.combine import RewardFunctions
 
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint, save_checkpoint
 from qerl_jax.config import Config
-from qerl_jax.data.dataset import Dataset, prompt_indices
-from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
-from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
-from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, decode_completions
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import make_batch, reward_metrics, rollout, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
 from qerl_jax.rollout import Prompts
+from qerl_jax.summary import report
 
 # Streams of the run's root key; evaluation never shares draws with training.
 _INIT, _ROLLOUTS, _EVALUATION = 0, 1, 2
@@ -50,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
 @flax.struct.dataclass
 class Saved:
-    """The arrays of a checkpoint: the training state and the run's root PRNG key (as key data)."""
+    """The arrays of a checkpoint: the training state and the run's root PRNG key."""
 
     train: TrainState
     key: jax.Array
@@ -134,7 +135,7 @@ class _Run:
     def _begin_or_resume(self) -> None:
         root = jax.random.key(self.config.run.seed)
         adapter = self.experiment.initial_adapter(jax.random.fold_in(root, _INIT))
-        saved = Saved(init_state(adapter, self.experiment.optimizer), jax.random.key_data(root))
+        saved = Saved(init_state(adapter, self.experiment.optimizer), root)
         identity = self.experiment.identity()
         found = restore_checkpoint(self.folder / run_folder.CHECKPOINTS, saved)
         if found is None:
@@ -147,12 +148,12 @@ class _Run:
             print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
         truncate_after(self.folder, self.progress["rollout"])
         self.state = saved.train
-        self.root = jax.random.wrap_key_data(jnp.asarray(saved.key))
+        self.root = saved.key
         self.saved_at = int(self.state.step) if found is not None else -1
 
     def run(self) -> Path:
         config, total = self.config, self.experiment.total_steps
-        writer = MetricsWriter(self.folder, config.run.report_to)
+        writer = MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step))
         live = LiveLine(total)
         with RewardFunctions(config.reward) as rewards, contextlib.closing(writer), contextlib.closing(live):
             self.rewards, self.writer = rewards, writer
@@ -165,7 +166,7 @@ class _Run:
                 tracing = self.profile is not None and self.progress["rollout"] == first + 1
                 with jax.profiler.trace(self.profile) if tracing else contextlib.nullcontext():
                     for row in self._one_rollout():
-                        writer.write(row)
+                        writer.log(row)
                         live.update(row)
                 step = int(self.state.step)
                 self._stop_if_never_finite()
@@ -226,7 +227,10 @@ class _Run:
         epoch = self.progress["cursor"] / len(dataset)
         counts = {"rollout": number, "epoch": epoch, "num_tokens": self.progress["num_tokens"]}
         if config.run.log_completions:
-            self.writer.write_completions(number, examples, texts, scores, G)
+            self.writer.log_completions(
+                {"rollout": number, "prompt": examples[i // G]["prompt"], "completion": text, **scores.row(i)}
+                for i, text in enumerate(texts)
+            )
         return [row | counts | times for row in rows]
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
@@ -270,7 +274,7 @@ class _Run:
         save_checkpoint(
             self.folder / run_folder.CHECKPOINTS,
             step,
-            Saved(self.state, jax.random.key_data(self.root)),
+            Saved(self.state, self.root),
             self.progress,
             save_total_limit=self.config.run.save_total_limit,
         )

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.models.peft import load_adapter
 
 from qerl_jax import run_folder
 from qerl_jax.config import load_config
-from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
-from qerl_jax.models.peft import load_adapter
 from qerl_jax.rl.assembly import Policy, decode_completions, load_policy
 from qerl_jax.rollout.generate import Prompts, generate
 from qerl_jax.rollout.sampling import SamplingSettings
