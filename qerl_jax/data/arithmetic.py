@@ -1,9 +1,10 @@
 """Synthetic word problems: hard to answer in one pass, easy to answer step by step.
 
-A story changes a count three times; every operand has two digits and every running total lies in 0..299:
+A count changes twice, once by a number of packs. Packs are 2..9, all other operands have two digits, and every
+intermediate result lies in 0..299:
 
-    prompt   Ann has 37 pens. She buys 58, gives away 24 and finds 19. How many pens are left?
-    worked    37+58=95 95-24=71 71+19=90 #### 90
+    prompt   Ann has 37 pens. She buys 3 packs of 24 and loses 19. How many pens are left?
+    worked    3*24=72 37+72=109 109-19=90 #### 90
     direct    #### 90
 
 The three splits are disjoint in their operands whatever the order and the signs: the split is a hash of the *sorted*
@@ -24,29 +25,29 @@ import numpy as np
 from qerl_jax.data.hashing import draw, fold
 
 SPLITS = ("pretrain", "train", "eval")
-OPERANDS = 4
-SMALLEST, LARGEST = 10, 99
-LARGEST_TOTAL = 299
+# Start, packs, items in a pack, the other change.
+_SMALLEST = np.asarray([10, 2, 10, 10])
+_LARGEST = np.asarray([99, 9, 99, 99])
+LARGEST_RESULT = 299
 
 _WOMEN = ("Ann", "Eva", "Ida", "Kim", "Lea", "Mia", "Sue", "Zoe")
 _MEN = ("Ben", "Dan", "Leo", "Max", "Ned", "Sam", "Tom", "Vic")
 NAMES = _WOMEN + _MEN
 _SUBJECTS = (" She",) * len(_WOMEN) + (" He",) * len(_MEN)
-_PRONOUNS = (" she",) * len(_WOMEN) + (" he",) * len(_MEN)
 THINGS = (
-    " balls", " bars", " beads", " books", " cans", " caps", " cards", " coins", " cups", " keys", " pens", " pins",
+    " balls", " bars", " beads", " beans", " books", " cans", " caps", " cards", " coins", " cups", " keys", " pens",
     " rings", " shells",
 )  # fmt: skip
 GAINS = (" buys", " finds", " gets", " wins", " makes")
 LOSSES = (" gives away", " loses", " sells", " drops", " lends")
-_VERBS = GAINS + LOSSES
 _OPENINGS = (" has", " starts with", " owns")
-_JOINTS = (",", ". Then she", ". Later she")
-_JOINTS_MEN = (",", ". Then he", ". Later he")
-_SECOND_JOINTS = (" and", " and then")
-_QUESTIONS = (" are left?", " now?", " in the end?", " in total?")
-_NUMBERS = tuple(f" {value}" for value in range(LARGEST_TOTAL + 1))
-_BARE_NUMBERS = tuple(str(value) for value in range(LARGEST_TOTAL + 1))
+_JOINTS = (" and", " and then", ". Then she", ". Later she")
+_JOINTS_MEN = (" and", " and then", ". Then he", ". Later he")
+_QUESTIONS = (" are left?", " now?", " in the end?")
+_NUMBERS = tuple(f" {value}" for value in range(LARGEST_RESULT + 1))
+_BARE_NUMBERS = tuple(str(value) for value in range(LARGEST_RESULT + 1))
+_NUMBERS_OR_NONE = (*_NUMBERS, "")
+_PACKS_OF = ("", " packs of")
 _SIGNS = ("-", "+")
 MARKER = " ####"
 
@@ -54,16 +55,35 @@ Piece = tuple[tuple[str, ...], np.ndarray]
 
 
 class Problems(NamedTuple):
-    """Operands [N, 4] in 10..99, signs [N, 3] of +1 or -1, running totals [N, 4] and draws for the wording [N, 9]."""
+    """N problems.
+
+    Attributes:
+      operands: [N, 4] int64: start, packs, items in a pack, the other change.
+      signs: [N, 2], +1 or -1, of the first and the second change.
+      packs_first: [N] bool, whether the first change is the one in packs.
+      wording: [N, 8] draws in 0..65535 that choose the words.
+    """
 
     operands: np.ndarray
     signs: np.ndarray
-    totals: np.ndarray
+    packs_first: np.ndarray
     wording: np.ndarray
 
     @property
+    def changes(self) -> np.ndarray:
+        """Size of the first and the second change [N, 2]."""
+        product, other = self.operands[:, 1] * self.operands[:, 2], self.operands[:, 3]
+        first = self.packs_first
+        return np.stack([np.where(first, product, other), np.where(first, other, product)], axis=1)
+
+    @property
+    def totals(self) -> np.ndarray:
+        """The count at the start and after each change [N, 3]."""
+        return np.cumsum(np.concatenate([self.operands[:, :1], self.signs * self.changes], axis=1), axis=1)
+
+    @property
     def answers(self) -> np.ndarray:
-        """The final totals [N]."""
+        """The final counts [N]."""
         return self.totals[:, -1]
 
 
@@ -87,7 +107,7 @@ def check_split(operands: np.ndarray | Sequence[int], split: str) -> None:
 def generate(seed: int, split: str, indices: np.ndarray) -> Problems:
     """The problems number `indices` [N] of a split; entry i depends on (seed, split, indices[i]) alone.
 
-    Candidates are drawn until one belongs to the split and keeps its running totals in 0..299.
+    Candidates are drawn until one belongs to the split and keeps its results in 0..299.
 
     Raises:
       ValueError: for a split outside `SPLITS`.
@@ -96,39 +116,49 @@ def generate(seed: int, split: str, indices: np.ndarray) -> Problems:
         raise ValueError(f"split is {split!r}; allowed are {list(SPLITS)}")
     wanted = SPLITS.index(split)
     keys = fold(seed, wanted, np.asarray(indices, np.int64).reshape(-1))
-    operands = np.zeros((keys.size, OPERANDS), np.int64)
-    signs = np.zeros((keys.size, OPERANDS - 1), np.int64)
-    open_rows = np.arange(keys.size)
+    wording = draw(fold(keys, -1), range(8), 1 << 16)
+    count = keys.size
+    problems = Problems(np.zeros((count, 4), np.int64), np.zeros((count, 2), np.int64), np.zeros(count, bool), wording)
+    unsettled = np.arange(count)
     attempt = 0
-    while open_rows.size:
-        key = fold(keys[open_rows], attempt)
-        operands[open_rows] = SMALLEST + draw(key, range(OPERANDS), LARGEST - SMALLEST + 1)
-        signs[open_rows] = 2 * draw(key, range(OPERANDS, 2 * OPERANDS - 1), 2) - 1
-        totals = _totals(operands[open_rows], signs[open_rows])
-        valid = ((totals >= 0) & (totals <= LARGEST_TOTAL)).all(axis=1)
-        valid &= split_of(operands[open_rows]) == wanted
-        open_rows = open_rows[~valid]
+    while unsettled.size:
+        key = fold(keys[unsettled], attempt)
+        spans = draw(key, range(4), 1 << 16) * (_LARGEST - _SMALLEST + 1) >> 16
+        coins = draw(key, range(4, 7), 2)
+        candidates = Problems(_SMALLEST + spans, 2 * coins[:, :2] - 1, coins[:, 2] == 1, wording[unsettled])
+        results = np.concatenate([candidates.changes, candidates.totals], axis=1)
+        valid = ((results >= 0) & (results <= LARGEST_RESULT)).all(axis=1)
+        valid &= split_of(candidates.operands) == wanted
+        for target, source in zip(problems[:3], candidates[:3], strict=True):
+            target[unsettled[valid]] = source[valid]
+        unsettled = unsettled[~valid]
         attempt += 1
-    wording = draw(fold(keys, -1), range(9), 1 << 16)
-    return Problems(operands, signs, _totals(operands, signs), wording)
-
-
-def _totals(operands: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    return np.cumsum(np.concatenate([operands[:, :1], operands[:, 1:] * signs], axis=1), axis=1)
+    return problems
 
 
 def prompt_pieces(problems: Problems) -> list[Piece]:
     """The story as (table, row of the table for each problem) in reading order."""
-    operands, signs, wording = problems.operands, problems.signs, problems.wording
+    operands, wording = problems.operands, problems.wording
     name, thing = wording[:, 0] % len(NAMES), wording[:, 1] % len(THINGS)
     gain, loss = wording[:, 2] % len(GAINS), wording[:, 3] % len(LOSSES)
-    # Consecutive verbs of one sign differ, because the k-th change takes the k-th verb after a drawn first one.
-    verbs = [
-        np.where(signs[:, k] > 0, (gain + k) % len(GAINS), len(GAINS) + (loss + k) % len(LOSSES))
-        for k in range(OPERANDS - 1)
-    ]
     joint = wording[:, 4] % len(_JOINTS) + len(_JOINTS) * (name >= len(_WOMEN))
     zero = np.zeros_like(name)
+
+    def change(place: int) -> list[Piece]:
+        # Two changes of one sign take two different verbs: the next one after the drawn first.
+        verb = np.where(
+            problems.signs[:, place] > 0, (gain + place) % len(GAINS), len(GAINS) + (loss + place) % len(LOSSES)
+        )
+        in_packs = problems.packs_first == (place == 0)
+        amount = np.where(in_packs, operands[:, 1], operands[:, 3])
+        size = np.where(in_packs, operands[:, 2], len(_NUMBERS))
+        return [
+            (GAINS + LOSSES, verb),
+            (_NUMBERS, amount),
+            (_PACKS_OF, in_packs.astype(np.int64)),
+            (_NUMBERS_OR_NONE, size),
+        ]
+
     return [
         (NAMES, name),
         (_OPENINGS, wording[:, 5] % len(_OPENINGS)),
@@ -136,36 +166,40 @@ def prompt_pieces(problems: Problems) -> list[Piece]:
         (THINGS, thing),
         ((".",), zero),
         (_SUBJECTS, name),
-        (_VERBS, verbs[0]),
-        (_NUMBERS, operands[:, 1]),
+        *change(0),
         (_JOINTS + _JOINTS_MEN, joint),
-        (_VERBS, verbs[1]),
-        (_NUMBERS, operands[:, 2]),
-        (_SECOND_JOINTS, wording[:, 6] % len(_SECOND_JOINTS)),
-        (_VERBS, verbs[2]),
-        (_NUMBERS, operands[:, 3]),
+        *change(1),
         ((".",), zero),
         ((" How many",), zero),
         (THINGS, thing),
-        (_QUESTIONS, wording[:, 7] % len(_QUESTIONS)),
+        (_QUESTIONS, wording[:, 6] % len(_QUESTIONS)),
     ]
 
 
 def direct_pieces(problems: Problems) -> list[Piece]:
     """` #### 90`."""
-    return [((MARKER,), np.zeros_like(problems.answers)), (_NUMBERS, problems.answers)]
+    answers = problems.answers
+    return [((MARKER,), np.zeros_like(answers)), (_NUMBERS, answers)]
 
 
 def worked_pieces(problems: Problems) -> list[Piece]:
-    """` 37+58=95 95-24=71 71+19=90 #### 90`."""
-    pieces: list[Piece] = []
-    for k in range(OPERANDS - 1):
+    """` 3*24=72 37+72=109 109-19=90 #### 90`."""
+    operands, totals, changes = problems.operands, problems.totals, problems.changes
+    zero = np.zeros_like(problems.answers)
+    pieces: list[Piece] = [
+        (_NUMBERS, operands[:, 1]),
+        (("*",), zero),
+        (_BARE_NUMBERS, operands[:, 2]),
+        (("=",), zero),
+        (_BARE_NUMBERS, operands[:, 1] * operands[:, 2]),
+    ]
+    for place in range(2):
         pieces += [
-            (_NUMBERS, problems.totals[:, k]),
-            (_SIGNS, (problems.signs[:, k] + 1) // 2),
-            (_BARE_NUMBERS, problems.operands[:, k + 1]),
-            (("=",), np.zeros_like(problems.answers)),
-            (_BARE_NUMBERS, problems.totals[:, k + 1]),
+            (_NUMBERS, totals[:, place]),
+            (_SIGNS, (problems.signs[:, place] + 1) // 2),
+            (_BARE_NUMBERS, changes[:, place]),
+            (("=",), zero),
+            (_BARE_NUMBERS, totals[:, place + 1]),
         ]
     return pieces + direct_pieces(problems)
 
@@ -179,7 +213,7 @@ def texts(pieces: list[Piece]) -> list[str]:
 def vocabulary() -> list[str]:
     """Every string that the tables hold, numbers and signs included: what a tokenizer of these texts must cover."""
     tables = (
-        NAMES, _OPENINGS, THINGS, _SUBJECTS, _VERBS, _JOINTS, _JOINTS_MEN, _SECOND_JOINTS, (" How many",), _QUESTIONS,
-        _NUMBERS, _BARE_NUMBERS, _SIGNS, ("=", ".", MARKER),
+        NAMES, _OPENINGS, THINGS, _SUBJECTS, GAINS, LOSSES, _JOINTS, _JOINTS_MEN, (" How many",), _QUESTIONS, _PACKS_OF,
+        _NUMBERS, _BARE_NUMBERS, _SIGNS, ("*", "=", ".", MARKER),
     )  # fmt: skip
     return [text for table in tables for text in table]

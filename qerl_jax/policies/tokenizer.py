@@ -70,23 +70,31 @@ def save_tokenizer(folder: Path, model_max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: list[arithmetic.Piece]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of the texts that `pieces` spell, without a Python loop over the texts.
+class PieceEncoder:
+    """Turns pieces into ids without a Python loop over the texts; each table is encoded once and kept."""
 
-    Returns:
-      Right-padded ids [N, L] int32 (L the longest that the tables allow) and lengths [N] int32; equal to encoding each
-      text, since tokens never reach across the pieces' borders.
-    """
-    columns = []
-    for table, rows in pieces:
-        encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(table))]
-        padded = np.full((len(table), max(map(len, encoded))), -1, np.int32)
-        for row, ids in zip(padded, encoded, strict=True):
-            row[: len(ids)] = ids
-        columns.append(padded[rows])
-    ragged = np.concatenate(columns, axis=1)
-    absent = ragged < 0
-    order = np.argsort(absent, axis=1, kind="stable")
-    lengths = (~absent).sum(axis=1).astype(np.int32)
-    packed = np.take_along_axis(ragged, order, 1)
-    return np.where(packed < 0, tokenizer.token_to_id(PAD), packed).astype(np.int32), lengths
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._tables: dict[tuple[str, ...], np.ndarray] = {}
+
+    def __call__(self, pieces: list[arithmetic.Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the texts that `pieces` spell, equal to encoding each text: tokens never cross the pieces' borders.
+
+        Returns:
+          Right-padded ids [N, L] int32 (L the longest that the tables allow) and lengths [N] int32.
+        """
+        ragged = np.concatenate([self._table(table)[rows] for table, rows in pieces], axis=1)
+        present = ragged >= 0
+        lengths = present.sum(axis=1).astype(np.int32)
+        packed = np.full(ragged.shape, self._tokenizer.token_to_id(PAD), np.int32)
+        packed[np.arange(ragged.shape[1]) < lengths[:, None]] = ragged[present]
+        return packed, lengths
+
+    def _table(self, table: tuple[str, ...]) -> np.ndarray:
+        if table not in self._tables:
+            encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(table))]
+            padded = np.full((len(table), max(map(len, encoded))), -1, np.int32)
+            for row, ids in zip(padded, encoded, strict=True):
+                row[: len(ids)] = ids
+            self._tables[table] = padded
+        return self._tables[table]
