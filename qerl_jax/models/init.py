@@ -14,30 +14,28 @@ from qerl_jax.models.params import PROJECTIONS, Adapter, Base, Layer, LoRA, Mode
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
+def init_layer(key: jax.Array, config: ModelConfig, dtype: jnp.dtype, std: float) -> Layer:
+    """One random layer: weights N(0, std^2) in `dtype`, norm scales 1, biases 0."""
+    weights: dict[str, Weight] = {
+        name: std * jax.random.normal(k, projection_shape(config, name), dtype)
+        for name, k in zip(PROJECTIONS, jax.random.split(key, len(PROJECTIONS)), strict=True)
+    }
+    widths = {f"{name}_bias": projection_shape(config, f"{name}_proj")[0] for name in "qkv"}
+    biases = {name: jnp.zeros(n, dtype) if config.attention_bias else None for name, n in widths.items()}
+    norms = {name: jnp.ones(config.hidden_size, jnp.float32) for name in ("input_norm", "post_attention_norm")}
+    return Layer(**norms, **weights, **biases)
+
+
 def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float32, std: float = 0.02) -> Model:
     """A random network: weights N(0, std^2), norm scales 1, biases 0; projections in `dtype`, unquantized."""
-
-    def normal(key: jax.Array, *shape: int) -> jax.Array:
-        return std * jax.random.normal(key, shape, dtype)
-
-    def layer(key: jax.Array) -> Layer:
-        keys = jax.random.split(key, len(PROJECTIONS))
-        weights = {name: normal(k, *projection_shape(config, name)) for name, k in zip(PROJECTIONS, keys, strict=True)}
-        biases = {
-            f"{name}_bias": jnp.zeros(projection_shape(config, f"{name}_proj")[0], dtype)
-            if config.attention_bias
-            else None
-            for name in "qkv"
-        }
-        ones = jnp.ones(config.hidden_size, jnp.float32)
-        return Layer(input_norm=ones, post_attention_norm=ones, **weights, **biases)
-
     embed_key, head_key, layers_key = jax.random.split(key, 3)
+    table = config.vocab_size, config.hidden_size
+    keys = jax.random.split(layers_key, config.num_hidden_layers)
     base = Base(
-        embed=normal(embed_key, config.vocab_size, config.hidden_size),
-        layers=tuple(layer(k) for k in jax.random.split(layers_key, config.num_hidden_layers)),
+        embed=std * jax.random.normal(embed_key, table, dtype),
+        layers=tuple(init_layer(k, config, dtype, std) for k in keys),
         final_norm=jnp.ones(config.hidden_size, jnp.float32),
-        lm_head=None if config.tie_word_embeddings else normal(head_key, config.vocab_size, config.hidden_size),
+        lm_head=None if config.tie_word_embeddings else std * jax.random.normal(head_key, table, dtype),
     )
     return Model(base, config)
 
