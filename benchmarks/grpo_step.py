@@ -87,9 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             | {"sampling_logp_difference": values["sampling/sampling_logp_difference/mean"]}
         )
         print(json.dumps(steps[-1]), flush=True)
-    moved = [
-        float(np.abs(np.asarray(a) - b).max()) for a, b in zip(*map(jax.tree.leaves, (state.adapter, first_adapter)))
-    ]
+    change = jax.tree.map(lambda now, was: float(np.abs(np.asarray(now) - was).max()), state.adapter, first_adapter)
     memory = jax.devices()[0].memory_stats() or {}
     new_tokens = N * G * arguments.completion
     return {
@@ -103,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps": steps,
         "rollout_tokens_per_s": new_tokens / steps[-1]["rollout_s"],
         "finite": all(np.isfinite([s["loss"], s["grad_norm"]]).all() and s["nonfinite"] == 0 for s in steps),
-        "smallest_largest_change_of_an_adapter_array": min(moved),
+        "smallest_largest_change_of_an_adapter_array": min(jax.tree.leaves(change)),
     }
 
 
