@@ -1,0 +1,18 @@
+"""GPU kernels behind plain functions, each with a pure-JAX reference beside it."""
+
+from .fp4_matmul import fp4_matmul, fp4_matmul_dx
+from .layout import KernelWeight, dequantize, repack, unpack
+from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
+from .variants import describe
+
+__all__ = [
+    "KernelWeight",
+    "dequantize",
+    "describe",
+    "fp4_matmul",
+    "fp4_matmul_dx",
+    "fp4_matmul_dx_reference",
+    "fp4_matmul_reference",
+    "repack",
+    "unpack",
+]

@@ -1,0 +1,49 @@
+"""Dequantize, then a plain dot: the path for many rows, where the BF16 weight's traffic is small beside the product.
+
+The weight is written once in BF16 as e2m1 * scale, which BF16 holds exactly (at most 6 significant bits), and the
+global scale is applied to the float32 sums: so the product has cuBLAS's own error and no rounding of the weight.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .layout import KernelWeight, source_bit
+
+
+def exact_bf16(weight: KernelWeight) -> jax.Array:
+    """e2m1 * scale as BF16 [N, K]: W * global_scale, exactly."""
+    t, u, _ = weight.data.shape
+    words = weight.data[..., :128].reshape(t, u, 8, 4, 4)  # T U g t j
+    parts = []
+    for pair in range(4):
+        halves = []
+        for half in range(2):
+            code = jnp.zeros(words.shape, jnp.uint32)
+            for bit in range(4):
+                place = source_bit(pair, half, bit)
+                code |= ((words >> place) & 1) << bit
+            halves.append(code)
+        parts.append(jnp.stack(halves, -1))
+    codes = jnp.stack([jnp.stack(parts[0::2], -2), jnp.stack(parts[1::2], -2)], 2)  # T U row-half g t j pair-half half
+    magnitude, exponent = codes & 1, (codes >> 1) & 3
+    value = jnp.where(exponent > 0, (2 + magnitude) << jnp.maximum(exponent, 1) - 1, magnitude).astype(jnp.float32)
+    value = jnp.where(codes >> 3 == 1, -value, value) * 0.5
+    shifts = jnp.arange(4, dtype=jnp.uint32) * 8
+    scale = ((weight.data[..., 128:, None] >> shifts) & 0xFF).astype(jnp.uint8)
+    scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
+    scale = scale.reshape(t, u, 8, 4, 2).transpose(0, 1, 4, 2, 3)  # T U row-half g t
+    w = (value * scale[..., None, None, None]).astype(jnp.bfloat16)
+    w = w.transpose(0, 2, 3, 1, 4, 5, 6, 7).reshape(16 * t, 64 * u)
+    return w[: weight.n, : weight.k]
+
+
+def matmul(x_MK, weight: KernelWeight, global_scale) -> jax.Array:
+    """x W^T in float32 [M, N]."""
+    y = jnp.dot(x_MK.astype(jnp.bfloat16), exact_bf16(weight).T, preferred_element_type=jnp.float32)
+    return y / jnp.asarray(global_scale, jnp.float32).reshape(())
+
+
+def matmul_dx(dy_MN, weight: KernelWeight, global_scale) -> jax.Array:
+    """dy W in float32 [M, K]."""
+    dx = jnp.dot(dy_MN.astype(jnp.bfloat16), exact_bf16(weight), preferred_element_type=jnp.float32)
+    return dx / jnp.asarray(global_scale, jnp.float32).reshape(())

@@ -1,0 +1,182 @@
+"""fp4_matmul: y = x W^T + s (x A^T) B^T + bias with W in NVFP4, by the variant that the committed table names.
+
+Legend: M rows, K inputs, N outputs, R the LoRA rank. The gradient is taken with respect to x, A and B only: the base
+weight, its global scale and the bias are frozen.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from . import decode_kernel, dequantized, variants
+from .layout import COLS, KernelWeight
+from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
+
+
+def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None):
+    """y = x W^T + s (x A^T) B^T + bias, with float32 sums.
+
+    Args:
+      x_MK: [M, K] bfloat16 (other floats are cast); M = 0 gives an empty result.
+      weight: KernelWeight of shape [N, K], or a list of them that share x (q, k, v; gate, up).
+      global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
+      lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None.
+      bias: None or [N]; for a list, a list (entries may be None) or None.
+      backend: None (by the table), "mosaic", "dequantize" or "reference".
+
+    Returns:
+      y_MN in x's dtype; for a list of weights, a tuple of them.
+
+    Raises:
+      ValueError: shapes that do not agree, or a backend that cannot take the shape, naming the constraint.
+    """
+    single = isinstance(weight, KernelWeight)
+    weights = (weight,) if single else tuple(weight)
+    count = len(weights)
+    scales = _per_weight(global_scale, single, count, "global_scale")
+    loras = _per_weight(lora, single, count, "lora")
+    biases = _per_weight(bias, single, count, "bias")
+    if x_MK.ndim != 2:
+        raise ValueError(f"x must be [M, K], got shape {x_MK.shape}")
+    for w in weights:
+        if w.k != x_MK.shape[1]:
+            raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
+    adapters = tuple(None if entry is None else tuple(entry) for entry in loras)
+    out = _linear(backend, x_MK, weights, scales, adapters, biases)
+    return out[0] if single else out
+
+
+def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
+    """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype."""
+    if dy_MN.ndim != 2 or dy_MN.shape[1] != weight.n:
+        raise ValueError(f"dy must be [M, {weight.n}], got shape {dy_MN.shape}")
+    return _dx(backend)(dy_MN, weight, global_scale)
+
+
+def _per_weight(value, single, count, name):
+    if single:
+        return (value,)
+    if value is None:
+        return (None,) * count
+    if len(value) != count:
+        raise ValueError(f"{name} must have one entry for each of the {count} weights, got {len(value)}")
+    return tuple(value)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(backend, x, weights, scales, loras, biases):
+    return _forward(backend, x, weights, scales, loras, biases)[0]
+
+
+def _forward(backend, x, weights, scales, loras, biases):
+    zeros = tuple(b if b is not None else jnp.zeros((w.n,), jnp.float32) for w, b in zip(weights, biases, strict=True))
+    no_bias = all(b is None for b in biases)
+    sums = _base(backend, len(weights), no_bias, all(entry is None for entry in loras))(
+        x, weights, tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales), () if no_bias else zeros
+    )
+    outs, hidden = [], []
+    for y, lora in zip(sums, loras, strict=True):
+        if lora is not None:
+            a, b, scaling = lora
+            h = jnp.dot(x, a.astype(x.dtype).T, preferred_element_type=jnp.float32)
+            hidden.append(h)
+            y = y + scaling * jnp.dot(h.astype(x.dtype), b.astype(x.dtype).T, preferred_element_type=jnp.float32)
+        else:
+            hidden.append(None)
+        outs.append(y.astype(x.dtype))
+    return tuple(outs), tuple(hidden)
+
+
+def _linear_fwd(backend, x, weights, scales, loras, biases):
+    outs, hidden = _forward(backend, x, weights, scales, loras, biases)
+    return outs, (x, weights, scales, loras, hidden)
+
+
+def _linear_bwd(backend, saved, dys):
+    x, weights, scales, loras, hidden = saved
+    dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
+    for dy, w, s, lora, h in zip(dys, weights, scales, loras, hidden, strict=True):
+        dx = dx + _dx(backend, wide=True)(dy, w, s)
+        if lora is None:
+            d_loras.append(None)
+            continue
+        a, b, scaling = lora
+        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+        dh = scaling * dot(dy, b.astype(dy.dtype))
+        dx = dx + dot(dh.astype(x.dtype), a.astype(x.dtype))
+        da = dot(dh.astype(x.dtype).T, x).astype(a.dtype)
+        db = (scaling * dot(dy.T, h.astype(dy.dtype))).astype(b.dtype)
+        d_loras.append((da, db, None))
+    return dx.astype(x.dtype), None, None, tuple(d_loras), None
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+@functools.lru_cache(maxsize=None)
+def _base(backend, count, no_bias, final):
+    """x, weights, scales, biases -> y_i = x W_i^T + bias_i; in x's dtype if `final`, else float32."""
+
+    @custom_vmap
+    def base(x, weights, scales, biases):
+        m, k = x.shape
+        out_dtype = x.dtype if final else jnp.float32
+        if m == 0:
+            return tuple(jnp.zeros((0, w.n), out_dtype) for w in weights)
+        variant = variants.choose(m, k, tuple(w.n for w in weights), backend)
+        if variant == "reference":
+            ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
+        elif variant == "dequantize":
+            ys = [dequantized.matmul(x, w, s) for w, s in zip(weights, scales, strict=True)]
+        else:
+            return _mosaic(x, weights, scales, biases, variant, wide_out=out_dtype != jnp.bfloat16)
+        if biases:
+            ys = [y + b.astype(jnp.float32) for y, b in zip(ys, biases, strict=True)]
+        return tuple(y.astype(out_dtype) for y in ys)
+
+    @base.def_vmap
+    def fold(axis_size, in_batched, x, weights, scales, biases):
+        x_batched, *others = in_batched
+        if any(jax.tree.leaves(others)):
+            raise ValueError("fp4_matmul under vmap takes a batch of x only; the weights must not be batched")
+        if not x_batched:
+            return base(x, weights, scales, biases), (False,) * count
+        batch, m, k = x.shape
+        ys = base(x.reshape(batch * m, k), weights, scales, biases)
+        return tuple(y.reshape(batch, m, y.shape[-1]) for y in ys), (True,) * count
+
+    return base
+
+
+@functools.lru_cache(maxsize=None)
+def _dx(backend, wide=False):
+    @custom_vmap
+    def dx(dy, weight, scale):
+        out_dtype = jnp.float32 if wide else dy.dtype
+        if dy.shape[0] == 0:
+            return jnp.zeros((0, weight.k), out_dtype)
+        if variants.choose_dx(backend) == "reference":
+            return fp4_matmul_dx_reference(dy.astype(jnp.float32), weight, scale).astype(out_dtype)
+        return dequantized.matmul_dx(dy, weight, scale).astype(out_dtype)
+
+    @dx.def_vmap
+    def fold(axis_size, in_batched, dy, weight, scale):
+        dy_batched, *others = in_batched
+        if any(jax.tree.leaves(others)):
+            raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only; the weight must not be batched")
+        batch, m, n = dy.shape
+        return dx(dy.reshape(batch * m, n), weight, scale).reshape(batch, m, weight.k), True
+
+    return dx
+
+
+def _mosaic(x, weights, scales, biases, config, *, wide_out):
+    m, k = x.shape
+    x = x.astype(jnp.bfloat16)
+    if k % COLS:
+        x = jnp.pad(x, ((0, 0), (0, -k % COLS)))
+    kernel = decode_kernel.build(m, k, tuple(w.n for w in weights), config, bool(biases), wide_out=wide_out)
+    factors = [decode_kernel.epilogue_factor(s) for s in scales]
+    return tuple(kernel(x, *[w.data for w in weights], *factors, *[b.astype(jnp.float32) for b in biases]))
