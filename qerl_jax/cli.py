@@ -125,10 +125,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     if arguments.prompts is not None:
         from qerl_jax.data.dataset import load_dataset
 
-        rows = load_dataset(arguments.prompts)
+        rows = load_dataset(arguments.prompts, split="eval")
         prompts = [rows[index]["prompt"] for index in range(len(rows))]
 
-    from qerl_jax.rollout.generate import generate_texts
+    from qerl_jax.rollout.texts import generate_texts
 
     answers = generate_texts(
         arguments.model_or_run,
@@ -148,7 +148,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             for text in texts:
                 print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False))
     else:
-        for number, text in enumerate(answers[0], start=1):
+        for number, text in enumerate(next(iter(answers)), start=1):
             if arguments.n > 1:
                 print(f"--- {number} of {arguments.n}")
             print(text)
@@ -170,7 +170,7 @@ def _generation_options(arguments: argparse.Namespace) -> "GenerationOptions":
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sampling)
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
     saved = Path(arguments.model_or_run) / "config.yaml"
-    start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
+    start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions(max_completion_length=256)
     try:
         return dataclasses.replace(start, **given)
     except pydantic.ValidationError as error:
@@ -243,7 +243,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     generate.add_argument("--top-p", type=float, metavar="X", help="sample from the most likely tokens that sum to X")
     generate.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all")
     generate.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the most likely one")
-    generate.add_argument("--max-completion-length", type=int, metavar="N", help="most tokens of a completion")
+    generate.add_argument(
+        "--max-completion-length", type=int, metavar="N", help="most tokens of a completion (default of a model: 256)"
+    )
     generate.add_argument("--adapter", metavar="DIR", help="a PEFT folder to apply to the model")
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     generate.add_argument("--greedy", action="store_true", help="take the most likely token each time")

@@ -38,15 +38,22 @@ class _Run:
         return np.array([step for step, _ in found], float), np.array(values, float)
 
 
-def plot_runs(runs: list[Path], output: Path) -> list[Path]:
+def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = None) -> list[Path]:
     """Draws the runs into `output` and returns the files: reward, accuracy, entropy, sigma, lengths, and overview.png.
 
     A quantity that no run recorded has no picture.
+
+    Args:
+      runs: run folders; metrics.jsonl and, where there is one, summary.json are read.
+      output: folder of the pictures; made if missing.
+      summary: what the last run's summary.json will hold, while it is not written yet.
 
     Raises:
       UserError: a run's metrics.jsonl is missing, damaged or without rows.
     """
     loaded = [_load(folder, name) for folder, name in zip(runs, _names(runs), strict=True)]
+    if summary is not None:
+        loaded[-1] = dataclasses.replace(loaded[-1], summary=summary)
     output.mkdir(parents=True, exist_ok=True)
     written = []
     for panel in _PANELS[:5]:
@@ -127,33 +134,36 @@ def _one_key(key: str, alone: str | None = None) -> Callable[[Axes, list[_Run]],
 
 def _accuracy(axes: Axes, runs: list[_Run]) -> bool:
     drawn = _one_key("rewards/accuracy/mean", "training batches")(axes, runs)
-    kinds: dict[str, str] = {}
+    markers = {"sampled": "o", "greedy": "s"}
+    modes: dict[str, str] = {}
     for index, run in enumerate(runs):
-        for key, points in _evaluations(run).items():
-            kind, marker = ("greedy", "s") if "greedy" in key else ("sampled", "o")
-            kinds[kind] = marker
+        for mode, points in _evaluations(run).items():
+            modes[mode] = marker = markers[mode]
             steps, values = zip(*sorted(points.items()), strict=True)
             # Two points, before and after, are not joined: a straight line would claim a course nobody measured.
             joined = "--" if len(steps) > 2 else "none"
             axes.plot(steps, values, color=_colour(index), ls=joined, lw=1, marker=marker, mfc="white", clip_on=False)
-    for kind, marker in kinds.items():
+    for mode, marker in modes.items():
         colour = _colour(0) if len(runs) == 1 else _INK
-        axes.plot([], [], color=colour, ls="none", marker=marker, mfc="white", label=f"held-out problems, {kind}")
+        axes.plot([], [], color=colour, ls="none", marker=marker, mfc="white", label=f"held-out problems, {mode}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(0, 1)
-    return drawn or bool(kinds)
+    return drawn or bool(modes)
 
 
 def _evaluations(run: _Run) -> dict[str, dict[float, float]]:
-    """{metric: {step: accuracy}} of the eval/ metrics in the rows, and before (step 0) and after in the summary."""
+    """{mode: {step: accuracy}} for the modes "sampled" and "greedy": metrics `eval/.../accuracy` and `eval/.../pass@1`
+    of the rows, and the summary's accuracy before (step 0) and after the run."""
     found: dict[str, dict[float, float]] = {}
-    last = run.rows[-1]["step"]
-    moments: list[tuple[float, dict[str, Any]]] = [(row["step"], row) for row in run.rows]
-    moments += [(0, run.summary.get("before") or {}), (last, run.summary.get("after") or {})]
-    for step, values in moments:
-        for key, value in values.items():
-            if key.startswith("eval/") and key.rsplit("/", 1)[1] in ("pass@1", "greedy") and value is not None:
-                found.setdefault(key, {})[step] = float(value)
+    for row in run.rows:
+        for key, value in row.items():
+            if key.startswith("eval/") and key.rsplit("/", 1)[1] in ("accuracy", "pass@1") and value is not None:
+                found.setdefault("greedy" if "greedy" in key else "sampled", {})[row["step"]] = float(value)
+    for step, moment in ((0, "before"), (run.rows[-1]["step"], "after")):
+        for mode in ("sampled", "greedy"):
+            value = (run.summary.get(moment) or {}).get(mode, {}).get("accuracy")
+            if value is not None:
+                found.setdefault(mode, {})[step] = float(value)
     return found
 
 

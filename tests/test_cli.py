@@ -33,7 +33,7 @@ def calls(monkeypatch):
     fake("qerl_jax.rl.trainer", "train", Path("runs/x"))
     fake("qerl_jax.evaluation", "evaluate_run", {"eval/arithmetic/pass@1": 0.654321, "problems": 512})
     fake(
-        "qerl_jax.rollout.generate",
+        "qerl_jax.rollout.texts",
         "generate_texts",
         lambda model, prompts, n, **_: [[f"{p} -> {i}" for i in range(n)] for p in prompts],
     )
@@ -150,7 +150,7 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
 
 
 def test_generate_many_prints_rows(calls, tmp_path, capsys):
-    calls.fake("qerl_jax.data.dataset", "load_dataset", [{"prompt": "a"}, {"prompt": "é"}])
+    calls.fake("qerl_jax.data.dataset", "load_dataset", lambda name, split: [{"prompt": "a"}, {"prompt": "é"}])
     assert main(["generate", "some/model", "--prompts", "file.jsonl", "--n", "2"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == {"prompt": "a", "completion": "a -> 0"}

@@ -39,8 +39,8 @@ def drawn(monkeypatch):
 def test_one_run_gives_a_picture_per_quantity_and_an_overview(tmp_path, drawn):
     run = make_run(tmp_path / "run")
     summary = {
-        "before": {"eval/arithmetic/pass@1": 0.25, "eval/arithmetic/greedy": 0.2},
-        "after": {"eval/arithmetic/pass@1": 0.65, "eval/arithmetic/greedy": 0.9},
+        "before": {"sampled": {"accuracy": 0.25}, "greedy": {"accuracy": 0.2}, "samples": []},
+        "after": {"sampled": {"accuracy": 0.65}, "greedy": {"accuracy": 0.9}, "samples": []},
     }
     (run / "summary.json").write_text(json.dumps(summary))
     files = plot_runs([run], run / "plots")
@@ -57,6 +57,13 @@ def test_one_run_gives_a_picture_per_quantity_and_an_overview(tmp_path, drawn):
     (sigma,) = drawn["sigma"].axes
     assert sigma.get_yscale() == "log"
     assert np.isnan(sigma.lines[0].get_ydata()[:3]).all()
+
+
+def test_periodic_evaluations_and_a_summary_not_yet_written(tmp_path, drawn):
+    run = make_run(tmp_path / "run", steps=3, **{"eval/arithmetic/sampled/accuracy": 0.5})
+    plot_runs([run], tmp_path / "out", summary={"before": {"sampled": {"accuracy": 0.1}}})
+    (points,) = [line for line in drawn["accuracy"].axes[0].lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert points.get_xydata().tolist() == [[0, 0.1], [1, 0.5], [2, 0.5], [3, 0.5]]
 
 
 def test_several_runs_share_axes_and_are_told_apart(tmp_path, drawn):
