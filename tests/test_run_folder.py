@@ -1,0 +1,86 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from qerl_jax import run_folder
+from qerl_jax.config import load_config
+from qerl_jax.errors import UserError
+
+
+def config(tmp_path, *overrides):
+    return load_config("quickstart", [f"run.output_dir={tmp_path / 'run'}", *overrides])
+
+
+def open_once(config, fresh=False):
+    with run_folder.open_run(config, fresh) as folder:
+        return folder
+
+
+def test_a_new_folder_holds_the_resolved_config(tmp_path):
+    folder = open_once(config(tmp_path))
+    assert folder == tmp_path / "run"
+    assert load_config(str(folder / "config.yaml")).run.seed == 0
+
+
+def test_the_same_config_continues_and_free_options_may_change(tmp_path):
+    open_once(config(tmp_path))
+    assert open_once(config(tmp_path, "run.save_steps=30", "run.save_total_limit=9")) == tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=1", "run.seed was 0, is now 1"),
+        ("lora.lora_r=8", "lora.lora_r was 16, is now 8"),
+        ("data.max_prompt_length=40", "data.max_prompt_length was"),
+        ("model.weight_format=bf16", "model.weight_format was 'nvfp4', is now 'bf16'"),
+        ("optimizer.max_steps=90", "optimizer.max_steps was"),
+    ],
+)
+def test_a_changed_config_is_refused_with_both_values(tmp_path, override, message):
+    open_once(config(tmp_path))
+    with pytest.raises(UserError, match=message):
+        open_once(config(tmp_path, override))
+
+
+def test_fresh_starts_beside(tmp_path):
+    open_once(config(tmp_path))
+    assert open_once(config(tmp_path, "run.seed=1"), fresh=True) == tmp_path / "run-2"
+    assert open_once(config(tmp_path, "run.seed=2"), fresh=True) == tmp_path / "run-3"
+
+
+def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
+    folder = open_once(config(tmp_path))
+    run_folder.write_atomically(folder / "summary.json", json.dumps({}))
+    with pytest.raises(run_folder.RunFinished, match="run-2"):
+        open_once(config(tmp_path))
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="is no run"):
+        open_once(config(tmp_path))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="names a file"):
+        open_once(load_config("quickstart", [f"run.output_dir={tmp_path / 'file'}"]))
+
+
+def test_a_second_process_is_refused(tmp_path):
+    script = (
+        "import sys; from qerl_jax import run_folder; from qerl_jax.config import load_config\n"
+        f"c = load_config('quickstart', ['run.output_dir={tmp_path / 'run'}'])\n"
+        "try:\n    run_folder.open_run(c).__enter__()\n"
+        "except Exception as e: print(e); sys.exit(3)\n"
+    )
+    with run_folder.open_run(config(tmp_path)):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 3 and "another process" in done.stdout
+
+
+def test_a_changed_identity_is_refused_with_both_values(tmp_path):
+    run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "a"})
+    with pytest.raises(UserError, match="base weights was 'a', is now 'b'"):
+        run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "b"})
