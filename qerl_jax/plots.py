@@ -181,7 +181,7 @@ def _sigma(axes: Axes, runs: list[_Run]) -> bool:
         elif len(quiet):  # a logarithmic axis has no zero: it is drawn on the bottom line
             floor = np.where(values == 0, 0.0, np.nan)
             axes.plot(steps, floor, color=_colour(index), lw=4, transform=axes.get_xaxis_transform(), clip_on=False)
-            axes.text(0.99, 0.02, "on the axis: sigma 0", ha="right", va="bottom", fontsize=8, transform=axes.transAxes)
+            axes.text(0.02, 0.03, "on the axis: sigma 0", ha="left", va="bottom", fontsize=8, transform=axes.transAxes)
     if any_noise:
         axes.set_yscale("log")
     return drawn
