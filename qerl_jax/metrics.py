@@ -92,7 +92,7 @@ class MetricsWriter:
         self._metrics = os.open(run_dir / METRICS, flags, 0o644)
         self._completions = os.open(run_dir / COMPLETIONS, flags, 0o644)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def log(self, row: Mapping[str, Any]) -> None:
         """Writes one row: `step` (1-based, after the update), `rollout` (0-based) and the metrics."""
         for key in ("step", "rollout"):
             if key not in row:
@@ -103,7 +103,7 @@ class MetricsWriter:
         for service in self._services:
             service.log(numbers, int(plain["step"]))
 
-    def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def log_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rows of completions.jsonl, each with its `rollout`."""
         lines = []
         for row in rows:

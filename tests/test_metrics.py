@@ -17,8 +17,8 @@ from qerl_jax.metrics import LiveLine, MetricsWriter, duration, json_line, read_
 
 def test_rows_of_any_number_type_become_json(tmp_path):
     with MetricsWriter(tmp_path / "deep" / "run") as writer:
-        writer.write({"step": 1, "rollout": 0, "a": np.float32(0.5), "b": jnp.float32(2), "c": jnp.arange(3), "d": "é"})
-        writer.write(
+        writer.log({"step": 1, "rollout": 0, "a": np.float32(0.5), "b": jnp.float32(2), "c": jnp.arange(3), "d": "é"})
+        writer.log(
             {"step": np.int64(2), "rollout": jnp.int32(1), "a": float("nan"), "b": -np.inf, "c": [np.nan, True]}
         )
     first, second = read_rows(tmp_path / "deep" / "run" / "metrics.jsonl")
@@ -34,17 +34,17 @@ def test_equal_values_give_equal_bytes():
 def test_rows_without_step_or_rollout_are_refused(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         with pytest.raises(ValueError, match="needs 'rollout'"):
-            writer.write({"step": 1})
+            writer.log({"step": 1})
         with pytest.raises(ValueError, match="needs 'rollout'"):
-            writer.write_completions([{"completion": "x"}])
+            writer.log_completions([{"completion": "x"}])
     assert read_rows(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_new_writer_appends(tmp_path):
     for step in (1, 2):
         with MetricsWriter(tmp_path) as writer:
-            writer.write({"step": step, "rollout": step - 1})
-            writer.write_completions({"rollout": step - 1, "completion": text} for text in "ab")
+            writer.log({"step": step, "rollout": step - 1})
+            writer.log_completions({"rollout": step - 1, "completion": text} for text in "ab")
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [row["completion"] for row in read_rows(tmp_path / "completions.jsonl")] == ["a", "b", "a", "b"]
 
@@ -76,11 +76,11 @@ def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):
 
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
-    """The rows are in the file as soon as write() returns: nothing waits in a buffer of the process."""
+    """The rows are in the file as soon as log() returns: nothing waits in a buffer of the process."""
     code = (
         "import sys; from pathlib import Path; from qerl_jax.metrics import MetricsWriter\n"
         "w = MetricsWriter(Path(sys.argv[1])); n = 0\n"
-        "while True:\n  n += 1; w.write({'step': n, 'rollout': n, 'x': 'y' * 5000}); print(n, flush=True)"
+        "while True:\n  n += 1; w.log({'step': n, 'rollout': n, 'x': 'y' * 5000}); print(n, flush=True)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
@@ -105,7 +105,7 @@ def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
 def test_tensorboard_events_are_written(tmp_path):
     pytest.importorskip("tensorboardX")
     with MetricsWriter(tmp_path, ["tensorboard"]) as writer:
-        writer.write({"step": 1, "rollout": 0, "reward": 0.25, "skipped": float("nan")})
+        writer.log({"step": 1, "rollout": 0, "reward": 0.25, "skipped": float("nan")})
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"reward" in events.read_bytes()
     assert b"skipped" not in events.read_bytes()
@@ -119,7 +119,7 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     for step in (1, 2):
         with MetricsWriter(tmp_path, ["wandb"], step=step - 1) as writer:
-            writer.write({"step": step, "rollout": 0, "reward": 0.5, "note": "text"})
+            writer.log({"step": step, "rollout": 0, "reward": 0.5, "note": "text"})
     assert logged == [
         (1, {"step": 1, "rollout": 0, "reward": 0.5}),
         "end",
