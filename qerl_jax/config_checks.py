@@ -78,10 +78,13 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         why = "with one update per rollout and grpo.old_logprobs learner the ratio is exactly 1 and is never clipped"
         causes = ("grpo.old_logprobs", "grpo.num_iterations", "grpo.steps_per_generation")
         add(why, (*causes, "optimizer.gradient_accumulation_steps"), "grpo.epsilon", "grpo.epsilon_high")
+    prefix = "grpo.sampler_correction."
     if config.grpo.sampler_correction.level == "none":
-        prefix = "grpo.sampler_correction."
         why = f"with {prefix}level none there is no correction"
         add(why, (f"{prefix}level",), f"{prefix}mode", f"{prefix}cap")
+    elif config.grpo.old_logprobs == "sampler":
+        why = "with grpo.old_logprobs sampler the ratio itself holds the gap, and the correction is exactly 1"
+        add(why, ("grpo.old_logprobs",), f"{prefix}level", f"{prefix}mode", f"{prefix}cap")
     if config.lora.adapter is not None:
         why = f"it comes from lora.adapter {config.lora.adapter!r}"
         add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules")

@@ -146,6 +146,7 @@ def test_options_that_do_not_go_together(overrides, expected):
         ["grpo.epsilon_high=0.3"],
         ["grpo.sampler_correction.cap=3.0"],
         ["grpo.sampler_correction.mode=mask"],
+        ["grpo.sampler_correction.level=token", "grpo.old_logprobs=sampler"],
         ["run.save_total_limit=2", "run.save_steps=null"],
         ["lora.lora_r=8", "lora.adapter=some/folder"],
     ],
