@@ -22,8 +22,7 @@ _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-@flax.struct.dataclass
-class NVFP4Weight:
+class NVFP4Weight(flax.struct.PyTreeNode):
     """A packed weight [N, K]; see the module docstring for the arrays."""
 
     packed: jax.Array

@@ -38,7 +38,7 @@ class ModelConfig:
             raise UserError(f"{where}: model_type is {kind!r}; supported are {sorted(_ARCHITECTURES)}")
 
         def get(key: str, kind: type, default: Any = None) -> Any:
-            value = hf.get(key, default)
+            value: Any = hf.get(key, default)
             if value is None:
                 raise UserError(f"{where}: {key} is missing")
             if kind is float and type(value) is int:

@@ -20,10 +20,18 @@ def init_layer(key: jax.Array, config: ModelConfig, dtype: jnp.dtype, std: float
         name: std * jax.random.normal(k, projection_shape(config, name), dtype)
         for name, k in zip(PROJECTIONS, jax.random.split(key, len(PROJECTIONS)), strict=True)
     }
-    widths = {f"{name}_bias": projection_shape(config, f"{name}_proj")[0] for name in "qkv"}
-    biases = {name: jnp.zeros(n, dtype) if config.attention_bias else None for name, n in widths.items()}
-    norms = {name: jnp.ones(config.hidden_size, jnp.float32) for name in ("input_norm", "post_attention_norm")}
-    return Layer(**norms, **weights, **biases)
+
+    def bias(name: str) -> jax.Array | None:
+        return jnp.zeros(projection_shape(config, name)[0], dtype) if config.attention_bias else None
+
+    return Layer(
+        input_norm=jnp.ones(config.hidden_size, jnp.float32),
+        post_attention_norm=jnp.ones(config.hidden_size, jnp.float32),
+        q_bias=bias("q_proj"),
+        k_bias=bias("k_proj"),
+        v_bias=bias("v_proj"),
+        **weights,
+    )
 
 
 def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float32, std: float = 0.02) -> Model:

@@ -15,8 +15,7 @@ from qerl_jax.models.config import ModelConfig
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@flax.struct.dataclass
-class Layer:
+class Layer(flax.struct.PyTreeNode):
     """One transformer block. Norm scales [D] are float32; biases are None where the family has none."""
 
     input_norm: jax.Array
@@ -33,8 +32,7 @@ class Layer:
     v_bias: jax.Array | None
 
 
-@flax.struct.dataclass
-class Base:
+class Base(flax.struct.PyTreeNode):
     """All weights of the frozen network. `lm_head` is None where it is tied to `embed` ([V, D])."""
 
     embed: jax.Array
@@ -43,16 +41,14 @@ class Base:
     lm_head: jax.Array | None
 
 
-@flax.struct.dataclass
-class Model:
+class Model(flax.struct.PyTreeNode):
     """A frozen network: its shape (static under jit) and weights. Pass it to jitted functions, never close over it."""
 
     base: Base
     config: ModelConfig = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class Norms:
+class Norms(flax.struct.PyTreeNode):
     """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one.
 
     `final` is None in an adapter: the final norm is never trained, the base's is used.
@@ -63,8 +59,7 @@ class Norms:
     final: jax.Array | None
 
 
-@flax.struct.dataclass
-class LoRA:
+class LoRA(flax.struct.PyTreeNode):
     """y += scaling * (x A^T) B^T, with A [R, K] and B [N, R] in float32 (Hu et al. 2021, arXiv 2106.09685)."""
 
     a: jax.Array
@@ -72,8 +67,7 @@ class LoRA:
     scaling: float = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class Adapter:
+class Adapter(flax.struct.PyTreeNode):
     """Everything that is trained: LoRA pairs by projection name, one dictionary per layer, and the norm scales if
     they are trained too (input and post-attention, never the final one)."""
 

@@ -24,8 +24,7 @@ _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays f
 KV = tuple[jax.Array, jax.Array]
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """Keys and values of one decode batch, a tuple entry per layer.
 
     The prompt part is stored once per prompt and read by its whole group; the completion part has one row per sample.
@@ -148,9 +147,8 @@ def forward(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
         return causal_attention(q, k, v, attention_mask_BT).reshape(B, T, -1), (k, v)
 
-    block = functools.partial(_block, config, attend)
-    if gradient_checkpointing:
-        block = jax.checkpoint(block)
+    plain = functools.partial(_block, config, attend)
+    block = jax.checkpoint(plain) if gradient_checkpointing else plain
     x_BTD = base.embed[tokens_BT]
     caches = []
     for i, layer in enumerate(base.layers):

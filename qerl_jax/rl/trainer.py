@@ -49,8 +49,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C: the state was saved; the message says how to continue."""
 
 
-@flax.struct.dataclass
-class Saved:
+class Saved(flax.struct.PyTreeNode):
     """The arrays of a checkpoint: the training state and the run's root PRNG key."""
 
     train: TrainState
@@ -164,7 +163,7 @@ class _Run:
             first = self.progress["rollout"]
             while int(self.state.step) < total:
                 tracing = self.profile is not None and self.progress["rollout"] == first + 1
-                with jax.profiler.trace(self.profile) if tracing else contextlib.nullcontext():
+                with jax.profiler.trace(str(self.profile)) if tracing else contextlib.nullcontext():
                     for row in self._one_rollout():
                         writer.log(row)
                         live.update(row)
@@ -283,7 +282,6 @@ class _Run:
     def _finish(self, after: dict[str, Any]) -> Path:
         before = self.progress["before"]
         save_adapter(self.state.adapter, self.folder / run_folder.ADAPTER, self.config.model.model_name_or_path)
-        plot_runs([self.folder], self.folder / run_folder.PLOTS)
         summary = {
             "steps": int(self.state.step),
             "seed": self.config.run.seed,
@@ -291,6 +289,7 @@ class _Run:
             "before": before,
             "after": after,
         }
+        plot_runs([self.folder], self.folder / run_folder.PLOTS, summary)
         run_folder.write_atomically(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
         print(report(self.folder, summary))
         return self.folder

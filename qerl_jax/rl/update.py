@@ -24,8 +24,11 @@ from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, loss_by
 
 
-@flax.struct.dataclass
-class TrainState:
+# Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
+Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+class TrainState(flax.struct.PyTreeNode):
     """Everything an update changes: the 0-based count of optimizer steps done, the adapter, the optimizer's state."""
 
     step: jax.Array
@@ -33,8 +36,7 @@ class TrainState:
     opt_state: Any
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """Completions of whole groups, prompt-major, with what the loss needs.
 
     prompt [B, P] int32 padded on the right, prompt_lengths [B]; completion [B, C], completion_lengths [B] (EOS
@@ -90,7 +92,7 @@ def _micro_batches(tree: Any, size: int) -> Any:
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
 
-    def run(rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def run(rows: Rows) -> tuple[jax.Array, jax.Array]:
         return completion_logps(model, adapter, *rows, settings.temperature)
 
     rows = _micro_batches(_rows(batch), settings.micro_batch_size)
@@ -98,7 +100,7 @@ def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateS
     return logps.reshape(batch.completion.shape), entropies.reshape(batch.completion.shape)
 
 
-def _rows(batch: Batch) -> tuple[jax.Array, ...]:
+def _rows(batch: Batch) -> Rows:
     return batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
 
 
@@ -139,7 +141,7 @@ def update_step(
     mask_BC = batch.mask.astype(bool)
     advantages_B1 = advantage_fn(batch.rewards.reshape(-1, settings.num_generations)).reshape(B, 1)
 
-    def learner(adapter: Adapter, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def learner(adapter: Adapter, rows: Rows) -> tuple[jax.Array, jax.Array]:
         return completion_logps(model, adapter, *rows, settings.temperature, settings.gradient_checkpointing)
 
     def loss_of(logp_BC: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -163,7 +165,7 @@ def update_step(
         logp_BC, entropy_BC = score(model, state.adapter, batch, settings)
         (loss, metrics), dlogp_BC = jax.value_and_grad(loss_of, has_aux=True)(logp_BC)
 
-        def accumulate(total: Adapter, micro: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[Adapter, None]:
+        def accumulate(total: Adapter, micro: tuple[Rows, jax.Array]) -> tuple[Adapter, None]:
             micro_rows, dlogp = micro
             _, backward, _ = jax.vjp(lambda a: learner(a, micro_rows), state.adapter, has_aux=True)
             return jax.tree.map(jnp.add, total, backward(dlogp)[0]), None

@@ -15,8 +15,7 @@ from qerl_jax.models.transformer import KVCache, decode_step, head, prefill
 from qerl_jax.rollout.sampling import SamplingSettings, sample
 
 
-@flax.struct.dataclass
-class Prompts:
+class Prompts(flax.struct.PyTreeNode):
     """Prompts padded on the right: tokens [N, P] int32, lengths [N] int32 (at least 1), and each prompt's place in the
     data order [N] int32, which is its identity for the random number generator."""
 
@@ -25,8 +24,7 @@ class Prompts:
     places: jax.Array
 
 
-@flax.struct.dataclass
-class Rollout:
+class Rollout(flax.struct.PyTreeNode):
     """Completions of a batch, prompt-major: rows n * G .. n * G + G - 1 belong to prompt n.
 
     tokens [B, C] int32, padded after the end; lengths [B], the EOS included; terminated [B], whether an EOS was drawn;
@@ -41,8 +39,7 @@ class Rollout:
     truncated_logps: jax.Array | None
 
 
-@flax.struct.dataclass
-class _Decode:
+class _Decode(flax.struct.PyTreeNode):
     step: jax.Array
     hidden_BD: jax.Array
     cache: KVCache
@@ -98,12 +95,15 @@ def generate(
         def put(array_BC: jax.Array, values_B: jax.Array) -> jax.Array:
             return array_BC.at[:, step].set(jnp.where(live_B, values_B, array_BC[:, step]))
 
+        truncated_logps = out.truncated_logps
+        if truncated_logps is not None and truncated_B is not None:
+            truncated_logps = put(truncated_logps, truncated_B)
         return Rollout(
             tokens=put(out.tokens, tokens_B),
             lengths=out.lengths + live_B,
             terminated=out.terminated | ended_B,
             logps=put(out.logps, logps_B),
-            truncated_logps=None if truncated_B is None else put(out.truncated_logps, truncated_B),
+            truncated_logps=truncated_logps,
         )
 
     def body(state: _Decode) -> _Decode:

@@ -1,5 +1,6 @@
 """Completions of texts, for people: from a model or a run to strings."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +62,9 @@ def generate_texts(
             f"max_completion_length is {max_completion_length}; allowed: less than the model's "
             f"{policy.model.config.max_position_embeddings} positions, so that a prompt fits too"
         )
-    sampling = {"temperature": 0.0} if greedy else dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    settings = SamplingSettings(max_completion_length, policy.eos_token_ids, policy.pad_token_id, **sampling)
+    settings = SamplingSettings(max_completion_length, policy.eos_token_ids, policy.pad_token_id, temperature=0.0)
+    if not greedy:
+        settings = dataclasses.replace(settings, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     run_batch = jax.jit(functools.partial(generate, settings=settings, num_generations=n))
     size = max(1, _ROWS // n)
     for low in range(0, len(prompts), size):
