@@ -27,7 +27,7 @@ from qerl_jax.data.hashing import draw, fold
 SPLITS = ("pretrain", "train", "eval")
 # Start, packs, items in a pack, the other change.
 _SMALLEST = np.asarray([10, 2, 10, 10])
-_LARGEST = np.asarray([99, 9, 99, 99])
+_SPAN = np.asarray([90, 8, 90, 90], np.int64)
 LARGEST_RESULT = 299
 
 _WOMEN = ("Ann", "Eva", "Ida", "Kim", "Lea", "Mia", "Sue", "Zoe")
@@ -123,9 +123,9 @@ def generate(seed: int, split: str, indices: np.ndarray) -> Problems:
     attempt = 0
     while unsettled.size:
         key = fold(keys[unsettled], attempt)
-        spans = draw(key, range(4), 1 << 16) * (_LARGEST - _SMALLEST + 1) >> 16
+        offsets = draw(key, range(4), 1 << 16) * _SPAN // (1 << 16)
         coins = draw(key, range(4, 7), 2)
-        candidates = Problems(_SMALLEST + spans, 2 * coins[:, :2] - 1, coins[:, 2] == 1, wording[unsettled])
+        candidates = Problems(_SMALLEST + offsets, 2 * coins[:, :2] - 1, coins[:, 2] == 1, wording[unsettled])
         results = np.concatenate([candidates.changes, candidates.totals], axis=1)
         valid = ((results >= 0) & (results <= LARGEST_RESULT)).all(axis=1)
         valid &= split_of(candidates.operands) == wanted

@@ -1,0 +1,193 @@
+"""Data sets: rows with a prompt and further columns, and the order in which a run reads them.
+
+    arithmetic          generated word problems (`qerl_jax.data.arithmetic`), by split
+    path/to/rows.jsonl  one JSON object a line with a `prompt`: a text, or a list of {"role": ..., "content": ...}
+
+The order is a function of (seed, cursor): nothing but the cursor has to be saved to go on with the very next prompt.
+"""
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from qerl_jax.data import arithmetic
+from qerl_jax.data.hashing import fold
+from qerl_jax.errors import UserError, nearest
+
+Message = dict[str, str]
+# Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
+_ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class Dataset(Protocol):
+    """Rows by number. A row is a new dictionary: `prompt` (text or messages) and the other columns."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the contents: a run that goes on with another data set is refused by it."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+class ArithmeticDataset:
+    """Word problems with columns `answer` (text) and `operands`."""
+
+    def __init__(self, split: str, size: int, seed: int = 0) -> None:
+        """Generates `size` problems of a split; whether their operands belong to that split alone is asserted."""
+        problems = arithmetic.generate(seed, split, np.arange(size))
+        arithmetic.check_split(problems.operands, split)
+        self._prompts = arithmetic.texts(arithmetic.prompt_pieces(problems))
+        self._answers = [str(answer) for answer in problems.answers.tolist()]
+        self._operands = problems.operands.tolist()
+
+    @property
+    def fingerprint(self) -> str:
+        contents = "\n".join((*self._prompts, *self._answers))
+        return hashlib.sha256(contents.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"prompt": self._prompts[index], "answer": self._answers[index], "operands": self._operands[index]}
+
+
+class JsonlDataset:
+    """A local JSONL file, checked line by line and held by the `datasets` library as Arrow columns."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file.
+
+        Raises:
+          UserError: the file is missing or has no rows, a line is not a JSON object with a usable prompt, or a column
+            mixes types.
+        """
+        from datasets import Dataset as ArrowDataset  # takes a second to import, and `arithmetic` does not need it
+
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        rows = list(_read_rows(path, data))
+        if not rows:
+            raise UserError(f"{path}: has no rows; expected one JSON object a line")
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        for name, values in columns.items():
+            try:
+                ArrowDataset.from_dict({name: values})
+            except (TypeError, ValueError, OverflowError) as error:  # Arrow's own errors are ValueErrors or TypeErrors
+                raise UserError(f"{path}: column {name!r} mixes types or holds what Arrow cannot ({error})") from error
+        self._rows = ArrowDataset.from_dict(columns)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self._rows[index])
+        if not isinstance(row["prompt"], str):
+            # Arrow gives every message the keys of all messages.
+            row["prompt"] = [
+                {key: value for key, value in message.items() if value is not None} for message in row["prompt"]
+            ]
+        return row
+
+
+def _read_rows(path: Path, data: bytes) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: found a {type(row).__name__}; expected a JSON object with a prompt")
+        if "prompt" not in row:
+            found = ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
+        _check_prompt(row["prompt"], where)
+        if rows and isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
+            raise UserError(f"{where}: prompts are texts in some rows and messages in others; expected one kind")
+        rows.append(row)
+    return rows
+
+
+def _check_prompt(prompt: Any, where: str) -> None:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise UserError(f"{where}: the prompt is empty")
+        return
+    if not isinstance(prompt, list) or not prompt:
+        raise UserError(f"{where}: the prompt is {prompt!r:.80}; expected a text, or a list of one message or more")
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UserError(f"{where}: {message!r:.80} is not a message; expected {{'role': text, 'content': text}}")
+        if message["role"] not in _ROLES:
+            raise UserError(f"{where}: the role is {message['role']!r}; allowed: {', '.join(_ROLES)}")
+    if prompt[-1]["role"] == "assistant":
+        raise UserError(f"{where}: the prompt ends with the assistant's message; expected the user's, to be answered")
+
+
+def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size: int | None = None) -> Dataset:
+    """Opens a data set.
+
+    Args:
+      name_or_path: `arithmetic`, or a .jsonl file (which has no splits: all its rows are taken).
+      split: `train`, `eval` or `pretrain` of a generated data set.
+      seed: of a generated data set; another seed gives other problems of the same split.
+      size: rows of a generated data set, None for its usual number.
+
+    Raises:
+      UserError: an unknown name, a missing or empty file, or an unreadable line, by number.
+    """
+    if name_or_path == "arithmetic":
+        return ArithmeticDataset(split, _ARITHMETIC_ROWS[split] if size is None else size, seed)
+    path = Path(name_or_path)
+    if path.suffix in (".jsonl", ".ndjson") and path.is_file():
+        return JsonlDataset(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        raise UserError(f"data set {name_or_path!r}: there is no file {path.absolute()}")
+    raise UserError(
+        f"data set {name_or_path!r} is unknown{nearest(name_or_path, ['arithmetic'])}; allowed: arithmetic, or a local "
+        ".jsonl file"
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    return np.argsort(fold(seed, epoch, np.arange(n)), kind="stable")
+
+
+def order(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The permutation [n] in which the rows are read in an epoch; a new one each epoch."""
+    return _permutation(seed, epoch, n).copy()
+
+
+def prompt_indices(seed: int, cursor: int, count: int, n: int, *, shuffle: bool = True) -> list[tuple[int, int]]:
+    """The next `count` prompts of a run that has read `cursor` prompts, from a data set of `n` rows.
+
+    Returns:
+      (place, row) pairs. The place is the running number cursor, cursor + 1, ..., a prompt's identity for the random
+      number generator; the row is the data set's. Epoch e holds the places e * n to e * n + n - 1, each row once.
+    """
+    if n < 1:
+        raise ValueError(f"a data set of {n} rows has no order")
+    pairs = []
+    for place in range(cursor, cursor + count):
+        epoch, offset = divmod(place, n)
+        pairs.append((place, int(_permutation(seed, epoch, n)[offset]) if shuffle else offset))
+    return pairs

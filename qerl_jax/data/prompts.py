@@ -1,0 +1,68 @@
+"""Prompts as token ids."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.models.tokenizer import Tokenizer
+
+Prompt = str | list[dict[str, Any]]
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+    """A text as it is; messages through the tokenizer's chat template, up to where the assistant's answer begins.
+
+    Raises:
+      UserError: messages, and the tokenizer has no chat template or its template refuses them.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the prompt is a list of messages, and the model's tokenizer has no chat template (chat_template in "
+            "tokenizer_config.json, or chat_template.jinja); use text prompts, or add a template"
+        )
+    try:
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the tokenizer's chat template refuses {prompt!r:.120}: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], max_prompt_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of prompts, which are never cut.
+
+    A text gets the special tokens that the tokenizer puts around texts (a BOS, for some); messages get those of the
+    chat template alone.
+
+    Args:
+      tokenizer: the model's.
+      prompts: N texts or lists of messages.
+      max_prompt_length: P, the most tokens of a prompt.
+
+    Returns:
+      Ids [N, P] int32, padded on the right, and lengths [N] int32.
+
+    Raises:
+      UserError: a prompt of no tokens or of more than P, by its number in the list and its beginning.
+    """
+    pad = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    tokens = np.full((len(prompts), max_prompt_length), pad, np.int32)
+    lengths = np.zeros(len(prompts), np.int32)
+    for row, prompt in enumerate(prompts):
+        text = prompt_text(tokenizer, prompt)
+        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"] if text else []
+        if not 1 <= len(ids) <= max_prompt_length:
+            raise UserError(
+                f"prompt {row} has {len(ids)} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it "
+                f"begins {text[:60]!r}"
+            )
+        tokens[row, : len(ids)] = ids
+        lengths[row] = len(ids)
+    return tokens, lengths

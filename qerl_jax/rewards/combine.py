@@ -1,0 +1,174 @@
+"""All reward functions of a run as one object: scores of every function and their weighted sum."""
+
+import dataclasses
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards.calling import call
+from qerl_jax.rewards.functions import BUILTIN
+from qerl_jax.rewards.loading import RewardName, parse_name
+from qerl_jax.rewards.pool import Worker
+
+
+class Weighted(Protocol):
+    """A reward function as configured: `qerl_jax.config.RewardFunction`."""
+
+    @property
+    def function(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+
+class Options(Protocol):
+    """The section `reward` of a config: `qerl_jax.config.RewardOptions`."""
+
+    @property
+    def functions(self) -> Sequence[Weighted]: ...
+
+    @property
+    def timeout(self) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Rewards of a batch of B completions.
+
+    Attributes:
+      total: float32 [B], the weighted sum over the functions that apply.
+      each: by function name, float32 [B], NaN where the function returned None.
+    """
+
+    total: np.ndarray
+    each: dict[str, np.ndarray]
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean of every function over the rows where it applies; a function that applies nowhere is left out."""
+        return {
+            name: float(np.nanmean(values, dtype=np.float64))
+            for name, values in self.each.items()
+            if not np.isnan(values).all()
+        }
+
+    def row(self, index: int) -> dict[str, float | None]:
+        """`reward` and `rewards/{name}` of one completion."""
+        scores = {name: float(values[index]) for name, values in self.each.items()}
+        return {"reward": float(self.total[index])} | {
+            f"rewards/{name}": None if np.isnan(score) else score for name, score in scores.items()
+        }
+
+
+def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> Scores:
+    """The weighted sum over functions, a function that returned None left out of that row's sum.
+
+    Raises:
+      UserError: no function applies to a row.
+    """
+    each = {
+        name: np.asarray([np.nan if value is None else value for value in values], np.float32)
+        for name, values in scores.items()
+    }
+    stacked = np.stack(list(each.values()))
+    nowhere = np.flatnonzero(np.isnan(stacked).all(axis=0))
+    if nowhere.size:
+        raise UserError(
+            f"row {nowhere[0]} has no reward: every function ({', '.join(each)}) returned None; at least one must apply"
+        )
+    total = np.nansum(stacked * np.asarray(weights, np.float32)[:, None], axis=0, dtype=np.float32)
+    return Scores(total, each)
+
+
+class RewardFunctions:
+    """The configured functions; a context manager, since user functions hold processes.
+
+    with RewardFunctions(config.reward) as rewards:
+        scores = rewards(examples, texts, ids, num_generations)
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Starts the workers and waits until the user's modules are imported.
+
+        Raises:
+          UserError: no functions, an unknown one, or one that cannot be imported.
+        """
+        if not options.functions:
+            raise UserError("reward.functions is empty; allowed: one function or more")
+        names = [parse_name(entry.function) for entry in options.functions]
+        self._weights = [entry.weight for entry in options.functions]
+        self._names = dict(zip(_titles(names), names, strict=True))
+        self._workers: dict[str, Worker] = {}
+        try:
+            for title, name in self._names.items():
+                if not name.builtin:
+                    self._workers[title] = Worker(name, options.timeout)
+            for worker in self._workers.values():
+                worker.ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(
+        self, examples: Sequence[dict[str, Any]], texts: list[str], ids: list[list[int]], num_generations: int
+    ) -> Scores:
+        """Scores completions, prompt-major: rows n * G .. n * G + G - 1 belong to example n.
+
+        Args:
+          examples: rows of the data set, with `prompt` and further columns [N].
+          texts: decoded completions [N * G], without special tokens.
+          ids: their token ids, the EOS included.
+          num_generations: G.
+
+        Raises:
+          UserError: a function failed (see `qerl_jax.rewards.calling` and `qerl_jax.rewards.pool`), or none applies.
+        """
+        repeated = [example for example in examples for _ in range(num_generations)]
+        prompts = [example["prompt"] for example in repeated]
+        completions: list[Any] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        keys = dict.fromkeys(key for example in examples for key in example if key != "prompt")
+        columns = {key: [example.get(key) for example in repeated] for key in keys}
+        batch = prompts, completions, ids, columns
+        scores: dict[str, list[float | None]] = {}
+        try:
+            for worker in self._workers.values():
+                worker.submit(*batch)
+            for title, name in self._names.items():
+                if name.builtin:
+                    scores[title] = call(name.spec, BUILTIN[name.spec], *batch)
+            for title, worker in self._workers.items():
+                scores[title] = worker.result()
+        except BaseException:
+            for worker in self._workers.values():
+                worker.cancel()  # its answer would be taken for that of the next call
+            raise
+        return combine({title: scores[title] for title in self._names}, self._weights)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def __enter__(self) -> "RewardFunctions":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _titles(names: list[RewardName]) -> list[str]:
+    """The names that metrics show: a function's own, or its whole spec where two functions share a name."""
+    short = [name.function for name in names]
+    titles = [name.spec if short.count(name.function) > 1 else name.function for name in names]
+    for title in titles:
+        if titles.count(title) > 1:
+            raise UserError(f"reward.functions names {title!r} twice; allowed: each function once, with one weight")
+    return titles

@@ -1,0 +1,97 @@
+"""The built-in reward functions.
+
+A reward function has the signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: one
+score for each completion, None where it does not apply. `columns` are the data set's other columns, one entry for each
+completion. For conversational prompts a completion is `[{"role": "assistant", "content": ...}]`.
+"""
+
+import decimal
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from qerl_jax.errors import UserError
+
+RewardFunction = Callable[..., list[float | None]]
+
+MARKER = "####"
+# An optional sign, digits with or without commas between thousands, a decimal part, or a denominator.
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?|[-+]?\.[0-9]+")
+# More digits than any answer has; Python itself refuses to convert more than 4300.
+_MOST_DIGITS = 1000
+
+
+def completion_text(completion: str | Sequence[dict[str, str]]) -> str:
+    """The text of a completion: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def _value(text: str) -> Fraction | None:
+    """The exact value of a matched number, None where it has none (x/0, or absurdly long)."""
+    if len(text) > _MOST_DIGITS:
+        return None
+    numerator, _, denominator = text.replace(",", "").partition("/")
+    if denominator and not int(denominator):
+        return None
+    return Fraction(numerator) / (int(denominator) if denominator else 1)
+
+
+def final_number(text: str) -> Fraction | None:
+    """The last number after the last `####`, None where there is none. `1,234.50`, `-3`, `.5` and `3/4` are numbers."""
+    _, marker, tail = text.rpartition(MARKER)
+    numbers = _NUMBER.findall(tail) if marker else []
+    return _value(numbers[-1]) if numbers else None
+
+
+def _expected(answer: Any, row: int) -> Fraction:
+    """The value of an entry of column `answer`: a number, or a text that is one or ends in `#### number`."""
+    number: Fraction | None = None
+    if isinstance(answer, (int, Fraction, decimal.Decimal)) and not isinstance(answer, bool):
+        number = Fraction(answer)
+    elif isinstance(answer, float):
+        # 0.1 means the decimal the user wrote, not its binary neighbour.
+        number = Fraction(repr(answer)) if abs(answer) < float("inf") else None
+    elif isinstance(answer, str):
+        text = answer.rpartition(MARKER)[2].strip().removeprefix("$")
+        number = _value(text) if _NUMBER.fullmatch(text) else None
+    if number is None:
+        raise UserError(
+            f"reward accuracy: column answer of row {row} is {answer!r}; expected a number, a text such as '1,234.5', "
+            f"or one that ends in '{MARKER} 1234.5'"
+        )
+    return number
+
+
+def accuracy(
+    prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any], **columns: Any
+) -> list[float | None]:
+    """1 where the completion's final number (see `final_number`) equals column `answer` exactly, else 0.
+
+    Whole numbers are compared as fractions: `12` is not `1`, and `12.0`, `12` and `24/2` are one answer. None where the
+    row's answer is None.
+
+    Raises:
+      UserError: an entry of `answer` that is not a number.
+    """
+    scores: list[float | None] = []
+    for row, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
+        if expected is None:
+            scores.append(None)
+            continue
+        scores.append(float(final_number(completion_text(completion)) == _expected(expected, row)))
+    return scores
+
+
+def format(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float | None]:
+    """1 where the completion is well-formed, else 0: it holds `####` once, then one number, then nothing."""
+    return [float(well_formed(completion_text(completion))) for completion in completions]
+
+
+def well_formed(text: str) -> bool:
+    """Whether `text` ends in `#### number` and holds `####` only there."""
+    head, _, tail = text.partition(MARKER)
+    return len(head) < len(text) and _NUMBER.fullmatch(tail.strip()) is not None
+
+
+BUILTIN: dict[str, RewardFunction] = {"accuracy": accuracy, "format": format}

@@ -1,0 +1,98 @@
+"""From the name of a reward function in a config to the function.
+
+A name is one of `BUILTIN` (they run in this process), `package.module:function`, or `path/to/file.py:function` (they
+run in a worker program, see `qerl_jax.rewards.pool`). Modules are looked for where Python looks and in the current
+folder.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.rewards.functions import BUILTIN, RewardFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardName:
+    """A reward function as the config names it.
+
+    Attributes:
+      spec: the whole name, as given.
+      location: module or file; empty for a built-in function.
+      function: the function's own name, which metrics show.
+    """
+
+    spec: str
+    location: str
+    function: str
+
+    @property
+    def builtin(self) -> bool:
+        return not self.location
+
+
+def parse_name(spec: str) -> RewardName:
+    """Splits the name of a reward function.
+
+    Raises:
+      UserError: neither built in nor of the form `module:function` or `file.py:function`, or the file does not exist.
+    """
+    if spec in BUILTIN:
+        return RewardName(spec, "", spec)
+    location, colon, function = spec.rpartition(":")
+    if not colon or not location or not function.isidentifier():
+        raise UserError(
+            f"reward function {spec!r} is unknown{nearest(spec, BUILTIN)}; allowed: {', '.join(BUILTIN)}, "
+            "package.module:function or path/to/file.py:function"
+        )
+    if _is_file(location) and not Path(location).is_file():
+        raise UserError(f"reward function {spec!r}: there is no file {Path(location).absolute()}")
+    return RewardName(spec, location, function)
+
+
+def _is_file(location: str) -> bool:
+    return location.endswith(".py") or "/" in location or os.sep in location
+
+
+def load_function(name: RewardName) -> RewardFunction:
+    """Imports the function; exceptions of the user's module pass through.
+
+    Raises:
+      UserError: no such module or function, or it cannot be called.
+    """
+    if name.builtin:
+        return BUILTIN[name.spec]
+    if _is_file(name.location):
+        # A name of its own, so that `math.py` beside the user's config does not replace Python's math.
+        module_name = f"qerl_reward_file_{Path(name.location).stem}"
+        spec = importlib.util.spec_from_file_location(module_name, name.location)
+        if spec is None or spec.loader is None:
+            raise UserError(f"reward function {name.spec!r}: {name.location} is not a Python file (.py)")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(name.location)
+        except ModuleNotFoundError as error:
+            parents = [name.location.rsplit(".", n)[0] for n in range(name.location.count(".") + 1)]
+            if error.name not in parents:
+                raise  # the module exists, and one that it imports does not
+            raise UserError(
+                f"reward function {name.spec!r}: there is no module {error.name!r} on Python's path or in {Path.cwd()}"
+            ) from error
+    function = getattr(module, name.function, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise UserError(
+            f"reward function {name.spec!r}: {name.location} has no {name.function!r}{nearest(name.function, known)}"
+        )
+    if not callable(function):
+        raise UserError(
+            f"reward function {name.spec!r}: {name.function} is a {type(function).__name__}, not a function"
+        )
+    return function

@@ -1,0 +1,179 @@
+"""A user's reward functions in programs of their own, with hard deadlines.
+
+Each function has one worker (`qerl_jax.rewards.worker`) and gets whole batches, so it may compare completions. A worker
+that passes its deadline, or dies, is killed with everything it started; the next call starts another one.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, Any
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards import channel
+from qerl_jax.rewards.loading import RewardName
+
+# Importing a user's module may take a while (a tokenizer, a parser), whatever the deadline of a call.
+LOAD_TIMEOUT = 120.0
+# The worker ends itself at the deadline and says where it stood; this much later it is killed from outside.
+_GRACE = 2.0
+
+
+class Worker:
+    """One user function in its process. `submit` starts a call, `result` waits for it."""
+
+    def __init__(self, name: RewardName, timeout: float) -> None:
+        """Starts the program and the import of the user's module.
+
+        Args:
+          name: the function.
+          timeout: seconds that one call may take.
+        """
+        self.name, self.timeout = name, timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending = bytearray()
+        self._loaded = False
+        self._deadline = 0.0
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._start()
+
+    def _start(self) -> None:
+        # The parent's whole search path, so that the worker finds what the parent's script would; the current folder
+        # last, since the `qerl` program does not have it on its path.
+        path = os.pathsep.join([*(entry or os.getcwd() for entry in sys.path), os.getcwd()])
+        # The training process holds the accelerator's memory.
+        env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "qerl_jax.rewards.worker", str(self._stack.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            pass_fds=[self._stack.fileno()],
+            start_new_session=True,  # Ctrl-C is the trainer's; and a whole session can be killed at once
+        )
+        self._loaded = False
+        self._send((self.name, LOAD_TIMEOUT), LOAD_TIMEOUT)
+
+    def _send(self, message: Any, timeout: float) -> None:
+        """Writes a request and sets the deadline of its answer."""
+        assert self._process is not None and self._process.stdin is not None
+        self._stack.seek(0)
+        self._stack.truncate()
+        self._deadline = time.monotonic() + timeout + _GRACE
+        self._pending = bytearray()
+        pipe = self._process.stdin.fileno()
+        os.set_blocking(pipe, False)
+        data = memoryview(channel.packed(message))
+        while data:
+            _, writable, _ = select.select([], [pipe], [], max(0.0, self._deadline - time.monotonic()))
+            if not writable:
+                return  # the answer's deadline has passed as well; `_receive` reports it
+            try:
+                data = data[os.write(pipe, data) :]
+            except BrokenPipeError:
+                return  # the worker died; `_receive` reports it
+
+    def _receive(self, what: str) -> Any:
+        """The answer to the last request.
+
+        Raises:
+          UserError: the deadline passed, the worker died, or the user's code failed.
+        """
+        assert self._process is not None and self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        complete = False
+        answer: tuple[str, Any] = ("", None)
+        while not complete:
+            readable, _, _ = select.select([pipe], [], [], max(0.0, self._deadline - time.monotonic()))
+            data = os.read(pipe, 1 << 20) if readable else b""
+            if not data:
+                raise UserError(self._obituary(what, timed_out=not readable))
+            self._pending += data
+            complete, answer = channel.unpacked(self._pending)
+        kind, value = answer
+        if kind == "ok":
+            return value
+        if kind == "user":
+            raise UserError(value)
+        raise UserError(f"reward function {self.name.spec!r} raised {what}:\n{value}")
+
+    def _obituary(self, what: str, timed_out: bool) -> str:
+        """Ends the worker and says what became of it."""
+        seconds = self.timeout if self._loaded else LOAD_TIMEOUT
+        code = self._kill()
+        self._stack.seek(0)
+        lines = self._stack.read().decode(errors="replace").splitlines()
+        stack = "\n".join(line for line in lines if "/qerl_jax/rewards/" not in line and "<frozen runpy>" not in line)
+        if stack or timed_out:
+            where = f"; its process was ended here:\n{stack}" if stack else "; its process was killed"
+            return f"reward function {self.name.spec!r} took longer than {seconds:g} s {what}{where}"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"reward function {self.name.spec!r}: its process ended {how} {what}"
+
+    def submit(
+        self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]
+    ) -> None:
+        """Starts scoring a batch; its deadline runs from here (after the user's module has been imported)."""
+        self.ready()
+        self._rows = len(completions)
+        self._send((self.timeout, (prompts, completions, ids, columns)), self.timeout)
+
+    def ready(self) -> None:
+        """Waits until the user's module is imported; starts a new program in place of one that ended.
+
+        Raises:
+          UserError: it cannot be imported, or has no such function.
+        """
+        if self._process is None:
+            self._start()
+        if not self._loaded:
+            try:
+                self._receive("while it was imported")
+            except UserError:
+                self._kill()
+                raise
+            self._loaded = True
+
+    def result(self) -> list[float | None]:
+        """The scores of the batch submitted last.
+
+        Raises:
+          UserError: the function raised, returned something else than scores, ended its process or passed its deadline.
+        """
+        return self._receive(f"on rows 0 to {self._rows - 1} of the batch")
+
+    def cancel(self) -> None:
+        """Gives up a call in progress."""
+        self._kill()
+
+    def _kill(self) -> int:
+        """Kills the worker's whole session; returns its exit code."""
+        process, self._process = self._process, None
+        self._loaded = False
+        if process is None:
+            return 0
+        # A worker that has closed its pipe is about to exit, with a code worth reporting; an idle one exits on this:
+        _close(process.stdin)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        _close(process.stdout)
+        return code
+
+    def close(self) -> None:
+        """Ends the worker; it cannot be used afterwards."""
+        self._kill()
+        self._stack.close()
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()

@@ -1,0 +1,70 @@
+"""The program in which a user's reward function runs; started by `qerl_jax.rewards.pool`, not by hand.
+
+    python -m qerl_jax.rewards.worker STACK_FD
+
+A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
+the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, then calls. What the
+user's code prints goes to stderr. While a call runs, a watchdog that needs no interpreter lock ends the process at the
+deadline and leaves the stack of every thread in the file STACK_FD; so no worker outlives a parent that was killed.
+"""
+
+import faulthandler
+import os
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards import channel
+from qerl_jax.rewards.calling import call
+from qerl_jax.rewards.loading import load_function
+
+
+def main() -> None:
+    stack_fd = int(sys.argv[1])
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    name, load_timeout = channel.read(requests)
+    function: Any = None
+
+    def answer(action: Any, timeout: float) -> None:
+        faulthandler.dump_traceback_later(timeout, exit=True, file=stack_fd)
+        try:
+            result = "ok", action()
+        except UserError as error:
+            result = "user", str(error)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are its faults too
+            result = "raised", "".join(traceback.format_exception(type(error), error, _users_part(error)))
+        faulthandler.cancel_dump_traceback_later()
+        answers.write(channel.packed(result))
+        answers.flush()
+
+    def load() -> None:
+        nonlocal function
+        function = load_function(name)
+
+    answer(load, load_timeout)
+    while True:
+        try:
+            timeout, arguments = channel.read(requests)
+        except EOFError:
+            return
+        answer(lambda arguments=arguments: call(name.spec, function, *arguments), timeout)
+
+
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The traceback from the first frame outside this package and the import machinery on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(file) != os.path.dirname(__file__) and "importlib" not in file:
+            break
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()
