@@ -27,11 +27,12 @@ def conflicts(config: "Config") -> list[str]:
             f"optimizer.max_steps is {optimizer.max_steps or 'null'} and optimizer.num_train_epochs is "
             f"{optimizer.num_train_epochs or 'null'}; allowed: exactly one of them, the other one null"
         )
-    if config.completions_per_rollout % group:
+    batch = optimizer.per_device_train_batch_size * accumulation
+    if batch % group:
         problems.append(
-            f"generation.num_generations is {group}; allowed: a divisor of the {config.completions_per_rollout} "
-            f"completions of a rollout (optimizer.per_device_train_batch_size "
-            f"{optimizer.per_device_train_batch_size} x steps_per_generation {steps})"
+            f"generation.num_generations is {group}; allowed: a divisor of the {batch} completions of an optimizer "
+            f"step (optimizer.per_device_train_batch_size {optimizer.per_device_train_batch_size} x "
+            f"gradient_accumulation_steps {accumulation}), which takes whole groups"
         )
     if steps % accumulation:
         problems.append(

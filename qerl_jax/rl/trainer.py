@@ -155,13 +155,14 @@ class _Run:
         writer = MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step))
         live = LiveLine(total)
         with RewardFunctions(config.reward) as rewards, contextlib.closing(writer), contextlib.closing(live):
-            self.rewards, self.writer = rewards, writer
+            self.rewards, self.writer, self.live = rewards, writer, live
             if self.progress["before"] is None:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:
                 self._save()
             first = self.progress["rollout"]
             while int(self.state.step) < total:
+                first_step = int(self.state.step)
                 tracing = self.profile is not None and self.progress["rollout"] == first + 1
                 with jax.profiler.trace(str(self.profile)) if tracing else contextlib.nullcontext():
                     for row in self._one_rollout():
@@ -169,6 +170,7 @@ class _Run:
                         live.update(row)
                 step = int(self.state.step)
                 self._stop_if_never_finite()
+                self._evaluate_if_due(first_step)
                 if self.interrupt:
                     self._save()
                     raise Interrupted(f"saved at step {step} of {total}; the same command continues {self.folder}")
@@ -250,7 +252,7 @@ class _Run:
     def _stop_if_never_finite(self) -> None:
         streak, step = self.progress["nonfinite"], int(self.state.step) + 1
         if streak:
-            print(f"\nstep {step}: loss or gradient is not finite; the update was refused ({streak} in a row)")
+            self.live.note(f"step {step}: loss or gradient is not finite; the update was refused ({streak} in a row)")
         if streak >= self.config.run.max_nonfinite_steps:
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step {step} "
@@ -258,8 +260,19 @@ class _Run:
                 "optimizer.learning_rate or optimizer.max_grad_norm, or look for extreme rewards in completions.jsonl"
             )
 
+    def _evaluate_if_due(self, before: int) -> None:
+        """Writes a row of held-out accuracy if the rollout just trained on reached a multiple of eval_steps."""
+        every, step = self.config.evaluation.eval_steps, int(self.state.step)
+        if every is None or step // every == before // every:
+            return
+        results = self._evaluate(f"at step {step}")
+        row = {"step": step, "rollout": self.progress["rollout"] - 1}
+        for mode, prefix in (("sampled", "eval/"), ("greedy", "eval/greedy/")):
+            row |= {prefix + name: value for name, value in results[mode].items()}
+        self.writer.log(row)
+
     def _evaluate(self, when: str) -> dict[str, Any]:
-        print(f"evaluating {when}: {self.config.evaluation.num_problems} held-out problems")
+        self.live.note(f"evaluating {when}, on held-out problems")
         key = jax.random.fold_in(self.root, _EVALUATION)
         return evaluate(
             self.config, self.experiment.policy, self.state.adapter, self.rewards, key, self.config.run.seed
