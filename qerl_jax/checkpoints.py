@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from qerl_jax.durable import flush, flush_tree
 from qerl_jax.errors import UserError
 
 __all__ = ["checkpoint_steps", "remove_partial", "restore_checkpoint", "save_checkpoint"]
@@ -121,14 +122,13 @@ def save_checkpoint(
     text = json.dumps(manifest, indent=1).encode()
     (temp / _MANIFEST).write_bytes(text)
     (temp / _DIGEST).write_bytes(_digest_line(text))
-    for path in [*temp.rglob("*"), temp]:
-        _flush(path)
+    flush_tree(temp)
 
     old = directory / (_OLD + final.name)
     if final.exists():
         os.rename(final, old)
     os.rename(temp, final)
-    _flush(directory)
+    flush(directory)
     remove_partial(directory)
     if save_total_limit is not None:
         older = [s for s in checkpoint_steps(directory) if s <= step][:-save_total_limit]
@@ -285,15 +285,6 @@ def _digest_file(path: Path) -> str:
 
 def _digest_line(text: bytes) -> bytes:
     return f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode()
-
-
-def _flush(path: Path) -> None:
-    """fsync of a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _version(name: str) -> str:

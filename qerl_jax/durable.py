@@ -1,0 +1,64 @@
+"""Folders that appear on disk whole or not at all."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from qerl_jax.errors import UserError
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_tree(folder: Path) -> None:
+    """fsync of a folder and everything in it."""
+    for path in [*folder.rglob("*"), folder]:
+        flush(path)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
+
+    A folder of the same kind that stands there is replaced: for an instant between two renames `path` is absent, never
+    half. If the body raises, `path` is as it was.
+
+    Args:
+      path: the folder to appear.
+      names: the files that such a folder may hold; one that holds anything else is not replaced.
+
+    Raises:
+      UserError: `path` is a file, or a folder with other content.
+    """
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; expected a folder, or a name that is free")
+    foreign = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.is_dir() else []
+    if foreign:
+        raise UserError(f"{path} holds {foreign[0]}, which would be lost by replacing the folder; choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("tmp", "old"))
+    if old.exists() and not path.exists():
+        os.rename(old, path)  # a process died between the two renames below
+    for leftover in (temp, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temp.mkdir()
+    try:
+        yield temp
+        flush_tree(temp)
+    except BaseException:
+        shutil.rmtree(temp)
+        raise
+    if path.exists():
+        os.rename(path, old)
+    os.rename(temp, path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)

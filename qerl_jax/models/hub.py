@@ -1,0 +1,271 @@
+"""Models in Hugging Face folders: one flat table of tensor names, read and written one tensor at a time.
+
+Projections may be plain (`...q_proj.weight`) or packed by compressed-tensors' `nvfp4-pack-quantized` (`.weight_packed`,
+`.weight_scale`, `.weight_global_scale`; see `qerl_jax.formats.nvfp4`). Every name, shape and dtype is compared with the
+table before the first byte goes to the device.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.durable import whole_folder
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
+from qerl_jax.models.compressed_tensors import is_packed, packed_slots, packed_weight
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.init import SHARED_SCALE
+from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape
+from qerl_jax.models.safetensors import write_safetensors
+from qerl_jax.models.source import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    Tensors,
+    open_tensors,
+    read_json,
+    resolve,
+    write_json,
+)
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_COMPUTE = ("float32", "bfloat16")
+_EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+    **{f"{name}_proj": f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{f"{name}_proj": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"},
+}
+# Buffers that old exports carry; they follow from the configuration.
+_DERIVED = ".rotary_emb.inv_freq"
+
+
+class Slot(NamedTuple):
+    """One tensor of the network: its shape in the file and the dtypes it may have there."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = _FLOATS
+
+
+def layer_name(layer: int, field: str) -> str:
+    """File name of a `Layer`'s field."""
+    return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
+
+
+def tensor_table(config: ModelConfig, packed: bool = False) -> dict[str, Slot]:
+    """The flat table: every tensor that a folder of this network holds, by its name there.
+
+    Args:
+      config: the network.
+      packed: whether projections are stored as NVFP4.
+    """
+    D, V = config.hidden_size, config.vocab_size
+    table = {_EMBED: Slot((V, D)), _NORM: Slot((D,))}
+    if not config.tie_word_embeddings:
+        table[_HEAD] = Slot((V, D))
+    for i in range(config.num_hidden_layers):
+        for field in ("input_norm", "post_attention_norm"):
+            table[layer_name(i, field)] = Slot((D,))
+        for name in PROJECTIONS:
+            N, K = projection_shape(config, name)
+            weight = layer_name(i, name)
+            if packed:
+                table |= {weight + suffix: Slot(*slot) for suffix, slot in packed_slots(N, K).items()}
+            else:
+                table[weight] = Slot((N, K))
+        if config.attention_bias:
+            for name in "qkv":
+                table[layer_name(i, f"{name}_bias")] = Slot(projection_shape(config, f"{name}_proj")[:1])
+    return table
+
+
+def load_model(path: str | os.PathLike[str], weight_format: str | None = None, dtype: Any = None) -> Model:
+    """Loads a model, quantizing its linear layers on the way if asked; tensors go to the device one at a time.
+
+    Args:
+      path: folder, `owner/name` on the Hub, or `builtin:NAME`.
+      weight_format: None keeps the stored one; "nvfp4" quantizes plain weights (round to nearest in the dtype they are
+        stored in, float16 as float32; q/k/v and gate/up share a global scale, as llm-compressor writes them);
+        "bf16" leaves or unpacks plain weights in `dtype`.
+      dtype: float32 or bfloat16, of embeddings, head, biases and plain weights; None takes the stored dtype of the
+        embeddings (float32 where that is float16). Norm scales are float32 always.
+
+    Raises:
+      UserError: naming file and tensor, what was expected and what was found.
+    """
+    if weight_format is not None and weight_format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
+    folder = resolve(path)
+    hf = read_json(folder / CONFIG)
+    config = ModelConfig.from_hf(hf, str(folder / CONFIG))
+    packed = is_packed(hf.get("quantization_config"), folder / CONFIG)
+    tensors = _without_implied(open_tensors(folder), config.tie_word_embeddings)
+    check_tensors(tensors, tensor_table(config, packed), folder)
+    if dtype is None:
+        dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
+    if jnp.dtype(dtype).name not in _COMPUTE:
+        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: {', '.join(_COMPUTE)}")
+    dtype = jnp.dtype(dtype)
+
+    def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:
+        # A copy: on CPU the device array would otherwise be the mapped file itself.
+        return jnp.array(tensors[name][1], copy=True).astype(as_dtype)
+
+    def layer(i: int) -> Layer:
+        fields: dict[str, Any] = {f"{name}_bias": None for name in "qkv"}
+        for field in ("input_norm", "post_attention_norm"):
+            fields[field] = plain(layer_name(i, field), jnp.dtype(jnp.float32))
+        if config.attention_bias:
+            fields |= {f"{name}_bias": plain(layer_name(i, f"{name}_bias"), dtype) for name in "qkv"}
+        for group in SHARED_SCALE:
+            names = {field: layer_name(i, field) for field in group}
+            if packed:
+                for field, name in names.items():
+                    weight = packed_weight(tensors, name)
+                    fields[field] = dequantize(weight, dtype) if weight_format == "bf16" else weight
+            elif weight_format == "nvfp4":
+                fields |= _quantized(tensors, names)
+            else:
+                fields |= {field: plain(name, dtype) for field, name in names.items()}
+        return Layer(**fields)
+
+    base = Base(
+        embed=plain(_EMBED, dtype),
+        layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
+        final_norm=plain(_NORM, jnp.dtype(jnp.float32)),
+        lm_head=None if config.tie_word_embeddings else plain(_HEAD, dtype),
+    )
+    return Model(base, config)
+
+
+def _without_implied(found: Tensors, tied: bool) -> Tensors:
+    """`found` without tensors that follow from the configuration or from others."""
+    found = {name: entry for name, entry in found.items() if not name.endswith(_DERIVED)}
+    if tied and _HEAD in found and _EMBED in found:
+        where, head = found.pop(_HEAD)
+        embed = found[_EMBED][1]
+        if head.dtype != embed.dtype or not np.array_equal(head.view(np.uint8), embed.view(np.uint8)):
+            raise UserError(
+                f"{where}: tensor {_HEAD} differs from {_EMBED}; expected none or the same, for {CONFIG} has "
+                "tie_word_embeddings true"
+            )
+    return found
+
+
+def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> None:
+    """Compares names, shapes and dtypes with the table, before any byte is used.
+
+    Raises:
+      UserError: a tensor is missing, too many, or of another shape or dtype; names file and tensor, expected and found.
+    """
+    for name, slot in table.items():
+        if name not in found:
+            others = sum(other not in found for other in table) - 1
+            more = f" (and {others} more)" if others else ""
+            raise UserError(
+                f"{folder}: tensor {name} is missing{more}; expected {slot.dtypes[0]}{list(slot.shape)}"
+                f"{nearest(name, found)}"
+            )
+    for name, (where, array) in found.items():
+        if name not in table:
+            raise UserError(
+                f"{where}: tensor {name} {array.dtype}{list(array.shape)} belongs to no part of what the folder's "
+                f"configuration describes{nearest(name, table)}"
+            )
+        slot = table[name]
+        if array.shape != slot.shape:
+            raise UserError(
+                f"{where}: tensor {name}: expected shape {list(slot.shape)} by the configuration, found "
+                f"{list(array.shape)}"
+            )
+        if array.dtype.name not in slot.dtypes:
+            allowed = " or ".join(slot.dtypes)
+            raise UserError(f"{where}: tensor {name}: expected dtype {allowed}, found {array.dtype.name}")
+
+
+_quantize = jax.jit(quantize_nvfp4)
+
+
+@jax.jit
+def _amax(w: jax.Array) -> jax.Array:
+    return jnp.abs(w).max().astype(jnp.float32)
+
+
+def _quantized(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Weight]:
+    """NVFP4 weights of the projections that share one global scale. Each is on the device alone, twice: for its largest
+    magnitude and for its codes."""
+
+    def source(name: str) -> jax.Array:
+        array = tensors[name][1]
+        return jnp.array(array.astype(np.float32) if array.dtype == np.float16 else array, copy=True)
+
+    amaxes = []
+    dtype = jnp.dtype(jnp.float32)
+    for name in names.values():
+        where, array = tensors[name]
+        if array.shape[1] % 16:
+            raise UserError(f"{where}: tensor {name}: NVFP4 needs inputs in multiples of 16, found {list(array.shape)}")
+        weight = source(name)
+        dtype = weight.dtype
+        amaxes.append(_amax(weight))
+        if not np.isfinite(amaxes[-1]):
+            raise UserError(f"{where}: tensor {name}: expected finite weights, found NaN or infinity")
+    shared = global_scale(jnp.stack(amaxes).max(), dtype)
+    return {field: _quantize(source(name), shared) for field, name in names.items()}
+
+
+def save_model(
+    model: Model, path: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None = None
+) -> None:
+    """Writes a folder that transformers, vLLM and `load_model` read: plain weights in the embeddings' dtype.
+
+    Packed weights are unpacked. The folder appears whole or not at all.
+
+    Args:
+      model: the network.
+      path: the folder; one that holds a model already is replaced.
+      tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
+
+    Raises:
+      UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
+    """
+    base, config = model.base, model.config
+    dtype = base.embed.dtype
+
+    def array_of(name: str) -> np.ndarray:
+        return np.asarray(dequantize(weights[name], dtype))
+
+    weights: dict[str, Weight] = {_EMBED: base.embed, _NORM: base.final_norm}
+    if base.lm_head is not None:
+        weights[_HEAD] = base.lm_head
+    for i, layer in enumerate(base.layers):
+        for field in _LAYER_NAMES:
+            if (weight := getattr(layer, field)) is not None:
+                weights[layer_name(i, field)] = weight
+    specs = {name: jax.ShapeDtypeStruct(weight.shape, dtype) for name, weight in weights.items()}
+    copied = _companions(tokenizer_from)
+    with whole_folder(Path(path), [CONFIG, WEIGHTS, GENERATION_CONFIG, *TOKENIZER_FILES]) as folder:
+        write_json(folder / CONFIG, config.to_hf() | {"dtype": dtype.name, "torch_dtype": dtype.name})
+        write_safetensors(folder / WEIGHTS, specs, array_of, {"format": "pt"})
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+
+
+def _companions(source: str | os.PathLike[str] | None) -> Iterable[Path]:
+    """Tokenizer files and generation_config.json of another model."""
+    if source is None:
+        return ()
+    folder = resolve(source)
+    if not (folder / TOKENIZER_FILES[0]).is_file():
+        raise UserError(f"{folder / TOKENIZER_FILES[0]} is missing; tokenizer_from must name a model with a tokenizer")
+    return [folder / name for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if (folder / name).is_file()]

@@ -1,0 +1,220 @@
+"""LoRA adapters as PEFT folders: adapter_config.json and adapter_model.safetensors, read and written without PyTorch.
+
+    base_model.model.model.layers.0.mlp.down_proj.lora_A.weight    [r, in]
+    base_model.model.model.layers.0.mlp.down_proj.lora_B.weight    [out, r]
+    base_model.model.model.layers.0.input_layernorm.weight         [hidden], trained norm scales (`modules_to_save`)
+
+The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.durable import whole_folder
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.hub import Slot, check_tensors, layer_name
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, Norms, norms_of, projection_shape
+from qerl_jax.models.safetensors import read_safetensors, write_safetensors
+from qerl_jax.models.source import read_json, resolve, write_json
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
+# Options that are read here, or that say nothing about what the adapter computes. Any other one must be unset.
+_KNOWN = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "layers_pattern",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "use_rslora",
+}
+# Options that have supported values besides "unset". The other initialisations change the base's weights too.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+}
+
+
+def load_adapter(
+    path: str | os.PathLike[str], model: Model, train_norms: bool | None = None, base_name: str | None = None
+) -> Adapter:
+    """Reads a PEFT LoRA folder for `model`; all arrays become float32.
+
+    Args:
+      path: the folder, or `owner/name` on the Hub.
+      model: the network that it must fit.
+      train_norms: None takes trained norms as the folder has them; True adds the base's where it has none; False
+        refuses a folder that has some.
+      base_name: if given, the base that the folder must name; of a path the last part is compared, for folders move.
+
+    Raises:
+      UserError: the folder is not a LoRA of this network (rank, shape, module, layer, base), or uses an option that is
+        not supported; names file, tensor or option, expected and found.
+    """
+    folder = resolve(path)
+    where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+    options = read_json(where)
+    _check_options(options, where)
+    found_base = options.get("base_model_name_or_path")
+    if base_name is not None and _last(found_base) != _last(base_name):
+        raise UserError(
+            f"{where}: base_model_name_or_path: expected {base_name}, found {found_base}. The adapter was trained on "
+            "another base; if it is the same under another name, correct that entry"
+        )
+    rank, modules, saved_norms = _rank(options, where), _target_modules(options, where), _saved_norms(options, where)
+    scaling = _alpha(options, where) / (math.sqrt(rank) if options.get("use_rslora") else rank)
+    if saved_norms and train_norms is False:
+        raise UserError(
+            f"{folder}: the adapter has trained norm scales, but train_norms is false; set lora.train_norms=true"
+        )
+    if not weights.exists():
+        pickle = "; adapter_model.bin is a pickle, which can run code and is never loaded: convert it to safetensors"
+        raise UserError(f"{weights} is missing{pickle if (folder / 'adapter_model.bin').exists() else ''}")
+    arrays = read_safetensors(weights)
+    table = _table(model.config, modules, rank, saved_norms)
+    check_tensors({name: (weights, array) for name, array in arrays.items()}, table, folder)
+
+    def array(name: str) -> jax.Array:
+        return jnp.array(arrays[name], copy=True).astype(jnp.float32)
+
+    layers = range(model.config.num_hidden_layers)
+    lora = tuple(
+        {name: LoRA(array(_lora_name(i, name, "A")), array(_lora_name(i, name, "B")), scaling) for name in modules}
+        for i in layers
+    )
+    norms = None
+    if saved_norms:
+        first, second = (tuple(array(_PREFIX + layer_name(i, field)) for i in layers) for field in _NORMS.values())
+        norms = Norms(input=first, post_attention=second, final=None)
+    elif train_norms:
+        # Copies: an update donates the adapter, and the base must outlive it.
+        norms = jax.tree.map(jnp.copy, norms_of(model, None).replace(final=None))
+    return Adapter(lora, norms)
+
+
+def save_adapter(adapter: Adapter, path: str | os.PathLike[str], base_name: str) -> None:
+    """Writes an adapter as the folder that PEFT's `PeftModel.from_pretrained` reads; it appears whole or not at all.
+
+    Args:
+      adapter: one rank, one scaling and the same modules in all layers.
+      path: the folder; one that holds an adapter already is replaced.
+      base_name: name of the model it belongs to, for base_model_name_or_path.
+
+    Raises:
+      UserError: `path` holds other files.
+      ValueError: ranks, scalings or modules differ among layers.
+    """
+    modules = tuple(adapter.lora[0])
+    ranks = {(pair.a.shape[0], pair.scaling) for layer in adapter.lora for pair in layer.values()}
+    if len(ranks) != 1 or any(tuple(sorted(layer)) != tuple(sorted(modules)) for layer in adapter.lora):
+        raise ValueError(f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(ranks)}")
+    [(rank, scaling)] = ranks
+    arrays: dict[str, jax.Array] = {}
+    for i, layer in enumerate(adapter.lora):
+        for name, pair in layer.items():
+            arrays |= {_lora_name(i, name, "A"): pair.a, _lora_name(i, name, "B"): pair.b}
+        if adapter.norms is not None:
+            scales = (adapter.norms.input[i], adapter.norms.post_attention[i])
+            arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(_NORMS.values(), scales, strict=True)}
+    alpha = scaling * rank
+    options = {
+        "base_model_name_or_path": base_name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None if adapter.norms is None else list(_NORMS),
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": sorted(modules),
+        "task_type": "CAUSAL_LM",
+        "use_rslora": False,
+    }
+    specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+    with whole_folder(Path(path), [ADAPTER_CONFIG, ADAPTER_WEIGHTS]) as folder:
+        write_json(folder / ADAPTER_CONFIG, options)
+        write_safetensors(folder / ADAPTER_WEIGHTS, specs, lambda name: np.asarray(arrays[name]), {"format": "pt"})
+
+
+def _last(name: Any) -> str:
+    return str(name).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _lora_name(layer: int, projection: str, half: str) -> str:
+    return f"{_PREFIX}{layer_name(layer, projection).removesuffix('.weight')}.lora_{half}.weight"
+
+
+def _table(config: ModelConfig, modules: tuple[str, ...], rank: int, saved_norms: bool) -> dict[str, Slot]:
+    """Every tensor that the folder must hold."""
+    table: dict[str, Slot] = {}
+    for i in range(config.num_hidden_layers):
+        for name in modules:
+            N, K = projection_shape(config, name)
+            table |= {_lora_name(i, name, "A"): Slot((rank, K)), _lora_name(i, name, "B"): Slot((N, rank))}
+        if saved_norms:
+            table |= {_PREFIX + layer_name(i, field): Slot((config.hidden_size,)) for field in _NORMS.values()}
+    return table
+
+
+def _check_options(options: dict[str, Any], where: Path) -> None:
+    for key, allowed in _SUPPORTED.items():
+        value = options.get(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{where}: {key} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+    for key, value in options.items():
+        if key not in _KNOWN and key not in _SUPPORTED and value:
+            raise UserError(f"{where}: option {key} ({value!r}) is not supported")
+
+
+def _rank(options: dict[str, Any], where: Path) -> int:
+    rank = options.get("r")
+    if type(rank) is not int or rank < 1:
+        raise UserError(f"{where}: r is {rank!r}; expected a rank of 1 or more")
+    return rank
+
+
+def _alpha(options: dict[str, Any], where: Path) -> float:
+    alpha = options.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise UserError(f"{where}: lora_alpha is {alpha!r}; expected a number")
+    return alpha
+
+
+def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:
+    names = options.get("target_modules")
+    if not isinstance(names, list) or not names:
+        raise UserError(f"{where}: target_modules is {names!r}; expected a list of {', '.join(PROJECTIONS)}")
+    for name in names:
+        if name not in PROJECTIONS:
+            raise UserError(
+                f"{where}: target_modules: {name!r} is not supported; allowed: {', '.join(PROJECTIONS)}"
+                f"{nearest(str(name), PROJECTIONS)}"
+            )
+    return tuple(name for name in PROJECTIONS if name in names)
+
+
+def _saved_norms(options: dict[str, Any], where: Path) -> bool:
+    names = options.get("modules_to_save") or []
+    if names and (not isinstance(names, list) or set(map(str, names)) != set(_NORMS)):
+        raise UserError(f"{where}: modules_to_save is {names!r}; supported: none, or {', '.join(_NORMS)} together")
+    return bool(names)

@@ -1,0 +1,147 @@
+"""Where a model's files are: a shipped policy, a local folder, or a repository of the Hugging Face Hub.
+
+Only JSON, tokenizer files and safetensors are ever fetched or read; pickles can run code.
+"""
+
+import importlib.resources
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.models.safetensors import read_safetensors
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+GENERATION_CONFIG = "generation_config.json"
+# Tensors by name: the file and a view of its bytes.
+Tensors = dict[str, tuple[Path, np.ndarray]]
+
+_BUILTIN = "builtin:"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def resolve(path: str | os.PathLike[str]) -> Path:
+    """The local folder of a model or adapter.
+
+    Args:
+      path: `builtin:NAME` for a policy of this package, a folder, or `owner/name` on the Hub, whose files are then
+        downloaded into huggingface_hub's cache (HF_HUB_OFFLINE=1 takes them from there only).
+
+    Raises:
+      UserError: there is no such folder, policy or repository, or the Hub cannot be reached.
+    """
+    name = os.fspath(path)
+    if name.startswith(_BUILTIN):
+        return _builtin(name.removeprefix(_BUILTIN))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{name} is a file; expected the folder it lies in, with {CONFIG} and {WEIGHTS}")
+    if not _HUB_NAME.fullmatch(name):
+        raise UserError(
+            f"{name}: no such folder; allowed: a folder, owner/name on the Hugging Face Hub, {_BUILTIN}NAME"
+        )
+    return _download(name)
+
+
+def _builtin(name: str) -> Path:
+    policies = importlib.resources.files("qerl_jax.policies")
+    known = sorted(entry.name for entry in policies.iterdir() if entry.joinpath(CONFIG).is_file())
+    if name not in known:
+        raise UserError(f"{_BUILTIN}{name} is unknown; allowed: {', '.join(known)}{nearest(name, known)}")
+    return Path(str(policies / name))
+
+
+def _download(name: str) -> Path:
+    # Imported here: it opens network machinery that runs from local files never need.
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = [*TOKENIZER_FILES, "*.json", "*.safetensors"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{name}: no such folder here, and it could not be had from the Hugging Face Hub ({reason}). Check "
+            "the name, the network and, for a gated repository, `hf auth login`"
+        ) from error
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """An indented JSON file that ends with a newline."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      UserError: the file is missing, unreadable, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def open_tensors(folder: Path) -> Tensors:
+    """Every tensor of a model folder by name, with the file it is in: single or sharded with an index.
+
+    Raises:
+      UserError: no safetensors, a shard missing or malformed, or an index that does not agree with its shards.
+    """
+    if (folder / WEIGHTS).exists():
+        return {name: (folder / WEIGHTS, array) for name, array in read_safetensors(folder / WEIGHTS).items()}
+    if not (folder / INDEX).exists():
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        hint = (
+            f"; {pickles[0]} is a pickle, which can run code and is never loaded: convert it to safetensors"
+            if pickles
+            else ""
+        )
+        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: weight_map is missing; expected an object of tensor and file names")
+    tensors: Tensors = {}
+    for shard in sorted({_shard_name(index, value) for value in weight_map.values()}):
+        if not (folder / shard).is_file():
+            raise UserError(f"{folder / shard} is missing; {index.name} names it")
+        for name, array in read_safetensors(folder / shard).items():
+            if weight_map.get(name) != shard:
+                raise UserError(f"{folder / shard}: holds tensor {name}; {index.name} has it in {weight_map.get(name)}")
+            tensors[name] = (folder / shard, array)
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise UserError(f"{folder / shard}: tensor {name} is missing; {index.name} says it is there")
+    return tensors
+
+
+def _shard_name(index: Path, value: Any) -> str:
+    if not isinstance(value, str) or Path(value).name != value or not value.endswith(".safetensors"):
+        raise UserError(f"{index}: {value!r} is not allowed; expected the name of a .safetensors file beside it")
+    return value

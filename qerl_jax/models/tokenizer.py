@@ -1,0 +1,110 @@
+"""Tokenizers and the ids that end a completion, read without PyTorch."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Silences transformers' advice to install PyTorch, which it prints at import.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from qerl_jax.errors import UserError
+from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve
+
+__all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer"]
+
+
+class GenerationIds(NamedTuple):
+    """Ids that end a completion, and the one that fills rows behind their end."""
+
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+
+def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model folder, exactly as its tokenizer.json describes it.
+
+    The generic class is used whatever tokenizer_config.json names: the Qwen2 class of transformers 5 rebuilds the
+    pipeline from vocabulary and merges alone, and adds `<|endoftext|>` where it is missing.
+
+    Args:
+      path: as for `load_model`.
+      vocab_size: rows of the embedding. JAX clamps an id beyond it in silence, so none may exist.
+
+    Raises:
+      UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks.
+    """
+    folder = resolve(path)
+    file, *optional = (folder / name for name in TOKENIZER_FILES if name.endswith(".json"))
+    read_json(file)
+    for extra in optional:
+        if extra.exists():
+            read_json(extra)
+    try:
+        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # What the tokenizers library raises for a malformed file is of no narrower class.
+        raise UserError(f"{file}: not a valid tokenizer ({error})") from error
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if max(len(tokenizer), largest + 1) > vocab_size:
+        raise UserError(
+            f"{file}: the tokenizer has {len(tokenizer)} tokens, the largest id {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}); the embedding has {vocab_size} rows, so ids must be "
+            f"below {vocab_size}"
+        )
+    return tokenizer
+
+
+def load_generation_config(path: str | os.PathLike[str]) -> GenerationIds:
+    """EOS and pad ids: from generation_config.json, else config.json, else the tokenizer's own.
+
+    Sampling options in generation_config.json are not read; a run's config has them. Without a pad id the first EOS
+    serves: rows are cut by length, never by the pad id.
+
+    Raises:
+      UserError: no EOS anywhere, or an id that is no row of the embedding.
+    """
+    folder = resolve(path)
+    config = read_json(folder / CONFIG)
+    sources = [(CONFIG, config)]
+    if (folder / GENERATION_CONFIG).exists():
+        sources.insert(0, (GENERATION_CONFIG, read_json(folder / GENERATION_CONFIG)))
+    vocab_size = config.get("vocab_size")
+
+    def ids(key: str) -> list[int]:
+        for name, values in sources:
+            if (value := values.get(key)) is not None:
+                found = value if isinstance(value, list) else [value]
+                for item in found:
+                    _check_id(folder / name, key, item, vocab_size)
+                if found:
+                    return found
+        return []
+
+    eos, pad = ids("eos_token_id"), ids("pad_token_id")
+    if not eos or not pad:
+        own = _own_ids(folder, vocab_size)
+        eos, pad = eos or own["eos_token"], pad or own["pad_token"]
+    if not eos:
+        raise UserError(
+            f"{folder}: no EOS: expected eos_token_id in {GENERATION_CONFIG} or {CONFIG}, or eos_token in "
+            f"{TOKENIZER_FILES[1]}; found none, and without one no completion ends"
+        )
+    return GenerationIds(tuple(eos), (pad or eos)[0])
+
+
+def _check_id(where: Path, key: str, value: Any, vocab_size: Any) -> None:
+    if type(value) is not int or value < 0 or (type(vocab_size) is int and value >= vocab_size):
+        raise UserError(f"{where}: {key} is {value!r}; expected an id from 0 to below vocab_size {vocab_size}")
+
+
+def _own_ids(folder: Path, vocab_size: Any) -> dict[str, list[int]]:
+    """The ids of the tokenizer's named tokens; none where it has no such name or no tokenizer is there."""
+    if not (folder / TOKENIZER_FILES[0]).exists() or type(vocab_size) is not int:
+        return {"eos_token": [], "pad_token": []}
+    tokenizer = load_tokenizer(folder, vocab_size)
+    ids = {"eos_token": tokenizer.eos_token_id, "pad_token": tokenizer.pad_token_id}
+    return {name: [] if value is None else [value] for name, value in ids.items()}
