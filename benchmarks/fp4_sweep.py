@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import decode_kernel, layout
+from pallas_kernels import decode_kernel, layout, stream_kernel, stream_plan
 from pallas_kernels.decode_plan import DecodeConfig, make_plan
+from pallas_kernels.stream_plan import StreamConfig
 
 SHAPES = [
     (3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584), (5120, 7168), (5120, 5120), (5120, 27648), (13824, 5120),
@@ -53,6 +54,36 @@ def candidates(m, k, n):
                 score *= (1 - 0.04 * cluster) * (c.warps / 16) ** 0.15
                 found.append((score, c))
                 break
+    return [c for _, c in sorted(found, key=lambda f: -f[0])]
+
+
+def stream_candidates(m, k, n):
+    """The same for the streaming kernel."""
+    found = []
+    tiles_all, units, m_tiles = -(-n // 16), -(-k // 64), next(t for t in (1, 2, 4, 8) if 8 * t >= m)
+    for cluster, tiles, warps_k, slot_units in itertools.product((1, 2, 4, 8), (1, 2, 3, 4), range(1, 13), (1, 2, 4, 7)):
+        per_cta = -(-tiles_all // stream_plan.RESIDENT[cluster])
+        warps_n = -(-per_cta // tiles)
+        if not 6 <= warps_n * warps_k <= 27 or tiles * m_tiles * 4 > (96 if warps_n * warps_k < 12 else 64):
+            continue
+        for depth in range(12, 1, -1):
+            c = StreamConfig(cluster, warps_n, warps_k, tiles, slot_units, depth)
+            try:
+                plan = stream_plan.make_plan(m, k, (n,), c)
+            except ValueError:
+                continue
+            ring = c.warps * c.depth * plan.slot
+            if ring > 150_000 and depth > 3:
+                continue
+            ahead = min(ring, c.warps * depth * plan.slot)
+            fill = per_cta / (warps_n * tiles)
+            busy = tiles_all / (per_cta * stream_plan.RESIDENT[cluster])
+            smsp = c.warps / (4 * -(-c.warps // 4))
+            score = fill**0.5 * busy * smsp**0.3 * min(1, ahead / 90_000) ** 0.5 * (0.9 if plan.ragged else 1)
+            score *= min(1, c.warps / 16) ** 0.3 * (1 - 0.03 * cluster) * (0.95 if slot_units == 1 else 1)
+            score *= min(1, tiles * (1 if m <= 8 else 0.75)) ** 0.3
+            found.append((score, c))
+            break
     return [c for _, c in sorted(found, key=lambda f: -f[0])]
 
 
@@ -98,7 +129,12 @@ def main():
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--configs", default="", help="a Python list of argument tuples instead of the candidates")
+    parser.add_argument("--kernel", default="stream")
     args = parser.parse_args()
+    kernels, propose, make = {
+        "stream": (stream_kernel, stream_candidates, StreamConfig),
+        "decode": (decode_kernel, candidates, DecodeConfig),
+    }[args.kernel]
     start, rows = time.time(), []
     for shape in args.shapes:
         k, n = map(int, shape.split("x"))
@@ -108,22 +144,23 @@ def main():
         for m in args.m:
             x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
             factor = decode_kernel.epilogue_factor(2688.0)
-            configs = [DecodeConfig(*c) for c in eval(args.configs)] if args.configs else candidates(m, k, n)
+            configs = [make(*c) for c in eval(args.configs)] if args.configs else propose(m, k, n)
             for config in configs[: args.limit]:
                 if time.time() - start > args.seconds:
                     break
                 row = {"k": k, "n": n, "m": m, "config": [*vars(config).values()]}
                 try:
-                    wide = decode_kernel.build(m, k, (n,), config, wide_out=True)
+                    wide = kernels.build(m, k, (n,), config, wide_out=True)
                     (y,) = wide(x, weights[0], factor)
                     weight = layout.KernelWeight(weights[0], n, k)
                     row["error"] = relative_error(y, x, weight, jnp.float32(2688.0), columns)
-                    kernel = decode_kernel.build(m, k, (n,), config)
+                    kernel = kernels.build(m, k, (n,), config)
                     run = jax.jit(lambda x, f, ws, kernel=kernel: [kernel(x, w, f)[0] for w in ws])
                     row["mean_us"], row["us"] = device_us(run, x, factor, weights, name="nvfp4_decode")
                     row["tb_per_s"] = size / row["us"] * 1e-6
-                except ValueError as error:
+                except (ValueError, jax.errors.JaxRuntimeError) as error:
                     row["refused"] = str(error)[:100]
+                    print("REFUSED", json.dumps(row), flush=True)
                 rows.append(row)
                 if row.get("error", 0) > 1e-6:
                     print("WRONG", json.dumps(row), flush=True)

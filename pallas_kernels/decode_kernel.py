@@ -25,40 +25,8 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from .decode_plan import EPILOGUE_WARPS, DecodeConfig, Plan, make_plan
-from .layout import COLS, EPILOGUE_FACTOR, ROWS, SCALE_STEP_1, SCALE_STEP_2, UNIT_BYTES, VALUE_MASK
-
-
-def _decode(word, scale_lo, scale_hi):
-    """8 codes -> the four A registers of one m16n8k16; scales are duplicated bfloat16 pairs of rows g and g + 8."""
-    return p.ptx(
-        "{ .reg .b32 t0, t1, t2, t3, u;\n"
-        "shl.b32 t0, $4, 2;\nshl.b32 t1, $4, 6;\n"
-        "shf.l.wrap.b32 t2, $4, $4, 28;\nshf.l.wrap.b32 t3, $4, $4, 24;\n"
-        f"and.b32 t0, t0, {VALUE_MASK:#x};\nand.b32 t1, t1, {VALUE_MASK:#x};\nand.b32 t2, t2, {VALUE_MASK:#x};\n"
-        "and.b32 u, $4, 0x01000100;\nlop3.b32 t3, t3, 0x80c080c0, u, 0xea;\n"
-        "mul.rn.bf16x2 $0, t0, $5;\nmul.rn.bf16x2 $1, t1, $6;\n"
-        "mul.rn.bf16x2 $2, t2, $5;\nmul.rn.bf16x2 $3, t3, $6;\n}",
-        word,
-        scale_lo,
-        scale_hi,
-        results=[p.i32_t()] * 4,
-    )
-
-
-def _decode_scales(two_bytes):
-    """Bytes of rows g, g + 8 -> duplicated bfloat16 pairs, scale * 2^119."""
-    step_1 = (127 + SCALE_STEP_1) << 7
-    step_2 = (127 + SCALE_STEP_2) << 7
-    return p.ptx(
-        "{ .reg .b32 s;\n"
-        "prmt.b32 s, $2, 0, 0x4140;\nshl.b32 s, s, 4;\n"
-        "mul.rn.bf16x2 s, s, $3;\nmul.rn.bf16x2 s, s, $4;\n"
-        "prmt.b32 $0, s, 0, 0x1010;\nprmt.b32 $1, s, 0, 0x3232;\n}",
-        two_bytes,
-        p.i32(step_1 << 16 | step_1),
-        p.i32(step_2 << 16 | step_2),
-        results=[p.i32_t()] * 2,
-    )
+from .fragments import decode_codes, decode_scales
+from .layout import COLS, EPILOGUE_FACTOR, ROWS, UNIT_BYTES
 
 
 class _Kernel:
@@ -266,14 +234,14 @@ class _Kernel:
         for r in range(c.tiles):
             at = (r * plan.slot_units + u) * UNIT_BYTES
             words.append(p.load_shared_v4(code_at, at))
-            scales.append(_decode_scales(p.load_shared_u16(scale_at, at)))
+            scales.append(decode_scales(p.load_shared_u16(scale_at, at)))
         for half in range(2):
             xs = [
                 p.load_shared_v4(x_at, u * COLS * 2 + 16 * half + i * 8 * plan.x_stride) for i in range(plan.m_tiles)
             ]
             for j in range(2):
                 for r in range(c.tiles):
-                    a = _decode(words[r][2 * half + j], *scales[r])
+                    a = decode_codes(words[r][2 * half + j], *scales[r])
                     for i in range(plan.m_tiles):
                         s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
                         acc[s] = p.mma_bf16(acc[s], a, xs[i][2 * j], xs[i][2 * j + 1])

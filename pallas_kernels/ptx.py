@@ -61,6 +61,10 @@ def and_(a, b):
     return arith.andi(_v(a), _v(b))
 
 
+def xor(a, b):
+    return arith.xori(_v(a), _v(b))
+
+
 def shr(a, b):
     return arith.shrui(_v(a), _v(b))
 
@@ -216,6 +220,11 @@ def map_rank(address, rank: ir.Value):
 
 def cta_sync():
     ptx("bar.sync 0;", convergent=True)
+
+
+def named_sync(which: int, threads: int):
+    """Barrier among some of the CTA's warps."""
+    ptx(f"bar.sync {which}, {threads};", convergent=True)
 
 
 def warp_sync():
