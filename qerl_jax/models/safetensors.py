@@ -98,7 +98,7 @@ def write_safetensors(
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            array = np.ascontiguousarray(array_of(name))
+            array = np.asarray(array_of(name), order="C")
             if (array.dtype, array.shape) != (np.dtype(specs[name].dtype), tuple(specs[name].shape)):
                 raise ValueError(f"{name}: announced as {specs[name]}, given {array.dtype}{array.shape}")
             file.write(array.reshape(-1).view(np.uint8))
@@ -138,8 +138,8 @@ def _header(path: Path, data: Any, size: int) -> tuple[dict[str, dict[str, Any]]
 
 def _lookalike(begin: bytes) -> str:
     """What else a file with these first bytes may be."""
-    # A pickle's first byte can also open a true header's length, but the upper half of that is zero.
-    if begin[:1] == b"\x80" and any(begin[4:8]):
+    # PROTO and its version can also be the low bytes of a true header's length; then a brace follows the eight bytes.
+    if begin[:1] == b"\x80" and begin[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and begin[8:9] != b"{":
         return f"; {_PICKLE}"
     return next((f"; {hint}" for start, hint in _LOOKALIKES.items() if begin.startswith(start)), "")
 

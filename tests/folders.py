@@ -1,0 +1,108 @@
+"""Tiny Qwen2 folders for tests, written with the safetensors library itself."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+HF = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
+V4 = {"rope_theta": 1000.0, "torch_dtype": "bfloat16"}
+V5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}, "dtype": "bfloat16"}
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "tensor_group",
+                "group_size": 16,
+                "symmetric": True,
+                "dynamic": False,
+                "scale_dtype": "torch.float8_e4m3fn",
+            },
+        }
+    },
+}
+
+
+def random_arrays(dtype=ml_dtypes.bfloat16, tied=True, seed=0):
+    """Every tensor of the network that `HF` describes, written out by name."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(size=shape, scale=0.3).astype(dtype)
+
+    arrays = {"model.embed_tokens.weight": normal(24, 32), "model.norm.weight": 1 + normal(32)}
+    if not tied:
+        arrays["lm_head.weight"] = normal(24, 32)
+    for i in range(2):
+        prefix = f"model.layers.{i}."
+        arrays |= {
+            prefix + "input_layernorm.weight": 1 + normal(32),
+            prefix + "post_attention_layernorm.weight": 1 + normal(32),
+            prefix + "self_attn.q_proj.weight": normal(32, 32),
+            prefix + "self_attn.q_proj.bias": normal(32),
+            prefix + "self_attn.k_proj.weight": normal(16, 32),
+            prefix + "self_attn.k_proj.bias": normal(16),
+            prefix + "self_attn.v_proj.weight": normal(16, 32),
+            prefix + "self_attn.v_proj.bias": normal(16),
+            prefix + "self_attn.o_proj.weight": normal(32, 32),
+            prefix + "mlp.gate_proj.weight": normal(48, 32),
+            prefix + "mlp.up_proj.weight": normal(48, 32),
+            prefix + "mlp.down_proj.weight": normal(32, 48),
+        }
+    return {name: array.astype(dtype) for name, array in arrays.items()}
+
+
+def write_file(path, arrays):
+    safetensors.numpy.save_file(arrays, path, {"format": "pt"})
+
+
+def write_folder(folder, arrays, hf=V5, tied=True, shards=1):
+    """A model folder; with `shards` > 1 the tensors are dealt to files named by an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(HF | {"tie_word_embeddings": tied} | hf))
+    if shards == 1:
+        write_file(folder / "model.safetensors", arrays)
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        names = sorted(arrays)[shard::shards]
+        write_file(folder / file, {name: arrays[name] for name in names})
+        weight_map |= {name: file for name in names}
+    index = {"metadata": {"total_size": sum(a.nbytes for a in arrays.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_tokenizer(folder, words=20, eos="<eos>", pad="<pad>", more=()):
+    """A word-level tokenizer "w0 w1 ..." with ids 0.., then pad and EOS; `more` goes into tokenizer_config.json."""
+    tokens = [f"w{i}" for i in range(words)] + [token for token in (pad, eos) if token]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (pad, eos) if token])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": eos, "pad_token": pad, **dict(more)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
