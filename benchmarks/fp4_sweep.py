@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import decode_kernel, layout, stream_kernel, stream_plan
-from pallas_kernels.decode_plan import DecodeConfig, make_plan
-from pallas_kernels.stream_plan import StreamConfig
+from pallas_kernels import layout, stream_kernel
+from pallas_kernels.stream_plan import RESIDENT, StreamConfig, make_plan
 
 SHAPES = [
     (3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584), (5120, 7168), (5120, 5120), (5120, 27648), (13824, 5120),
@@ -28,74 +27,40 @@ ROTATE_BYTES = 200e6
 def candidates(m, k, n):
     """Configurations that fit, best first by a rough estimate."""
     found = []
-    splits = [(1, 16), (1, 12), (2, 8), (4, 4), (8, 2), (1, 8), (2, 4), (4, 2), (2, 6), (3, 4), (6, 2), (4, 3)]
-    for cluster, (warps_n, warps_k), tiles in itertools.product((1, 2, 4, 8), splits, (1, 2, 4)):
-        if tiles * max(1, m // 8) > 16:
-            continue
-        units_warp = -(-(-(-k // 64) // cluster) // warps_k)
-        for parts in (1, 2, 3):
-            slot_units = -(-units_warp // parts)
-            if parts > 1 and (slot_units == -(-units_warp // (parts - 1)) or slot_units * tiles < 2):
-                continue
-            for depth in range(12, 1, -1):
-                c = DecodeConfig(cluster, warps_n, warps_k, tiles, slot_units, depth)
-                try:
-                    plan = make_plan(m, k, (n,), c)
-                except ValueError:
-                    continue
-                ring = c.warps * c.depth * plan.slot
-                if ring > 140_000 and depth > 2:
-                    continue
-                ahead = c.warps * (c.depth - 1) * plan.slot
-                balance = plan.groups / (-(-plan.groups // plan.clusters) * (132 // cluster))
-                even = plan.units / (cluster * warps_k * units_warp)
-                group_us = plan.rows * k / cluster * 0.5625 / 30e3  # at 30 GB/s a multiprocessor
-                score = balance**0.7 * even**0.5 * min(1, ahead / 50_000) ** 0.6 * group_us / (group_us + 0.25)
-                score *= (1 - 0.04 * cluster) * (c.warps / 16) ** 0.15
-                found.append((score, c))
-                break
-    return [c for _, c in sorted(found, key=lambda f: -f[0])]
-
-
-def stream_candidates(m, k, n):
-    """The same for the streaming kernel."""
-    found = []
-    tiles_all, units, m_tiles = -(-n // 16), -(-k // 64), next(t for t in (1, 2, 4, 8) if 8 * t >= m)
-    for cluster, tiles, warps_k, slot_units in itertools.product((1, 2, 4, 8), (1, 2, 3, 4), range(1, 13), (1, 2, 4, 7)):
-        per_cta = -(-tiles_all // stream_plan.RESIDENT[cluster])
+    tiles_all, quads, m_tiles = -(-n // 16), -(-k // 256), next(t for t in (1, 2, 4, 8) if 8 * t >= m)
+    for cluster, tiles, warps_k, x_depth in itertools.product((1, 2, 4, 8), (1, 2, 3), (1, 2, 4), (2, 3, 4)):
+        per_cta = -(-tiles_all // RESIDENT[cluster])
         warps_n = -(-per_cta // tiles)
-        if not 6 <= warps_n * warps_k <= 27 or tiles * m_tiles * 4 > (96 if warps_n * warps_k < 12 else 64):
+        warps = warps_n * warps_k
+        registers = tiles * m_tiles * 4
+        if not 4 <= warps <= 31 or registers > (64 if warps <= 19 else 32):
             continue
-        for depth in range(12, 1, -1):
-            c = StreamConfig(cluster, warps_n, warps_k, tiles, slot_units, depth)
+        plans = []
+        for depth in range(2, 13):
             try:
-                plan = stream_plan.make_plan(m, k, (n,), c)
+                plans.append(make_plan(m, k, (n,), StreamConfig(cluster, warps_n, warps_k, tiles, depth, x_depth)))
             except ValueError:
                 continue
-            ring = c.warps * c.depth * plan.slot
-            if ring > 150_000 and depth > 3:
-                continue
-            ahead = min(ring, c.warps * depth * plan.slot)
-            fill = per_cta / (warps_n * tiles)
-            busy = tiles_all / (per_cta * stream_plan.RESIDENT[cluster])
-            smsp = c.warps / (4 * -(-c.warps // 4))
-            score = fill**0.5 * busy * smsp**0.3 * min(1, ahead / 90_000) ** 0.5 * (0.9 if plan.ragged else 1)
-            score *= min(1, c.warps / 16) ** 0.3 * (1 - 0.03 * cluster) * (0.95 if slot_units == 1 else 1)
-            score *= min(1, tiles * (1 if m <= 8 else 0.75)) ** 0.3
-            found.append((score, c))
-            break
+        enough = [q for q in plans if q.bytes_ahead >= 48_000]
+        chosen = {enough[0], enough[len(enough) // 2]} if enough else set(plans[-1:])
+        for plan in chosen:
+            busy = tiles_all / (per_cta * RESIDENT[cluster]) * quads / (-(-quads // cluster) * cluster)
+            smsp = warps / (4 * -(-warps // 4))
+            score = busy * smsp**0.3 * min(1, plan.bytes_ahead / 48_000) ** 0.7 * min(1, warps / 14) ** 0.4
+            score *= (1 - 0.03 * cluster) * (1 if tiles > 1 or m <= 8 else 0.9) * (0.97 if x_depth == 2 else 1)
+            found.append((score, plan.config))
     return [c for _, c in sorted(found, key=lambda f: -f[0])]
 
 
 def make_weights(key, k, n):
     """Random packed weights, enough copies to rotate past the L2; scale bytes stay below NaN."""
-    t, u = -(-n // 16), -(-k // 64)
-    count = max(2, int(np.ceil(ROTATE_BYTES / (t * u * layout.UNIT_BYTES))))
-    word = jnp.arange(layout.UNIT_WORDS) < 128
+    t, q = -(-n // 16), -(-k // 256)
+    count = max(2, int(np.ceil(ROTATE_BYTES / (t * q * layout.QUAD_BYTES))))
+    word = jnp.arange(layout.QUAD_WORDS) < 512
 
     @jax.jit
     def one(key):
-        bits = jax.random.bits(key, (t, u, layout.UNIT_WORDS), jnp.uint32)
+        bits = jax.random.bits(key, (t, q, layout.QUAD_WORDS), jnp.uint32)
         return jnp.where(word, bits, (bits & 0x3F3F3F3F) + 0x10101010)
 
     return [one(k) for k in jax.random.split(key, count)]
@@ -129,12 +94,7 @@ def main():
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--configs", default="", help="a Python list of argument tuples instead of the candidates")
-    parser.add_argument("--kernel", default="stream")
     args = parser.parse_args()
-    kernels, propose, make = {
-        "stream": (stream_kernel, stream_candidates, StreamConfig),
-        "decode": (decode_kernel, candidates, DecodeConfig),
-    }[args.kernel]
     start, rows = time.time(), []
     for shape in args.shapes:
         k, n = map(int, shape.split("x"))
@@ -143,18 +103,18 @@ def main():
         columns = np.random.default_rng().integers(0, n, 96)
         for m in args.m:
             x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
-            factor = decode_kernel.epilogue_factor(2688.0)
-            configs = [make(*c) for c in eval(args.configs)] if args.configs else propose(m, k, n)
+            factor = stream_kernel.epilogue_factor(2688.0)
+            configs = [StreamConfig(*c) for c in eval(args.configs)] if args.configs else candidates(m, k, n)
             for config in configs[: args.limit]:
                 if time.time() - start > args.seconds:
                     break
                 row = {"k": k, "n": n, "m": m, "config": [*vars(config).values()]}
                 try:
-                    wide = kernels.build(m, k, (n,), config, wide_out=True)
+                    wide = stream_kernel.build(m, k, (n,), config, wide_out=True)
                     (y,) = wide(x, weights[0], factor)
                     weight = layout.KernelWeight(weights[0], n, k)
                     row["error"] = relative_error(y, x, weight, jnp.float32(2688.0), columns)
-                    kernel = kernels.build(m, k, (n,), config)
+                    kernel = stream_kernel.build(m, k, (n,), config)
                     run = jax.jit(lambda x, f, ws, kernel=kernel: [kernel(x, w, f)[0] for w in ws])
                     row["mean_us"], row["us"] = device_us(run, x, factor, weights, name="nvfp4_decode")
                     row["tb_per_s"] = size / row["us"] * 1e-6

@@ -12,8 +12,8 @@ from .layout import KernelWeight, source_bit
 
 def exact_bf16(weight: KernelWeight) -> jax.Array:
     """e2m1 * scale as BF16 [N, K]: W * global_scale, exactly."""
-    t, u, _ = weight.data.shape
-    words = weight.data[..., :128].reshape(t, u, 8, 4, 4)  # T U g t j
+    t, q, _ = weight.data.shape
+    words = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4)  # T Q unit g t j
     parts = []
     for pair in range(4):
         halves = []
@@ -24,16 +24,16 @@ def exact_bf16(weight: KernelWeight) -> jax.Array:
                 code |= ((words >> place) & 1) << bit
             halves.append(code)
         parts.append(jnp.stack(halves, -1))
-    codes = jnp.stack([jnp.stack(parts[0::2], -2), jnp.stack(parts[1::2], -2)], 2)  # T U row-half g t j pair-half half
+    codes = jnp.stack([jnp.stack(parts[0::2], -2), jnp.stack(parts[1::2], -2)], 2)  # T Q half unit g t j pair-half col
     magnitude, exponent = codes & 1, (codes >> 1) & 3
     value = jnp.where(exponent > 0, (2 + magnitude) << jnp.maximum(exponent, 1) - 1, magnitude).astype(jnp.float32)
     value = jnp.where(codes >> 3 == 1, -value, value) * 0.5
     shifts = jnp.arange(4, dtype=jnp.uint32) * 8
-    scale = ((weight.data[..., 128:, None] >> shifts) & 0xFF).astype(jnp.uint8)
+    scale = ((weight.data[..., 512:, None] >> shifts) & 0xFF).astype(jnp.uint8)
     scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
-    scale = scale.reshape(t, u, 8, 4, 2).transpose(0, 1, 4, 2, 3)  # T U row-half g t
-    w = (value * scale[..., None, None, None]).astype(jnp.bfloat16)
-    w = w.transpose(0, 2, 3, 1, 4, 5, 6, 7).reshape(16 * t, 64 * u)
+    scale = scale.reshape(t, q, 2, 8, 4, 2, 2).transpose(0, 1, 6, 2, 5, 3, 4).reshape(t, q, 2, 4, 8, 4)
+    w = (value * scale[..., None, None, None]).astype(jnp.bfloat16)  # T Q row-half unit g t j pair-half col
+    w = w.transpose(0, 2, 4, 1, 3, 5, 6, 7, 8).reshape(16 * t, 256 * q)
     return w[: weight.n, : weight.k]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from . import decode_kernel, dequantized, variants
+from . import dequantized, stream_kernel, variants
 from .layout import COLS, KernelWeight
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
 
@@ -177,6 +177,6 @@ def _mosaic(x, weights, scales, biases, config, *, wide_out):
     x = x.astype(jnp.bfloat16)
     if k % COLS:
         x = jnp.pad(x, ((0, 0), (0, -k % COLS)))
-    kernel = decode_kernel.build(m, k, tuple(w.n for w in weights), config, bool(biases), wide_out=wide_out)
-    factors = [decode_kernel.epilogue_factor(s) for s in scales]
+    kernel = stream_kernel.build(m, k, tuple(w.n for w in weights), config, bool(biases), wide_out=wide_out)
+    factors = [stream_kernel.epilogue_factor(s) for s in scales]
     return tuple(kernel(x, *[w.data for w in weights], *factors, *[b.astype(jnp.float32) for b in biases]))

@@ -25,17 +25,21 @@ def decode_codes(word, scale_lo, scale_hi):
     )
 
 
-def decode_scales(two_bytes):
-    """Bytes of rows g, g + 8 -> duplicated bfloat16 pairs, scale * 2^119."""
+def decode_scales(word, which):
+    """Two scale bytes of a word (rows g, g + 8) -> duplicated bfloat16 pairs, scale * 2^119.
+
+    `which` picks the bytes: 0x4140 the lower two, 0x4342 the upper two.
+    """
     step_1 = (127 + SCALE_STEP_1) << 7
     step_2 = (127 + SCALE_STEP_2) << 7
     return p.ptx(
         "{ .reg .b32 s;\n"
-        "prmt.b32 s, $2, 0, 0x4140;\nshl.b32 s, s, 4;\n"
+        "prmt.b32 s, $2, 0, $5;\nshl.b32 s, s, 4;\n"
         "mul.rn.bf16x2 s, s, $3;\nmul.rn.bf16x2 s, s, $4;\n"
         "prmt.b32 $0, s, 0, 0x1010;\nprmt.b32 $1, s, 0, 0x3232;\n}",
-        two_bytes,
+        word,
         p.i32(step_1 << 16 | step_1),
         p.i32(step_2 << 16 | step_2),
+        which,
         results=[p.i32_t()] * 2,
     )

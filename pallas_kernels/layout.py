@@ -1,17 +1,19 @@
 """The kernel's weight layout: tensor-core fragments of 16 x 64 codes, decodable with shifts and masks.
 
-Letters: N output rows, K input columns, T row tiles (16 rows), U units (64 columns), L lanes (32),
-J steps (4, one m16n8k16 each), P pairs (4).
+Legend: N output rows, K input columns, T row tiles (16 rows), Q quads (256 columns, 4 units of 64), lanes 0..31, steps
+0..3 of a unit (one m16n8k16 each), pairs 0..3 of a word.
 
-A *unit* covers 16 rows and 64 columns of W and is 576 contiguous bytes: 512 bytes of codes, then 64 bytes of
-scales. A matrix [N, K] is [T, U] units, row tile by row tile, so that what a CTA reads of one row tile is one run
-of memory. In a unit, lane l = 4 g + t (g = 0..7, t = 0..3) owns rows g and g + 8 and the columns of *one* scale
-block, 16 t .. 16 t + 15: 32 codes, one 16-byte load, two scales. Step j multiplies the block's elements
-4 j .. 4 j + 3; that reorders K inside the unit, which is free as long as x is read in the same order (lane (g, t)
-then reads 32 contiguous bytes of x row g).
+A *quad* covers 16 rows and 256 columns of W and is 2304 contiguous bytes: 4 units x 512 bytes of codes, then 2 pairs of
+units x 128 bytes of scales. A matrix [N, K] is [T, Q] quads, row tile by row tile, so that one warp reads one run of
+memory. In a unit, lane 4 g + t (g = 0..7, t = 0..3) owns rows g and g + 8 and the columns of *one* scale block,
+16 t .. 16 t + 15: 32 codes, one 16-byte load, two scale bytes. Step j multiplies the block's elements 4 j .. 4 j + 3;
+that reorders K inside the unit, which is free as long as x is read in the same order (lane (g, t) then reads 32
+contiguous bytes of x row g). A lane reads only bytes that it loaded itself, so weights need no synchronisation at all.
 
     word j of lane (g, t):  pair 0 = W[g,   4j], W[g,   4j+1]     pair 1 = W[g+8, 4j],   W[g+8, 4j+1]
                             pair 2 = W[g, 4j+2], W[g, 4j+3]       pair 3 = W[g+8, 4j+2], W[g+8, 4j+3]
+
+    scale word of lane (g, t), one for two units u, u + 1:  bytes  u row g | u row g+8 | u+1 row g | u+1 row g+8
 
 A code's bits s e1 e0 m must reach bits 15, 8, 7, 6 of a bfloat16, which then is the code's value times 2^-126. In a
 32-bit word the eight codes lie so that pairs 0, 1, 2 need one rotation and one mask each; pair 3 takes its e1 without
@@ -26,9 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROWS, COLS, BLOCK = 16, 64, 16
-UNIT_WORDS = 144  # 128 of codes, 16 of scales
-UNIT_BYTES = 4 * UNIT_WORDS
+ROWS, UNIT, COLS, BLOCK = 16, 64, 256, 16
+QUAD_WORDS = 576  # 4 x 128 of codes, 2 x 32 of scales
+QUAD_BYTES = 4 * QUAD_WORDS
+CODE_BYTES = 2048  # of a quad; its scales follow
 
 # Where the bits m, e0, e1, s of a code go in a bfloat16.
 DEST_BITS = (6, 7, 8, 15)
@@ -61,7 +64,7 @@ class KernelWeight:
     """An NVFP4 matrix in the kernel's layout.
 
     Attributes:
-      data: uint32 [T, U, 144], T = ceil(n / 16) and U = ceil(k / 64); missing rows, columns are zero codes and scales.
+      data: uint32 [T, Q, 576], T = ceil(n / 16) and Q = ceil(k / 256); missing rows, columns are zero codes and scales.
       n, k: the matrix's own shape (static).
     """
 
@@ -97,25 +100,27 @@ def repack(packed: jax.Array, scale: jax.Array) -> KernelWeight:
         scale decodes to another number here.
 
     Returns:
-      KernelWeight with data uint32 [ceil(N/16), ceil(K/64), 144].
+      KernelWeight with data uint32 [ceil(N/16), ceil(K/256), 576].
     """
     n, k = _check(packed, scale)
-    t, u = -(-n // ROWS), -(-k // COLS)
-    packed = jnp.pad(packed, ((0, t * ROWS - n), (0, (u * COLS - k) // 2)))
+    t, q = -(-n // ROWS), -(-k // COLS)
+    packed = jnp.pad(packed, ((0, t * ROWS - n), (0, (q * COLS - k) // 2)))
     if scale.dtype != jnp.uint8:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
-    scale = jnp.pad(scale, ((0, t * ROWS - n), (0, u * (COLS // BLOCK) - k // BLOCK))).astype(jnp.uint32)
-    # rows: (T, row half, g); columns: (U, block t, step j, pair half, byte)
-    codes = packed.reshape(t, 2, 8, u, 4, 4, 2).astype(jnp.uint32)
-    codes = codes.transpose(0, 3, 2, 4, 5, 6, 1)  # T U g t j pair-half row-half
-    words = jnp.zeros(codes.shape[:5], jnp.uint32)
+    scale = jnp.pad(scale, ((0, t * ROWS - n), (0, (q * COLS - k) // BLOCK))).astype(jnp.uint32)
+    # rows: (T, row half, g); columns: (Q, unit, block t, step j, pair half, byte)
+    codes = packed.reshape(t, 2, 8, q, 4, 4, 4, 2).astype(jnp.uint32)
+    codes = codes.transpose(0, 3, 4, 2, 5, 6, 7, 1)  # T Q unit g t j pair-half row-half
+    words = jnp.zeros(codes.shape[:6], jnp.uint32)
     for pair in range(4):
         byte = codes[..., pair // 2, pair % 2]
         for half in range(2):
             for bit in range(4):
                 words |= ((byte >> (4 * half + bit)) & 1) << source_bit(pair, half, bit)
-    words = words.reshape(t, u, 128)
-    scale = scale.reshape(t, 2, 8, u, 4).transpose(0, 3, 2, 4, 1).reshape(t, u, 16, 4)  # T U (g t row-half)
+    words = words.reshape(t, q, 512)
+    # columns: (Q, pair of units, unit in it, block t)
+    scale = scale.reshape(t, 2, 8, q, 2, 2, 4).transpose(0, 3, 4, 2, 6, 5, 1)  # T Q pair g t unit row-half
+    scale = scale.reshape(t, q, 64, 4)
     scale_words = scale[..., 0] | scale[..., 1] << 8 | scale[..., 2] << 16 | scale[..., 3] << 24
     return KernelWeight(jnp.concatenate([words, scale_words], axis=-1), n, k)
 
@@ -123,8 +128,8 @@ def repack(packed: jax.Array, scale: jax.Array) -> KernelWeight:
 @jax.jit
 def unpack(weight: KernelWeight) -> tuple[jax.Array, jax.Array]:
     """The inverse of `repack`, bit for bit: packed uint8 [N, K/2] and scale float8_e4m3fn [N, K/16]."""
-    t, u, _ = weight.data.shape
-    words = weight.data[..., :128].reshape(t, u, 8, 4, 4)
+    t, q, _ = weight.data.shape
+    words = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4)
     pairs = []
     for pair in range(4):
         byte = jnp.zeros(words.shape, jnp.uint32)
@@ -132,12 +137,12 @@ def unpack(weight: KernelWeight) -> tuple[jax.Array, jax.Array]:
             for bit in range(4):
                 byte |= ((words >> source_bit(pair, half, bit)) & 1) << (4 * half + bit)
         pairs.append(byte)
-    codes = jnp.stack(pairs, -1).reshape(t, u, 8, 4, 4, 2, 2).transpose(0, 6, 2, 1, 3, 4, 5)
-    packed = codes.reshape(t * ROWS, u * COLS // 2)[: weight.n, : weight.k // 2].astype(jnp.uint8)
+    codes = jnp.stack(pairs, -1).reshape(t, q, 4, 8, 4, 4, 2, 2).transpose(0, 7, 3, 1, 2, 4, 5, 6)
+    packed = codes.reshape(t * ROWS, q * COLS // 2)[: weight.n, : weight.k // 2].astype(jnp.uint8)
     shifts = jnp.arange(4, dtype=jnp.uint32) * 8
-    scale = (weight.data[..., 128:, None] >> shifts) & 0xFF
-    scale = scale.reshape(t, u, 8, 4, 2).transpose(0, 4, 2, 1, 3).reshape(t * ROWS, u * (COLS // BLOCK))
-    scale = scale[: weight.n, : weight.k // BLOCK].astype(jnp.uint8)
+    scale = (weight.data[..., 512:, None] >> shifts) & 0xFF
+    scale = scale.reshape(t, q, 2, 8, 4, 2, 2).transpose(0, 6, 3, 1, 2, 5, 4)
+    scale = scale.reshape(t * ROWS, q * (COLS // BLOCK))[: weight.n, : weight.k // BLOCK].astype(jnp.uint8)
     return packed, jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn)
 
 

@@ -168,13 +168,35 @@ def load_shared_v4(address, byte_offset: int):
     )
 
 
-def load_shared_u16(address, byte_offset: int):
-    return ptx(
-        f"{{ .reg .b16 h;\nld.shared.b16 h, [$1+{byte_offset}];\ncvt.u32.u16 $0, h; }}",
-        address,
-        results=[i32_t()],
-        effects=True,
-    )[0]
+def load_shared_b32(address, byte_offset: int):
+    return ptx(f"ld.shared.b32 $0, [$1+{byte_offset}];", address, results=[i32_t()], effects=True)[0]
+
+
+def copy_async_16(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
+    """This lane's 16 bytes, past L1."""
+    ptx(f"cp.async.cg.shared.global.L2::128B [$0+{dst_offset}], [$1+{src_offset}], 16;", dst_shared, src_global)
+
+
+def copy_async_4(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
+    ptx(f"cp.async.ca.shared.global [$0+{dst_offset}], [$1+{src_offset}], 4;", dst_shared, src_global)
+
+
+def copy_commit():
+    ptx("cp.async.commit_group;")
+
+
+def copy_wait(pending: int):
+    """Until at most `pending` of this thread's groups are under way."""
+    ptx(f"cp.async.wait_group {pending};")
+
+
+def copy_wait_all():
+    ptx("cp.async.wait_all;")
+
+
+def copy_arrive(barrier):
+    """This lane arrives on the barrier when its copies so far are complete."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", barrier)
 
 
 def store_shared_f32(address, value, byte_offset: int):

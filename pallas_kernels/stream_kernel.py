@@ -1,15 +1,15 @@
 """y = x W^T for few rows (M <= 64): packed NVFP4 weights streamed once past accumulators that stay in registers.
 
-Letters: M rows of x, N outputs, K inputs; row tiles of 16 outputs, units of 64 inputs (see layout.py).
+Letters: M rows of x, N outputs, K inputs; row tiles of 16 outputs, quads of 256 inputs (see layout.py).
 
 Each cluster of CTAs owns an equal run of row tiles (the grid is one wave), and walks K once:
-  * a CTA takes 1/cluster of K, its `warps_k` warp groups split that again, `warps_n` warps split the row tiles; a warp
-    holds the float32 sums of `tiles` row tiles x all M in registers until the end;
-  * each warp streams its codes and scales through its own ring of slots, filled by the copy engine: lane 0 refills a
-    slot as soon as the warp has used it;
-  * one more warp streams x through a ring that a warp group shares, so x is read once per CTA;
+  * the CTAs of a cluster split K; in a CTA `warps_n` warps split the row tiles and `warps_k` the units of each quad; a
+    warp holds the float32 sums of `tiles` row tiles x all M in registers until the end;
+  * each lane streams its own codes and scales through its own part of a ring in shared memory (cp.async, `depth` quads),
+    so weights need no barrier at all;
+  * one more warp streams x through a ring that all warps of the CTA read, so x is read once per CTA;
   * at the end the sums meet in shared memory (the cluster's, when K is split over CTAs), are added in a fixed order,
-    K ascending, scaled, biased and stored.
+    scaled, biased and stored.
 
 The order of additions for an output depends on K and the configuration, never on M, other rows, or timing; nothing is
 added with atomics.
@@ -25,7 +25,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from .fragments import decode_codes, decode_scales
-from .layout import COLS, EPILOGUE_FACTOR, ROWS, UNIT_BYTES
+from .layout import CODE_BYTES, COLS, EPILOGUE_FACTOR, QUAD_BYTES, QUAD_WORDS, ROWS
 from .stream_plan import Plan, StreamConfig, make_plan
 
 
@@ -49,11 +49,11 @@ class _Kernel:
         self.is_lane_0 = p.eq(self.lane, 0)
         cta = p.sreg("ctaid.x")
         self.rank, self.cluster = p.rem(cta, c.cluster), p.div(cta, c.cluster)
-        self.bars = base
-        self.x_full = p.add(base, c.warps * c.depth * 8)
-        self.x_empty = p.add(self.x_full, c.warps_k * c.depth * 8)
+        self.x_full, self.x_empty = base, p.add(base, 8 * c.x_depth)
         self.ring_base = p.add(base, plan.ring_at)
         self.x_base = p.add(base, plan.x_at)
+        self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
+        self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
         self.first_tile = p.div(p.mul(self.cluster, plan.all_tiles), plan.clusters)
         self.tile_count = p.sub(
             p.div(p.mul(p.add(self.cluster, 1), plan.all_tiles), plan.clusters), self.first_tile
@@ -64,18 +64,12 @@ class _Kernel:
         is_compute = p.lt(self.warp, c.warps)
 
         def init():
-            mine = p.add(self.bars, p.mul(self.warp, c.depth * 8))
-            p.when(is_compute, lambda: [p.barrier_init(p.add(mine, 8 * d), 1) for d in range(c.depth)] and None)
-
-            def shared():
-                for i in range(c.warps_k * c.depth):
-                    p.barrier_init(p.add(self.x_full, 8 * i), 1)
-                    p.barrier_init(p.add(self.x_empty, 8 * i), c.warps_n)
-
-            p.when(p.eq(self.warp, c.warps), shared)
+            for i in range(c.x_depth):
+                p.barrier_init(p.add(self.x_full, 8 * i), 32)
+                p.barrier_init(p.add(self.x_empty, 8 * i), c.warps)
             p.fence_barrier_init()
 
-        p.when(self.is_lane_0, init)
+        p.when(p.eq(self.tid, 0), init)
         p.cta_sync()
         p.if_else(is_compute, self.compute, lambda: p.when(p.eq(self.warp, c.warps), self.load_x))
         if c.cluster > 1:
@@ -87,16 +81,6 @@ class _Kernel:
         if c.cluster > 1:
             p.cluster_sync()  # nobody leaves while another CTA may still read its shared memory
 
-    def slice_of(self, warp_k):
-        """First unit of a K slice, its full slots, and the units left over."""
-        plan, c = self.plan, self.plan.config
-        index = p.add(p.mul(self.rank, c.warps_k), warp_k)
-        first = p.div(p.mul(index, plan.units), plan.slices)
-        if not plan.ragged:
-            return first, p.i32(plan.units // plan.slices // c.slot_units), None
-        count = p.sub(p.div(p.mul(p.add(index, 1), plan.units), plan.slices), first)
-        return first, p.div(count, c.slot_units), p.rem(count, c.slot_units)
-
     def pick(self, tile, values):
         """The weight that a row tile belongs to: its values, and the tile's index in it."""
         first, chosen, local = 0, list(values[0]), tile
@@ -107,161 +91,120 @@ class _Kernel:
             local = p.select(earlier, local, p.sub(tile, first))
         return chosen, local
 
+    def next_slot(self, slot, depth: int):
+        slot = p.add(slot, 1)
+        return p.select(p.eq(slot, depth), 0, slot)
+
     # ---- the warp that loads x -----------------------------------------------------------------------------------
 
     def load_x(self):
         plan, c = self.plan, self.plan.config
         if self.pdl:
             p.grid_dependency_wait()
-        slices = [self.slice_of(p.i32(k)) for k in range(c.warps_k)]
-        most = plan.units // plan.slices // c.slot_units if not plan.ragged else -(-plan.units // plan.slices)
-        most = most if not plan.ragged else -(-most // c.slot_units)
+        row_bytes = plan.quads * COLS * 2
+        piece = p.mul(self.lane, 16)
+        src = p.offset(self.x, p.add(p.mul(self.first_quad, COLS * 2), piece))
+        dst = p.add(self.x_base, piece)
 
-        def step(s, carry):
+        def step(q, carry):
             slot, parity = carry
-            for k, (first, full, rest) in enumerate(slices):
-                size = p.i32(c.slot_units)
-                if rest is not None:
-                    size = p.select(p.lt(s, full), c.slot_units, p.select(p.eq(s, full), rest, 0))
+            p.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
+            src_q = p.offset(src, p.mul(q, COLS * 2))
+            dst_q = p.add(dst, p.mul(slot, plan.x_slot))
+            for row in range(plan.m):
+                p.copy_async_16(dst_q, src_q, row * plan.x_stride, row * row_bytes)
+            p.copy_arrive(p.add(self.x_full, p.mul(slot, 8)))
+            after = self.next_slot(slot, c.x_depth)
+            return [after, p.xor(parity, p.select(p.eq(after, 0), 1, 0))]
 
-                def fill(k=k, first=first, size=size):
-                    at = p.add(p.mul(slot, 8), k * c.depth * 8)
-                    p.barrier_wait(p.add(self.x_empty, at), p.xor(parity, 1))
-                    bar = p.add(self.x_full, at)
-                    row_bytes = p.mul(size, COLS * 2)
-                    p.when(self.is_lane_0, lambda: p.barrier_expect(bar, p.mul(row_bytes, plan.m)))
-                    p.warp_sync()
-                    src = p.offset(self.x, p.mul(p.add(first, p.mul(s, c.slot_units)), COLS * 2))
-                    dst = p.add(self.x_base, p.mul(p.add(slot, k * c.depth), plan.x_slot))
-                    for row_0 in range(0, plan.m, 32):
-                        row = p.add(self.lane, row_0)
-                        p.when(
-                            p.lt(row, plan.m),
-                            lambda row=row: p.bulk_load(
-                                p.add(dst, p.mul(row, plan.x_stride)),
-                                p.wide_offset(src, row, plan.units * COLS * 2),
-                                row_bytes,
-                                bar,
-                            ),
-                        )
-
-                if rest is None:
-                    fill()
-                else:
-                    p.when(p.lt(0, size), fill)
-            return self.next_slot(slot, parity)
-
-        p.for_range(0, most, 1, [p.i32(0), p.i32(0)], step)
-
-    def next_slot(self, slot, parity):
-        slot = p.add(slot, 1)
-        wrap = p.eq(slot, self.plan.config.depth)
-        return [p.select(wrap, 0, slot), p.select(wrap, p.xor(parity, 1), parity)]
+        p.for_range(0, self.quads, 1, [p.i32(0), p.i32(0)], step)
+        p.copy_wait_all()
 
     # ---- compute warps -------------------------------------------------------------------------------------------
 
     def compute(self):
         plan, c = self.plan, self.plan.config
-        self.warp_k, self.warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
-        self.my_bars = p.add(self.bars, p.mul(self.warp, c.depth * 8))
-        self.ring = p.add(self.ring_base, p.mul(self.warp, c.depth * plan.slot))
-        first, full, rest = self.slice_of(self.warp_k)
-        self.sources, self.valid = [], []
+        warp_k, warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
+        first_unit = p.mul(warp_k, plan.units_warp)
+        ring = p.add(self.ring_base, p.mul(self.warp, c.depth * plan.slot))
+        self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
+        self.codes, self.scales, self.valid = [], [], []
         for r in range(c.tiles):
-            local_tile = p.add(p.mul(self.warp_n, c.tiles), r)
+            local_tile = p.add(p.mul(warp_n, c.tiles), r)
             self.valid.append(p.lt(local_tile, self.tile_count))
             (w,), at = self.pick(p.add(self.first_tile, local_tile), [(d,) for d in self.data])
-            source = p.wide_offset(w, at, plan.units * UNIT_BYTES)
-            self.sources.append(p.offset(source, p.mul(first, UNIT_BYTES)))
-        self.valid_tiles = functools.reduce(p.add, [p.select(v, 1, 0) for v in self.valid])
-        slots = full if rest is None else p.add(full, p.select(p.lt(0, rest), 1, 0))
-
-        def size_of(s):
-            return p.i32(c.slot_units) if rest is None else p.select(p.lt(s, full), c.slot_units, rest)
-
-        for d in range(c.depth):
-            p.when(
-                arith.andi(self.is_lane_0, p.lt(d, slots)),
-                lambda d=d: self.fetch(p.i32(d), p.i32(d), size_of(p.i32(d))),
-            )
+            source = p.offset(p.wide_offset(w, at, plan.quads * QUAD_BYTES), p.mul(self.first_quad, QUAD_BYTES))
+            self.codes.append(p.offset(source, p.add(p.mul(first_unit, 512), p.mul(self.lane, 16))))
+            pair = p.mul(p.shr(first_unit, 1), 128)
+            self.scales.append(p.offset(source, p.add(p.add(pair, CODE_BYTES), p.mul(self.lane, 4))))
+        # with one unit a warp, half of the warps use the upper half of their scale word
+        self.scale_bytes = p.select(p.eq(p.and_(first_unit, 1), 1), 0x4342, 0x4140)
+        for d in range(c.depth - 1):
+            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
+            p.copy_commit()
         if self.pdl:
             p.grid_dependency_launch()
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
-        x_ring = p.add(self.x_base, p.mul(self.warp_k, c.depth * plan.x_slot))
-        x_lane = p.add(x_ring, p.add(p.mul(g, plan.x_stride), p.mul(t, 32)))
-        code_lane = p.add(self.ring, p.mul(self.lane, 16))
-        scale_lane = p.add(p.add(self.ring, p.mul(self.lane, 2)), 512)
-        x_bars = p.add(self.x_full, p.mul(self.warp_k, c.depth * 8))
-        x_frees = p.add(self.x_empty, p.mul(self.warp_k, c.depth * 8))
+        x_lane = p.add(p.add(self.x_base, p.mul(first_unit, 128)), p.add(p.mul(g, plan.x_stride), p.mul(t, 32)))
 
-        def step(s, carry, dynamic=None):
-            slot, parity, *acc = carry
-            at = p.mul(slot, 8)
-            p.barrier_wait(p.add(x_bars, at), parity)
-            p.barrier_wait(p.add(self.my_bars, at), parity)
-            code_at, scale_at = (p.add(b, p.mul(slot, plan.slot)) for b in (code_lane, scale_lane))
-            x_at = p.add(x_lane, p.mul(slot, plan.x_slot))
-            if dynamic is None:
-                for u in range(c.slot_units):
-                    acc = self.unit(code_at, scale_at, x_at, u, acc)
-            else:
-
-                def one(u, carry):
-                    code_at, scale_at, x_at, *acc = carry
-                    acc = self.unit(code_at, scale_at, x_at, 0, acc)
-                    return [p.add(code_at, UNIT_BYTES), p.add(scale_at, UNIT_BYTES), p.add(x_at, COLS * 2), *acc]
-
-                acc = p.for_range(0, dynamic, 1, [code_at, scale_at, x_at, *acc], one)[3:]
-            p.warp_sync()
-            ahead = p.add(s, c.depth)
-
-            def refill():
-                p.barrier_arrive(p.add(x_frees, at))
-                p.when(p.lt(ahead, slots), lambda: self.fetch(ahead, slot, size_of(ahead)))
-
-            p.when(self.is_lane_0, refill)
-            return [*self.next_slot(slot, parity), *acc]
-
-        start = [p.i32(0), p.i32(0)] + [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
-        carry = p.for_range(0, full, 1, start, step)
-        if rest is not None:
-            many = p.select(p.lt(0, rest), 1, 0)
-            carry = p.for_range(0, many, 1, carry, lambda _, carry: step(full, carry, dynamic=rest))
-        self.leave_sums(carry[2:], g, t)
-
-    def fetch(self, s, slot, size):
-        """Lane 0: start the copies of this warp's slot `s` of K into a slot of its ring."""
-        plan, c = self.plan, self.plan.config
-        n_bytes = p.mul(size, UNIT_BYTES)
-        bar = p.add(self.my_bars, p.mul(slot, 8))
-        dst = p.add(self.ring, p.mul(slot, plan.slot))
-        p.barrier_expect(bar, p.mul(n_bytes, self.valid_tiles))
-        at = p.mul(s, c.slot_units * UNIT_BYTES)
-        for r in range(c.tiles):
-            p.when(
-                self.valid[r],
-                lambda r=r: p.bulk_load(
-                    p.add(dst, r * c.slot_units * UNIT_BYTES), p.offset(self.sources[r], at), n_bytes, bar
-                ),
+        def step(q, carry):
+            slot, spare, x_slot, x_parity, *acc = carry
+            p.copy_wait(c.depth - 2)
+            ahead = p.add(q, c.depth - 1)
+            p.when(p.lt(ahead, self.quads), lambda: self.fetch(ahead, spare))
+            p.copy_commit()
+            p.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
+            here = p.mul(slot, plan.slot)
+            acc = self.quad(
+                p.add(self.code_lane, here), p.add(self.scale_lane, here), p.add(x_lane, p.mul(x_slot, plan.x_slot)), acc
             )
+            p.warp_sync()
+            p.when(self.is_lane_0, lambda: p.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
+            x_slot = self.next_slot(x_slot, c.x_depth)
+            x_parity = p.xor(x_parity, p.select(p.eq(x_slot, 0), 1, 0))
+            return [self.next_slot(slot, c.depth), slot, x_slot, x_parity, *acc]
 
-    def unit(self, code_at, scale_at, x_at, u: int, acc):
-        """One unit of 64 columns for each of this warp's row tiles: 4 m16n8k16 steps a row tile and 8 rows of x."""
+        start = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
+        start += [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
+        self.leave_sums(p.for_range(0, self.quads, 1, start, step)[4:], g, t)
+
+    def fetch(self, q, slot):
+        """Start the copies of this lane's part of quad `q` into a slot of its ring."""
+        plan, c = self.plan, self.plan.config
+        to = p.mul(slot, plan.slot)
+        to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
+        at = p.mul(q, QUAD_BYTES)
+
+        def tile(r):
+            codes, scales = p.offset(self.codes[r], at), p.offset(self.scales[r], at)
+            first = r * plan.tile_slot
+            for u in range(plan.units_warp):
+                p.copy_async_16(to_codes, codes, first + u * 512, u * 512)
+            for pair in range(-(-plan.units_warp // 2)):
+                p.copy_async_4(to_scales, scales, first + plan.units_warp * 512 + pair * 128, pair * 128)
+
+        for r in range(c.tiles):
+            p.when(self.valid[r], lambda r=r: tile(r))
+
+    def quad(self, code_at, scale_at, x_at, acc):
+        """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x."""
         plan, c = self.plan, self.plan.config
         acc = list(acc)
-        words, scales = [], []
-        for r in range(c.tiles):
-            at = (r * c.slot_units + u) * UNIT_BYTES
-            words.append(p.load_shared_v4(code_at, at))
-            scales.append(decode_scales(p.load_shared_u16(scale_at, at)))
-        for half in range(2):
-            a = [[decode_codes(words[r][2 * half + j], *scales[r]) for r in range(c.tiles)] for j in range(2)]
-            for i in range(plan.m_tiles):
-                x = p.load_shared_v4(x_at, u * COLS * 2 + 16 * half + i * 8 * plan.x_stride)
-                for j in range(2):
-                    for r in range(c.tiles):
-                        s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
-                        acc[s] = p.mma_bf16(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
+        for u in range(plan.units_warp):
+            words, scales = [], []
+            for r in range(c.tiles):
+                words.append(p.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
+                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
+                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
+                scales.append(decode_scales(p.load_shared_b32(scale_at, at), which))
+            for half in range(2):
+                a = [[decode_codes(words[r][2 * half + j], *scales[r]) for r in range(c.tiles)] for j in range(2)]
+                for i in range(plan.m_tiles):
+                    x = p.load_shared_v4(x_at, u * 128 + 16 * half + i * 8 * plan.x_stride)
+                    for j in range(2):
+                        for r in range(c.tiles):
+                            s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
+                            acc[s] = p.mma_bf16(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
         return acc
 
     def leave_sums(self, acc, g, t):
@@ -348,7 +291,7 @@ def build(
     pdl: bool = False,
     wide_out: bool = False,
 ):
-    """The kernel as a function (x [M, U * 64] bf16, data..., factor..., [bias...]) -> list of y_i [M, n_i].
+    """The kernel as a function (x [M, Q * 256] bf16, data..., factor..., [bias...]) -> list of y_i [M, n_i].
 
     `factor` is float32 [1], 128 / global_scale; `bias` is float32 [n_i]; y_i is bfloat16, or float32 if `wide_out`.
     """

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from .layout import COLS, ROWS, UNIT_BYTES
+from .layout import COLS, QUAD_BYTES, ROWS
 
 SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
-# Clusters that are resident at once, by cluster size: 132 multiprocessors lie in groups of 16 or 18.
+# Clusters that are resident at once, by cluster size: the 132 multiprocessors lie in groups of 16 or 18.
 RESIDENT = {1: 132, 2: 66, 4: 32, 8: 16}
 
 
@@ -14,19 +14,19 @@ class StreamConfig:
     """One cut of a shape.
 
     Attributes:
-      cluster: CTAs that split K and add their sums at the end.
-      warps_n, warps_k: compute warps along the CTA's row tiles and along its K slice.
+      cluster: CTAs that split K (whole quads) and add their sums at the end.
+      warps_n, warps_k: compute warps along the CTA's row tiles, and along the units of a quad (1, 2 or 4).
       tiles: row tiles of 16 outputs that a warp holds, so that x fragments are read once for them.
-      slot_units: units of 64 columns in a slot of the rings.
-      depth: slots in the rings.
+      depth: quads in a warp's ring of weights.
+      x_depth: quads in the CTA's ring of x.
     """
 
     cluster: int = 1
     warps_n: int = 9
     warps_k: int = 2
     tiles: int = 2
-    slot_units: int = 2
     depth: int = 3
+    x_depth: int = 3
 
     @property
     def warps(self) -> int:
@@ -45,7 +45,7 @@ class Plan:
     m_tiles: int
     n: tuple[int, ...]
     tiles_of: tuple[int, ...]
-    units: int
+    quads: int
     config: StreamConfig
 
     @property
@@ -57,36 +57,29 @@ class Plan:
         return min(RESIDENT[self.config.cluster], self.all_tiles)
 
     @property
-    def slices(self) -> int:
-        return self.config.cluster * self.config.warps_k
+    def units_warp(self) -> int:
+        return 4 // self.config.warps_k
 
     @property
-    def ragged(self) -> bool:
-        return bool(self.units % (self.slices * self.config.slot_units))
-
-    @property
-    def tile_slots(self) -> int:
-        return self.config.warps_n * self.config.tiles
+    def tile_slot(self) -> int:
+        """One row tile's part of a slot: this warp's units of codes, then scale words of whole pairs of units."""
+        return self.units_warp * 512 + -(-self.units_warp // 2) * 128
 
     @property
     def slot(self) -> int:
-        return self.config.tiles * self.config.slot_units * UNIT_BYTES
+        return self.config.tiles * self.tile_slot
 
     @property
     def x_stride(self) -> int:
-        return self.config.slot_units * COLS * 2 + 16  # 16 more: then 8 rows x 4 pieces fall in different banks
+        return COLS * 2 + 16  # 16 more: then 8 rows x 4 pieces of 16 bytes fall in different banks
 
     @property
     def x_slot(self) -> int:
         return self.m_tiles * 8 * self.x_stride
 
     @property
-    def barriers(self) -> int:
-        return (self.config.warps + 2 * self.config.warps_k) * self.config.depth
-
-    @property
     def ring_at(self) -> int:
-        return -(-self.barriers * 8 // 128) * 128
+        return 128  # after 2 x x_depth barriers
 
     @property
     def x_at(self) -> int:
@@ -102,24 +95,32 @@ class Plan:
 
     @property
     def total(self) -> int:
-        rings = self.x_at + self.config.warps_k * self.config.depth * self.x_slot
+        rings = self.x_at + self.config.x_depth * self.x_slot
         return max(rings, self.ring_at + self.config.warps * self.red_warp)
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Weight bytes that one CTA has under way."""
+        return self.config.warps_n * self.config.tiles * (self.config.depth - 1) * QUAD_BYTES
 
 
 def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig) -> Plan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
-    units = -(-k // COLS)
+    quads = -(-k // COLS)
     if not 1 <= m <= 64:
         raise ValueError(f"M must be in 1..64, got {m}")
+    if config.warps_k not in (1, 2, 4):
+        raise ValueError(f"warps_k must be 1, 2 or 4, got {config.warps_k}")
+    if not (2 <= config.depth and 2 <= config.x_depth <= 8):
+        raise ValueError(f"depth must be at least 2 and x_depth 2..8, got {config.depth}, {config.x_depth}")
     m_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= m)
     tiles_of = tuple(-(-n_i // ROWS) for n_i in n)
-    plan = Plan(m, m_tiles, tuple(n), tiles_of, units, config)
-    if plan.slices > units:
-        raise ValueError(f"K = {k} is {units} units of 64, too few for {plan.slices} slices")
-    if -(-plan.all_tiles // plan.clusters) > plan.tile_slots:
-        raise ValueError(
-            f"N = {n} is {plan.all_tiles} row tiles; {plan.clusters} clusters of {plan.tile_slots} tiles do not hold it"
-        )
+    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config)
+    if config.cluster > quads:
+        raise ValueError(f"K = {k} is {quads} quads of 256, too few for a cluster of {config.cluster}")
+    slots = config.warps_n * config.tiles
+    if -(-plan.all_tiles // plan.clusters) > slots:
+        raise ValueError(f"N = {n} is {plan.all_tiles} row tiles; {plan.clusters} clusters of {slots} do not hold them")
     if config.warpgroups * 128 > 1024:
         raise ValueError(f"{config} has more than 1024 threads")
     if plan.total > SMEM_LIMIT:

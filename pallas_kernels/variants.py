@@ -8,19 +8,12 @@ import functools
 
 import jax
 
-from .decode_plan import DecodeConfig, make_plan
+from .stream_plan import RESIDENT, StreamConfig, make_plan
 
 # From this many rows on, dequantize + dot.
 MAX_DECODE_ROWS = 64
 
-TABLE: dict[tuple[int, int, int], DecodeConfig] = {}
-
-DEFAULTS = [
-    DecodeConfig(cluster, warps_n, warps_k, tiles, 0, depth)
-    for cluster in (1, 2, 4, 8)
-    for warps_n, warps_k, tiles in ((1, 16, 1), (1, 8, 1), (2, 4, 1))
-    for depth in (4, 3, 2)
-]
+TABLE: dict[tuple[int, int, int], StreamConfig] = {}
 
 
 def capability() -> int:
@@ -39,7 +32,7 @@ def describe() -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def config_for(m: int, k: int, n: tuple[int, ...]) -> DecodeConfig:
+def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
     """The decode configuration for a shape; raises ValueError naming the constraint when none fits."""
     for bound in (8, 16, 32, 64):
         entry = TABLE.get((k, sum(n), bound))
@@ -49,18 +42,22 @@ def config_for(m: int, k: int, n: tuple[int, ...]) -> DecodeConfig:
             except ValueError:
                 continue
             return entry
+    all_tiles = sum(-(-n_i // 16) for n_i in n)
     reason = None
-    for entry in DEFAULTS:
-        try:
-            make_plan(m, k, n, entry)
-        except ValueError as error:
-            reason = error
-            continue
-        return entry
+    for cluster in (1, 2, 4, 8):
+        per_cta = -(-all_tiles // min(RESIDENT[cluster], all_tiles))
+        for tiles, warps_k in ((1, 2), (1, 1), (2, 2), (2, 1), (3, 1), (4, 1)):
+            entry = StreamConfig(cluster, -(-per_cta // tiles), warps_k, tiles, 2, 2)
+            try:
+                make_plan(m, k, n, entry)
+            except ValueError as error:
+                reason = error
+                continue
+            return entry
     raise ValueError(f"no decode configuration takes M = {m}, K = {k}, N = {n}: {reason}")
 
 
-def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | DecodeConfig:
+def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | StreamConfig:
     """"reference", "dequantize", or the decode kernel's configuration."""
     if backend not in (None, "mosaic", "dequantize", "reference"):
         raise ValueError(f"backend must be None, 'mosaic', 'dequantize' or 'reference', got {backend!r}")

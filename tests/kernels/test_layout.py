@@ -58,28 +58,30 @@ def test_unpack_inverts_repack(n, k):
     packed, scale = _random(n * k, n, k)
     weight = layout.repack(jnp.asarray(packed), jnp.asarray(scale).view(jnp.float8_e4m3fn))
     assert weight.shape == (n, k)
-    assert weight.data.shape == (-(-n // 16), -(-k // 64), layout.UNIT_WORDS)
+    assert weight.data.shape == (-(-n // 16), -(-k // 256), layout.QUAD_WORDS)
     packed_out, scale_out = layout.unpack(weight)
     assert np.array_equal(packed_out, packed)
     assert np.array_equal(np.asarray(scale_out).view(np.uint8), scale)
 
 
 def test_words_hold_the_fragments_that_the_docstring_says():
-    packed, scale = _random(0, 32, 128)
+    packed, scale = _random(0, 32, 512)
     weight = np.asarray(layout.repack(jnp.asarray(packed), jnp.asarray(scale)).data)
-    codes = np.stack([packed & 15, packed >> 4], -1).reshape(32, 128)
-    tile, unit = 1, 1
-    block = codes[16:32, 64:128]
-    for g, t, j in itertools.product(range(8), range(4), range(4)):
-        pairs = layout.decode_word(weight[tile, unit, (4 * g + t) * 4 + j])
-        for p, pair in enumerate(pairs):
-            row, col = g + 8 * (p % 2), 16 * t + 4 * j + 2 * (p // 2)
-            for half in range(2):
-                value = np.uint16((int(pair) >> 16 * half) & 0xFFFF).view(ml_dtypes.bfloat16)
-                assert float(value) == E2M1[block[row, col + half]] * 2.0**-126
-    scales = weight[tile, unit, 128:].view(np.uint8)
-    for g, t, h in itertools.product(range(8), range(4), range(2)):
-        assert scales[2 * (4 * g + t) + h] == scale[16 + g + 8 * h, 4 + t]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(32, 512)
+    tile, quad = 1, 1
+    for unit in range(4):
+        first = 256 * quad + 64 * unit
+        block = codes[16:32, first : first + 64]
+        for g, t, j in itertools.product(range(8), range(4), range(4)):
+            pairs = layout.decode_word(weight[tile, quad, unit * 128 + (4 * g + t) * 4 + j])
+            for p, pair in enumerate(pairs):
+                row, col = g + 8 * (p % 2), 16 * t + 4 * j + 2 * (p // 2)
+                for half in range(2):
+                    value = np.uint16((int(pair) >> 16 * half) & 0xFFFF).view(ml_dtypes.bfloat16)
+                    assert float(value) == E2M1[block[row, col + half]] * 2.0**-126
+        scales = weight[tile, quad, 512 + 32 * (unit // 2) :][:32].view(np.uint8).reshape(32, 4)
+        for g, t, h in itertools.product(range(8), range(4), range(2)):
+            assert scales[4 * g + t, 2 * (unit % 2) + h] == scale[16 + g + 8 * h, first // 16 + t]
 
 
 def test_dequantize_matches_a_table_lookup():
@@ -92,7 +94,7 @@ def test_dequantize_matches_a_table_lookup():
 
 
 def test_weight_is_a_pytree_with_static_shape():
-    weight = layout.KernelWeight(jnp.zeros((1, 1, 144), jnp.uint32), 16, 64)
+    weight = layout.KernelWeight(jnp.zeros((1, 1, 576), jnp.uint32), 16, 64)
     leaves, treedef = jax.tree.flatten(weight)
     assert len(leaves) == 1 and jax.tree.unflatten(treedef, leaves).shape == (16, 64)
 

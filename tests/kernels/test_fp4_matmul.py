@@ -1,0 +1,141 @@
+"""fp4_matmul: the reference path, gradients, vmap, errors; and that each kernel lowers for CUDA without a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from pallas_kernels import KernelWeight, fp4_matmul, fp4_matmul_dx, fp4_matmul_reference, layout, repack, stream_kernel
+from pallas_kernels.stream_plan import StreamConfig, make_plan
+from pallas_kernels.variants import TABLE, config_for
+
+
+def _weight(seed, n, k):
+    rng = np.random.default_rng(seed)
+    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    scale = rng.integers(0x20, 0x60, (n, k // 16), dtype=np.uint8)
+    return repack(jnp.asarray(packed), jnp.asarray(scale))
+
+
+def _x(seed, m, k, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), (m, k), dtype)
+
+
+def test_reference_against_float64():
+    w, x, gs = _weight(0, 48, 64), _x(1, 5, 64), jnp.float32(700.0)
+    a, b, bias = _x(2, 4, 64), _x(3, 48, 4), _x(4, 1, 48)[0]
+    dense = np.asarray(layout.dequantize(w, gs, jnp.float32), np.float64)
+    f64 = lambda v: np.asarray(v, np.float64)
+    true = f64(x) @ dense.T + 0.5 * (f64(x) @ f64(a).T) @ f64(b).T + f64(bias)
+    got = fp4_matmul_reference(x, w, gs, lora=(a, b, 0.5), bias=bias)
+    np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(fp4_matmul(x, w, gs, lora=(a, b, 0.5), bias=bias), true, rtol=1e-5, atol=1e-4)
+
+
+def test_dequantize_path_equals_reference():
+    w, x, gs = _weight(0, 40, 80), _x(1, 3, 80, jnp.bfloat16), jnp.float32(3.0)
+    got = fp4_matmul(x, w, gs, backend="dequantize").astype(jnp.float32)
+    want = fp4_matmul(x, w, gs, backend="reference").astype(jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-3)
+    dy = _x(2, 3, 40, jnp.bfloat16)
+    got = fp4_matmul_dx(dy, w, gs, backend="dequantize").astype(jnp.float32)
+    want = fp4_matmul_dx(dy, w, gs, backend="reference").astype(jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-3)
+
+
+def test_list_of_weights_equals_one_by_one():
+    ws = [_weight(i, n, 64) for i, n in enumerate((32, 16, 16))]
+    x, scales = _x(9, 4, 64), [jnp.float32(s) for s in (1.0, 2.0, 5.0)]
+    loras = [(_x(3, 2, 64), _x(4, 32, 2), 2.0), None, (_x(5, 8, 64), _x(6, 16, 8), 0.25)]
+    biases = [jnp.arange(32.0), None, jnp.ones(16)]
+    ys = fp4_matmul(x, ws, scales, lora=loras, bias=biases)
+    for y, w, s, lora, bias in zip(ys, ws, scales, loras, biases, strict=True):
+        np.testing.assert_allclose(y, fp4_matmul(x, w, s, lora=lora, bias=bias), rtol=1e-6, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_dense_product():
+    w, x, gs = _weight(0, 48, 64), _x(1, 5, 64), jnp.float32(100.0)
+    a, b, dy = _x(2, 4, 64), _x(3, 48, 4), _x(4, 5, 48)
+    dense = layout.dequantize(w, gs, jnp.float32)
+
+    def loss(x, a, b):
+        return (fp4_matmul(x, w, gs, lora=(a, b, 0.5)) * dy).sum()
+
+    def dense_loss(x, a, b):
+        return ((x @ dense.T + 0.5 * (x @ a.T) @ b.T) * dy).sum()
+
+    got, want = jax.grad(loss, (0, 1, 2))(x, a, b), jax.grad(dense_loss, (0, 1, 2))(x, a, b)
+    for g, t in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, t, rtol=2e-4, atol=2e-3)
+    batch = jax.vmap(jax.grad(loss), (0, None, None))(jnp.stack([x, 2 * x]), a, b)
+    np.testing.assert_allclose(batch[0], want[0], rtol=2e-4, atol=2e-3)
+
+
+def test_vmap_folds_rows_and_refuses_batched_weights():
+    w, gs = _weight(0, 32, 64), jnp.float32(1.0)
+    x = _x(1, 12, 64)
+    got = jax.jit(jax.vmap(lambda x: fp4_matmul(x, w, gs)))(x.reshape(3, 4, 64))
+    np.testing.assert_allclose(got.reshape(12, 32), fp4_matmul(x, w, gs), rtol=1e-5, atol=1e-4)
+    batched = KernelWeight(jnp.stack([w.data, w.data]), w.n, w.k)
+    with pytest.raises(ValueError, match="batch of x only"):
+        jax.vmap(lambda w: fp4_matmul(x, w, gs))(batched)
+
+
+def test_in_a_while_loop():
+    w, gs = _weight(0, 64, 64), jnp.float32(2000.0)
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: fp4_matmul(x, w, gs), x))
+    x = _x(1, 2, 64)
+    want = x
+    for _ in range(3):
+        want = fp4_matmul(want, w, gs)
+    np.testing.assert_allclose(step(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_no_rows_and_wrong_shapes():
+    w, gs = _weight(0, 32, 64), jnp.float32(1.0)
+    assert fp4_matmul(jnp.zeros((0, 64)), w, gs).shape == (0, 32)
+    assert fp4_matmul_dx(jnp.zeros((0, 32)), w, gs).shape == (0, 64)
+    with pytest.raises(ValueError, match="K = 48"):
+        fp4_matmul(jnp.zeros((2, 48)), w, gs)
+    with pytest.raises(ValueError, match="backend"):
+        fp4_matmul(jnp.zeros((2, 64)), w, gs, backend="cutlass")
+    with pytest.raises(ValueError, match="one entry for each"):
+        fp4_matmul(jnp.zeros((2, 64)), [w, w], [gs])
+
+
+def test_every_table_entry_takes_its_shape():
+    for (k, n, m), config in TABLE.items():
+        make_plan(m, k, (n,), config)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 33, 64])
+@pytest.mark.parametrize("k, n", [(3584, 4608), (18944, 3584), (64, 32), (896, 4864), (4096, 28672)])
+def test_a_configuration_exists(m, k, n):
+    make_plan(m, k, (n,), config_for(m, k, (n,)))
+
+
+def test_a_plan_names_what_does_not_fit():
+    with pytest.raises(ValueError, match="M must be in"):
+        make_plan(65, 256, (32,), StreamConfig())
+    with pytest.raises(ValueError, match="row tiles"):
+        make_plan(8, 256, (65536,), StreamConfig(warps_n=2))
+    with pytest.raises(ValueError, match="shared memory"):
+        make_plan(64, 4096, (32,), StreamConfig(depth=6, x_depth=8))
+
+
+@pytest.mark.parametrize("config, n, bias", [
+    (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), True),
+    (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False),
+    (StreamConfig(4, 1, 1, 1, 4, 2), (40,), False),
+])  # fmt: skip
+def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
+    m, k = 9, 1024
+    kernel = stream_kernel.build(m, k, n, config, has_bias=bias)
+    shape = jax.ShapeDtypeStruct
+    args = [shape((m, k), jnp.bfloat16)] + [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n]
+    args += [shape((1,), jnp.float32)] * len(n)
+    if bias:
+        args += [shape((i,), jnp.float32) for i in n]
+    module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
+    assert "mosaic_gpu" in module

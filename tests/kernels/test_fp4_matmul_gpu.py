@@ -1,0 +1,138 @@
+"""The kernels' numbers on a CUDA device, with fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
+
+import secrets
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import KernelWeight, fp4_matmul, fp4_matmul_dx, layout, repack, stream_kernel, variants
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(3584, 4608), (3584, 3584), (18944, 3584), (5120, 7168), (896, 1152), (1024, 40), (80, 33)]
+
+
+@pytest.fixture(scope="module")
+def rng():
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    return np.random.default_rng(seed)
+
+
+def _random_weight(rng, n, k, scale_low=0, scale_high=0x7F):
+    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    scale = rng.integers(scale_low, scale_high, (n, k // 16), dtype=np.uint8)
+    return repack(jnp.asarray(packed), jnp.asarray(scale))
+
+
+def _dense(weight, gs):
+    return np.asarray(layout.dequantize(weight, gs, jnp.float32), np.float64)
+
+
+def _kernel_f32(x, weight, gs, config=None):
+    """The kernel's sums before the last rounding, into a poisoned output."""
+    m, k = x.shape
+    config = config or variants.config_for(m, k, (weight.n,))
+    kernel = stream_kernel.build(m, k, (weight.n,), config, wide_out=True)
+    x = jnp.pad(x, ((0, 0), (0, -k % layout.COLS)))
+    poison = jnp.full((m, weight.n), jnp.nan, jnp.float32)  # freed below, so that the output may reuse its memory
+    poison.block_until_ready()
+    del poison
+    return np.asarray(kernel(x, weight.data, stream_kernel.epilogue_factor(gs))[0], np.float64)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 32, 64])
+@pytest.mark.parametrize("k, n", SHAPES)
+def test_decode_kernel_within_1e_5(rng, m, k, n):
+    weight, gs = _random_weight(rng, n, k), np.float32(10 ** rng.uniform(-2, 5))
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
+    w, x64 = _dense(weight, gs), np.asarray(x, np.float64)
+    error = np.abs(_kernel_f32(x, weight, gs) - x64 @ w.T)
+    assert (error <= 1e-5 * (np.abs(x64) @ np.abs(w).T)).all()
+    y = np.asarray(fp4_matmul(x, weight, gs), np.float64)
+    np.testing.assert_allclose(y, x64 @ w.T, rtol=2**-8, atol=2e-5 * (np.abs(x64) @ np.abs(w).T).max())
+
+
+@pytest.mark.parametrize("case", ["all codes and scales", "zeros", "positive", "large global", "small global"])
+def test_adversarial_inputs_no_worse_than_cublas(rng, case):
+    m, n, k, gs = 16, 256, 8192, np.float32(1.0)
+    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    scale = (np.arange(n * k // 16) % 0x7F).astype(np.uint8).reshape(n, k // 16)
+    x = rng.standard_normal((m, k))
+    if case == "zeros":
+        packed[: n // 2], scale[n // 2 :] = 0, 0
+    elif case == "positive":
+        packed, x = packed & 0x77, np.abs(x)
+    elif case == "large global":
+        gs = np.float32(2.0**100)
+    elif case == "small global":
+        gs = np.float32(2.0**-100)
+    weight, x = repack(jnp.asarray(packed), jnp.asarray(scale)), jnp.asarray(x, jnp.bfloat16)
+    exact = _dense(weight, np.float32(1.0))  # exact in bfloat16: at most 6 significant bits
+    x64 = np.asarray(x, np.float64)
+    true, size = x64 @ exact.T, np.abs(x64) @ np.abs(exact).T + 1e-300
+    mine = np.abs(_kernel_f32(x, weight, gs) * np.float64(gs) - true) / size
+    theirs = jnp.dot(x, jnp.asarray(exact, jnp.bfloat16).T, preferred_element_type=jnp.float32)
+    theirs = np.abs(np.asarray(theirs, np.float64) - true) / size
+    assert np.isfinite(mine).all()
+    assert mine.max() <= max(1.25 * theirs.max(), 3 * 2.0**-24)
+
+
+def test_repeatable_and_independent_of_m(rng):
+    k, n = 3584, 4608
+    weight, gs = _random_weight(rng, n, k), np.float32(2688)
+    x = jnp.asarray(rng.standard_normal((16, k)), jnp.bfloat16)
+    config = variants.config_for(16, k, (n,))
+    full = _kernel_f32(x, weight, gs, config)
+    for _ in range(5):
+        assert np.array_equal(full, _kernel_f32(x, weight, gs, config))
+    for m in (1, 2, 5, 8, 13):
+        assert np.array_equal(full[:m], _kernel_f32(x[:m], weight, gs, config))
+
+
+def test_list_bias_vmap_grad_and_loop(rng):
+    ks, ns = 1024, (512, 128, 128)
+    weights = [_random_weight(rng, n, ks, 0x20, 0x50) for n in ns]
+    scales = [jnp.float32(s) for s in (1e3, 2e3, 4e3)]
+    biases = [jnp.asarray(rng.standard_normal(n), jnp.bfloat16) for n in ns]
+    x = jnp.asarray(rng.standard_normal((4, ks)), jnp.bfloat16)
+    ys = jax.jit(lambda x: fp4_matmul(x, weights, scales, bias=biases))(x)
+    for y, w, s, b in zip(ys, weights, scales, biases, strict=True):
+        true = np.asarray(x, np.float64) @ _dense(w, s).T + np.asarray(b, np.float64)
+        np.testing.assert_allclose(np.asarray(y, np.float64), true, rtol=2**-7, atol=2e-3 * np.abs(true).max())
+    batch = jax.vmap(lambda x: fp4_matmul(x, weights, scales, bias=biases)[1])(x.reshape(2, 2, ks))
+    assert np.array_equal(np.asarray(batch).reshape(4, -1), np.asarray(ys[1]))
+    square = _random_weight(rng, 512, 512, 0x20, 0x50)
+    loop = jax.jit(lambda x, w: jax.lax.fori_loop(0, 3, lambda _, x: fp4_matmul(x, w, jnp.float32(2e3)), x))
+    x = x[:, :512]
+    want = x
+    for _ in range(3):
+        want = fp4_matmul(want, square, jnp.float32(2e3))
+    assert np.array_equal(np.asarray(loop(x, square)), np.asarray(want))
+    dy = jnp.asarray(rng.standard_normal((4, 512)), jnp.bfloat16)
+    grad = jax.grad(lambda x: (fp4_matmul(x, square, jnp.float32(2e3)) * dy).sum().astype(jnp.float32))(x)
+    true = np.asarray(dy, np.float64) @ _dense(square, np.float32(2e3))
+    np.testing.assert_allclose(np.asarray(grad, np.float64), true, rtol=2**-6, atol=4e-3 * np.abs(true).max())
+
+
+@pytest.mark.parametrize("m", [128, 1024])
+def test_many_rows_and_dx(rng, m):
+    k, n, gs = 1024, 768, np.float32(2688)
+    weight = _random_weight(rng, n, k)
+    w = _dense(weight, gs)
+    for f, rows, dense in ((fp4_matmul, k, w.T), (fp4_matmul_dx, n, w)):
+        x = jnp.asarray(rng.standard_normal((m, rows)), jnp.bfloat16)
+        x64 = np.asarray(x, np.float64)
+        y = np.asarray(jax.jit(lambda x, w, s, f=f: f(x, w, s))(x, weight, gs), np.float64)
+        bound = 2**-8 * np.abs(x64 @ dense) + 1e-5 * (np.abs(x64) @ np.abs(dense))
+        assert (np.abs(y - x64 @ dense) <= bound).all()
+
+
+def test_the_weight_is_read_in_place(rng):
+    weight = _random_weight(rng, 512, 1024)
+    x = jnp.ones((8, 1024), jnp.bfloat16)
+    compiled = jax.jit(lambda x, w: fp4_matmul(x, w, jnp.float32(1.0))).lower(x, weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < weight.data.nbytes // 4
+    assert isinstance(weight, KernelWeight)
