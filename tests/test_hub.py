@@ -1,0 +1,434 @@
+"""Folders in and out: every spelling, every precision, and every way in which a folder can be wrong."""
+
+import json
+from pathlib import Path
+
+import huggingface_hub.constants
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import HF, NVFP4, V4, V5, random_arrays, write_file, write_folder, write_tokenizer
+
+from qerl_jax.errors import UserError
+from qerl_jax.formats import NVFP4Weight, dequantize
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.hub import load_model, save_model, tensor_table
+from qerl_jax.models.init import quantize
+from qerl_jax.models.params import PROJECTIONS
+from qerl_jax.models.transformer import logits
+
+ORACLES = Path(__file__).parent / "oracles"
+PLACES = {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+    "q_proj": "self_attn.q_proj.weight",
+    "k_proj": "self_attn.k_proj.weight",
+    "v_proj": "self_attn.v_proj.weight",
+    "o_proj": "self_attn.o_proj.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+}
+
+
+def assert_equal(a, b):
+    """Same trees, dtypes and bytes."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize(("tied", "shards"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(("hf", "source"), [(V4, ml_dtypes.bfloat16), (V5, np.float32), (V5, np.float16)])
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_every_tensor_comes_to_its_place(tmp_path, tied, shards, hf, source, dtype):
+    arrays = random_arrays(source, tied)
+    model = load_model(write_folder(tmp_path, arrays, hf, tied, shards), dtype=dtype)
+    assert model.config == ModelConfig("qwen2", 24, 32, 48, 2, 4, 2, 8, 1e-6, 1000.0, tied, True, 64)
+    expected = jnp.dtype(dtype or ("bfloat16" if source == ml_dtypes.bfloat16 else "float32"))
+
+    def check(leaf, name, leaf_dtype):
+        assert leaf.dtype == leaf_dtype, name
+        assert np.array_equal(leaf, jnp.asarray(arrays[name]).astype(leaf_dtype)), name
+
+    check(model.base.embed, "model.embed_tokens.weight", expected)
+    check(model.base.final_norm, "model.norm.weight", jnp.float32)
+    if tied:
+        assert model.base.lm_head is None
+    else:
+        check(model.base.lm_head, "lm_head.weight", expected)
+    for i, layer in enumerate(model.base.layers):
+        for field, name in PLACES.items():
+            check(getattr(layer, field), f"model.layers.{i}.{name}", jnp.float32 if "norm" in field else expected)
+
+
+@pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float32, np.float16])
+def test_quantizing_while_loading_equals_quantizing_what_is_stored(tmp_path, source):
+    folder = write_folder(tmp_path, random_arrays(source))
+    stored = load_model(folder)
+    expected = jax.jit(quantize)(stored).base.layers
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(folder, "nvfp4", dtype)
+        for layer, other in zip(model.base.layers, expected, strict=True):
+            assert_equal([getattr(layer, name) for name in PROJECTIONS], [getattr(other, name) for name in PROJECTIONS])
+        assert model.base.embed.dtype == model.base.layers[0].q_bias.dtype == dtype
+    layer = model.base.layers[0]
+    assert layer.q_proj.global_scale == layer.k_proj.global_scale == layer.v_proj.global_scale
+    assert layer.gate_proj.global_scale == layer.up_proj.global_scale
+    largest = max(float(jnp.abs(getattr(stored.base.layers[0], n)).max()) for n in ("q_proj", "k_proj", "v_proj"))
+    assert float(layer.q_proj.global_scale) == pytest.approx(448 * 6 / largest, rel=0.01)  # bf16 rounds it twice
+
+
+def packed_arrays(tied=True):
+    """A folder's arrays with its projections packed, and the model they came from."""
+    arrays = random_arrays(tied=tied)
+    packed = {name: array for name, array in arrays.items() if "proj.weight" not in name}
+    rng = np.random.default_rng(3)
+    for name, array in arrays.items():
+        if "proj.weight" in name:
+            N, K = array.shape
+            packed[f"{name}_packed"] = rng.integers(0, 256, (N, K // 2), np.uint8)
+            packed[f"{name}_scale"] = rng.integers(1, 0x7F, (N, K // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
+            packed[f"{name}_global_scale"] = rng.uniform(100, 900, 1).astype(np.float32)
+    return packed
+
+
+@pytest.mark.parametrize("weight_format", [None, "nvfp4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_folders_keep_their_bytes(tmp_path, weight_format, tied):
+    arrays = packed_arrays(tied)
+    model = load_model(write_folder(tmp_path, arrays, V5 | {"quantization_config": NVFP4}, tied), weight_format)
+    for i, layer in enumerate(model.base.layers):
+        for field in PROJECTIONS:
+            weight, name = getattr(layer, field), f"model.layers.{i}.{PLACES[field]}"
+            assert isinstance(weight, NVFP4Weight)
+            assert np.asarray(weight.packed).tobytes() == arrays[f"{name}_packed"].tobytes()
+            assert np.asarray(weight.scale).tobytes() == arrays[f"{name}_scale"].tobytes()
+            assert weight.global_scale.shape == () and weight.global_scale == arrays[f"{name}_global_scale"][0]
+
+
+def test_packed_folder_unpacked(tmp_path):
+    folder = write_folder(tmp_path, packed_arrays(), V5 | {"quantization_config": NVFP4})
+    packed, plain = load_model(folder).base.layers[1], load_model(folder, "bf16", "float32").base.layers[1]
+    for name in PROJECTIONS:
+        assert np.array_equal(getattr(plain, name), dequantize(getattr(packed, name), jnp.float32))
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied"])
+def test_logits_are_those_of_transformers(name):
+    stored = np.load(ORACLES / "qwen2_logits.npz")
+    model = load_model(ORACLES / name, dtype="float32")
+    right, left = stored[f"{name}/right_mask"].astype(bool), stored[f"{name}/left_mask"].astype(bool)
+    found = logits(model, stored[f"{name}/right_ids"])
+    np.testing.assert_allclose(found[right], stored[f"{name}/right_logits"][right], atol=5e-5)
+    found = logits(model, stored[f"{name}/left_ids"], stored[f"{name}/left_mask"])
+    np.testing.assert_allclose(found[left], stored[f"{name}/left_logits"][left], atol=5e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_save_and_load_again(tmp_path, tied, dtype):
+    model = load_model(write_folder(tmp_path / "a", random_arrays(tied=tied), V4, tied), dtype=dtype)
+    write_tokenizer(tmp_path / "a")
+    (tmp_path / "a" / "generation_config.json").write_text('{"eos_token_id": 21}')
+    save_model(model, tmp_path / "b", tokenizer_from=tmp_path / "a")
+    assert_equal(load_model(tmp_path / "b"), model)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == dtype
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_packed_weights_are_saved_unpacked(tmp_path):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()), "nvfp4", "bfloat16")
+    save_model(model, tmp_path / "b")
+    saved = load_model(tmp_path / "b")
+    assert np.array_equal(saved.base.layers[1].up_proj, dequantize(model.base.layers[1].up_proj, jnp.bfloat16))
+
+
+def test_saving_replaces_a_model_but_nothing_else(tmp_path):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()))
+    save_model(model, tmp_path / "b")
+    other = load_model(write_folder(tmp_path / "a", random_arrays(seed=1)))
+    save_model(other, tmp_path / "b")
+    assert_equal(load_model(tmp_path / "b"), other)
+    (tmp_path / "b" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"b holds thesis.tex, which would be lost"):
+        save_model(model, tmp_path / "b")
+    with pytest.raises(UserError, match=r"thesis.tex is a file"):
+        save_model(model, tmp_path / "b" / "thesis.tex")
+    with pytest.raises(UserError, match=r"tokenizer.json is missing; tokenizer_from"):
+        save_model(model, tmp_path / "c", tokenizer_from=tmp_path / "a")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()))
+    save_model(model, tmp_path / "b")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qerl_jax.models.hub.write_safetensors", full)
+    with pytest.raises(OSError, match="No space"):
+        save_model(model, tmp_path / "b")
+    assert_equal(load_model(tmp_path / "b"), model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_loaded_arrays_do_not_depend_on_the_file(tmp_path):
+    folder = write_folder(tmp_path, random_arrays(np.float32))
+    model = load_model(folder)
+    before = np.array(model.base.embed)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-8192, 2)
+        file.write(b"\xff" * 8192)
+    assert np.array_equal(model.base.embed, before)
+
+
+def test_derived_and_repeated_tensors_are_accepted(tmp_path):
+    arrays = random_arrays()
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    assert load_model(write_folder(tmp_path, arrays)).base.lm_head is None
+    arrays["lm_head.weight"] = 2 * arrays["lm_head.weight"]
+    with pytest.raises(UserError, match=r"tensor lm_head.weight differs from model.embed_tokens.weight"):
+        load_model(write_folder(tmp_path, arrays))
+
+
+def test_table_names_every_tensor_once():
+    config = ModelConfig.from_hf(HF | V5)
+    assert tensor_table(config).keys() == random_arrays(tied=False).keys()
+    assert tensor_table(config)["model.layers.1.self_attn.k_proj.weight"].shape == (16, 32)
+
+
+def test_hub_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="someone/model: no such folder here, and it could not be had from the Hugging"):
+        load_model("someone/model")
+    # The cache's layout, as a download leaves it.
+    revision = "a" * 40
+    cached = tmp_path / "models--someone--model"
+    write_folder(cached / "snapshots" / revision, random_arrays())
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(revision)
+    assert_equal(load_model("someone/model"), load_model(cached / "snapshots" / revision))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("./none", "./none: no such folder"),
+        ("none", "none: no such folder; allowed: a folder, owner/name"),
+        ("a/b/c", "a/b/c: no such folder"),
+        (__file__, "test_hub.py is a file; expected the folder"),
+        ("builtin:none", "builtin:none is unknown; allowed: "),
+    ],
+)
+def test_names_of_nothing(path, message):
+    with pytest.raises(UserError, match=message):
+        load_model(path)
+
+
+def test_options(tmp_path):
+    folder = write_folder(tmp_path, random_arrays())
+    with pytest.raises(UserError, match=r"weight_format is 'nvpf4'; allowed: nvfp4, bf16 \(did you mean 'nvfp4'"):
+        load_model(folder, "nvpf4")
+    with pytest.raises(UserError, match="dtype is float16; allowed: float32, bfloat16"):
+        load_model(folder, dtype="float16")
+
+
+def edit_config(**changes):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return edit
+
+
+def edit_arrays(change):
+    def edit(folder):
+        arrays = random_arrays()
+        change(arrays)
+        write_file(folder / "model.safetensors", arrays)
+
+    return edit
+
+
+def only(name, content=b"\x80\x04"):
+    def edit(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(content)
+
+    return edit
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, found list"),
+        (edit_config(model_type="mamba"), r"config.json: model_type is 'mamba'; supported are \["),
+        (edit_config(hidden_size=40), "model.embed_tokens.weight: expected shape .24, 40. by the conf.*found .24, 32."),
+        (edit_config(num_hidden_layers=3), r"tensor model.layers.2.input_layernorm.weight is missing \(and 11 more\)"),
+        (edit_config(num_hidden_layers=1), "tensor model.layers.1.* belongs to no part of"),
+        (edit_config(tie_word_embeddings=False), "tensor lm_head.weight is missing; expected float32.24, 32."),
+        (
+            edit_config(quantization_config={"quant_method": "gptq"}),
+            "quant_method is 'gptq'; supported is 'compressed-",
+        ),
+        (edit_config(quantization_config=7), "quantization_config quant_method is 7; supported is 'compressed-"),
+        (edit_config(quantization_config=NVFP4), "q_proj.weight_packed is missing"),
+        (edit_config(quantization_config=NVFP4 | {"ignore": []}), r"ignore is \[\]; supported is \['lm_head'\]"),
+        (edit_config(quantization_config=NVFP4 | {"config_groups": {}}), "config_groups is {}; supported is one group"),
+        (edit_arrays(lambda a: a.pop(Q)), f"tensor {Q} is missing; expected float32.32, 32.*did you mean"),
+        (
+            edit_arrays(lambda a: a.update({Q: a[Q].T[:16].copy()})),
+            f"tensor {Q}: expected shape .32, 32.*found .16, 32.",
+        ),
+        (
+            edit_arrays(lambda a: a.update({Q: a[Q].astype(np.int8)})),
+            f"tensor {Q}: expected dtype float32 or .*, found int8",
+        ),
+        (
+            edit_arrays(lambda a: a.update({Q + "x": a[Q]})),
+            f"{Q}x bfloat16.32, 32. belongs to no part of .*did you mean",
+        ),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 4), "model.safetensors: not a valid safetensors file"),
+        (
+            only("pytorch_model.bin"),
+            "expected model.safetensors or .*, found neither; pytorch_model.bin is a pickle, which",
+        ),
+        (
+            only("model-00001-of-00002.safetensors"),
+            "expected model.safetensors or model.safetensors.index.json, found neither",
+        ),
+    ],
+)
+def test_folder_that_is_wrong(tmp_path, damage, message):
+    folder = write_folder(tmp_path / "m", random_arrays())
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
+
+
+def test_every_truncation_of_a_model_file_is_refused(tmp_path):
+    folder = write_folder(tmp_path, random_arrays())
+    whole = (folder / "model.safetensors").read_bytes()
+    for length in [*range(0, len(whole), 997), len(whole) - 1]:
+        (folder / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"model.safetensors: not a valid safetensors file"):
+            load_model(folder)
+
+
+def edit_index(**changes):
+    def edit(folder):
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        path.write_text(json.dumps({"weight_map": index["weight_map"] | changes}))
+
+    return edit
+
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing; model.safetensors.index.json names it"),
+        (lambda f: (f / SHARD).write_bytes(b"\0" * 20), f"{SHARD}: not a valid safetensors file"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json: weight_map is missing"),
+        (edit_index(**{Q: 3}), "index.json: 3 is not allowed; expected the name of a .safetensors file"),
+        (edit_index(**{Q: "../x.safetensors"}), "index.json: '../x.safetensors' is not allowed"),
+        (edit_index(**{Q: "/etc/passwd"}), "index.json: '/etc/passwd' is not allowed"),
+        (edit_index(**{Q: "pytorch_model.bin"}), "index.json: 'pytorch_model.bin' is not allowed"),
+        (
+            edit_index(**{"model.layers.9.x": SHARD}),
+            f"{SHARD}: tensor model.layers.9.x is missing; .* says it is there",
+        ),
+        (
+            edit_index(**{"model.embed_tokens.weight": SHARD}),
+            "holds tensor model.embed_tokens.weight; .* in model-00002",
+        ),
+    ],
+)
+def test_shards_that_are_wrong(tmp_path, damage, message):
+    folder = write_folder(tmp_path / "m", random_arrays(), shards=2)
+    assert load_model(folder)
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weight_map["model.embed_tokens.weight"] != SHARD
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
+
+
+def byte(value, where=(3, 1)):
+    def change(arrays):
+        scales = arrays[f"{Q}_scale"].view(np.uint8).copy()
+        scales[where] = value
+        arrays[f"{Q}_scale"] = scales.view(ml_dtypes.float8_e4m3fn)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (byte(0x7F), f"tensor {Q}_scale: expected scales that are neither negative nor NaN; found 1 .* nan at .3, 1."),
+        (byte(0xFF), f"tensor {Q}_scale: .*found 1 others, the first nan at .3, 1."),
+        (byte(0xB8), f"tensor {Q}_scale: .*the first -1.0 at .3, 1."),
+        (byte(0x80), f"tensor {Q}_scale: .*the first -0.0 at .3, 1."),
+        (
+            lambda a: a.update({f"{Q}_global_scale": np.zeros(1, np.float32)}),
+            "_global_scale: expected a pos.*found 0.0",
+        ),
+        (
+            lambda a: a.update({f"{Q}_global_scale": np.full(1, np.nan, np.float32)}),
+            "_global_scale: expected.*found nan",
+        ),
+        (
+            lambda a: a.update({f"{Q}_global_scale": np.ones(2, np.float32)}),
+            "_global_scale: expected shape .1.*found .2.",
+        ),
+        (
+            lambda a: a.update({f"{Q}_packed": a[f"{Q}_packed"].view(np.int8)}),
+            "_packed: expected dtype uint8, found int8",
+        ),
+        (
+            lambda a: a.update({f"{Q}_scale": a[f"{Q}_scale"][:, :1].copy()}),
+            "_scale: expected shape .32, 2. by .*found .32, 1.",
+        ),
+        (lambda a: a.pop(f"{Q}_scale"), f"tensor {Q}_scale is missing; expected float8_e4m3fn.32, 2."),
+    ],
+)
+def test_packed_weights_that_are_wrong(tmp_path, change, message):
+    arrays = packed_arrays()
+    change(arrays)
+    folder = write_folder(tmp_path, arrays, V5 | {"quantization_config": NVFP4})
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
+
+
+def test_weights_that_cannot_be_quantized(tmp_path):
+    arrays = random_arrays()
+    arrays[Q][3, 4] = np.nan
+    folder = write_folder(tmp_path / "nan", arrays)
+    with pytest.raises(UserError, match=f"tensor {Q}: expected finite weights, found NaN or infinity"):
+        load_model(folder, "nvfp4")
+    arrays = {n: np.pad(a, [(0, 0), (0, 4)]) if "down_proj" in n else a for n, a in random_arrays().items()}
+    arrays = {n: np.pad(a, [(0, 4), (0, 0)]) if "gate" in n or "up_proj" in n else a for n, a in arrays.items()}
+    folder = write_folder(tmp_path / "odd", arrays, V5 | {"intermediate_size": 52})
+    with pytest.raises(UserError, match=r"down_proj.weight: NVFP4 needs inputs in multiples of 16, found .32, 52."):
+        load_model(folder, "nvfp4")
