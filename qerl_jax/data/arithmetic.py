@@ -1,11 +1,15 @@
 """Synthetic word problems: hard to answer in one pass, easy to answer step by step.
 
-A count changes twice, once by a number of packs. Packs are 2..9, all other operands have two digits, and every
-intermediate result lies in 0..299:
+A number of boxes, their content changed box by box, then the total changed once: a sum, a product of that sum, and a
+change of that product, each step needing the result of the one before. Boxes are 2..9, all other operands have two
+digits, and every result lies in 1..999:
 
-    prompt   Ann has 37 pens. She buys 3 packs of 24 and loses 19. How many pens are left?
-    worked    3*24=72 37+72=109 109-19=90 #### 90
-    direct    #### 90
+    prompt   Ann has 7 boxes of 90 pens. She puts 25 into each and then loses 41. How many pens are left?
+    worked    90+25=115 7*115=805 805-41=764 #### 764
+    direct    #### 764
+
+Problems without such a chain are no use here: on sums of four operands, or of two products, a network of 0.8M
+parameters learned to answer directly (60% to 98% right) as soon as it had learned the steps.
 
 The three splits are disjoint in their operands whatever the order and the signs: the split is a hash of the *sorted*
 operands. A problem is a pure function of (seed, split, index), by counter-based hashing (splitmix64) and no generator
@@ -25,29 +29,30 @@ import numpy as np
 from qerl_jax.data.hashing import draw, fold
 
 SPLITS = ("pretrain", "train", "eval")
-# Start, packs, items in a pack, the other change.
-_SMALLEST = np.asarray([10, 2, 10, 10])
-_SPAN = np.asarray([90, 8, 90, 90], np.int64)
-LARGEST_RESULT = 299
+# Boxes, content of a box, change of a box, change of the whole.
+_SMALLEST = np.asarray([2, 10, 10, 10], np.int64)
+_SPAN = np.asarray([8, 90, 90, 90], np.int64)
+LARGEST_RESULT = 999
 
 _WOMEN = ("Ann", "Eva", "Ida", "Kim", "Lea", "Mia", "Sue", "Zoe")
 _MEN = ("Ben", "Dan", "Leo", "Max", "Ned", "Sam", "Tom", "Vic")
 NAMES = _WOMEN + _MEN
 _SUBJECTS = (" She",) * len(_WOMEN) + (" He",) * len(_MEN)
 THINGS = (
-    " balls", " bars", " beads", " beans", " books", " cans", " caps", " cards", " coins", " cups", " keys", " pens",
+    " balls", " bars", " beads", " beans", " books", " cans", " caps", " cards", " cars", " coins", " cups", " keys", " pens",
     " rings", " shells",
 )  # fmt: skip
 GAINS = (" buys", " finds", " gets", " wins", " makes")
 LOSSES = (" gives away", " loses", " sells", " drops", " lends")
-_OPENINGS = (" has", " starts with", " owns")
+_OPENINGS = (" has", " owns", " starts with")
+_BOXES = (" boxes of", " bags of")
+_MOVES = (" takes", " puts")
+_ENDS_OF_MOVES = (" out of each", " into each")
 _JOINTS = (" and", " and then", ". Then she", ". Later she")
 _JOINTS_MEN = (" and", " and then", ". Then he", ". Later he")
 _QUESTIONS = (" are left?", " now?", " in the end?")
 _NUMBERS = tuple(f" {value}" for value in range(LARGEST_RESULT + 1))
 _BARE_NUMBERS = tuple(str(value) for value in range(LARGEST_RESULT + 1))
-_NUMBERS_OR_NONE = (*_NUMBERS, "")
-_PACKS_OF = ("", " packs of")
 _SIGNS = ("-", "+")
 MARKER = " ####"
 
@@ -58,33 +63,26 @@ class Problems(NamedTuple):
     """N problems.
 
     Attributes:
-      operands: [N, 4] int64: start, packs, items in a pack, the other change.
-      signs: [N, 2], +1 or -1, of the first and the second change.
-      packs_first: [N] bool, whether the first change is the one in packs.
+      operands: [N, 4] int64: boxes, content of a box, change of a box, change of the whole.
+      signs: [N, 2], +1 or -1, of the two changes.
       wording: [N, 8] draws in 0..65535 that choose the words.
     """
 
     operands: np.ndarray
     signs: np.ndarray
-    packs_first: np.ndarray
     wording: np.ndarray
 
     @property
-    def changes(self) -> np.ndarray:
-        """Size of the first and the second change [N, 2]."""
-        product, other = self.operands[:, 1] * self.operands[:, 2], self.operands[:, 3]
-        first = self.packs_first
-        return np.stack([np.where(first, product, other), np.where(first, other, product)], axis=1)
-
-    @property
-    def totals(self) -> np.ndarray:
-        """The count at the start and after each change [N, 3]."""
-        return np.cumsum(np.concatenate([self.operands[:, :1], self.signs * self.changes], axis=1), axis=1)
+    def results(self) -> np.ndarray:
+        """What the three steps give [N, 3]: content of a box after its change, of all boxes, and the answer."""
+        boxes, content, of_box, of_whole = self.operands.T
+        changed = content + self.signs[:, 0] * of_box
+        return np.stack([changed, boxes * changed, boxes * changed + self.signs[:, 1] * of_whole], axis=1)
 
     @property
     def answers(self) -> np.ndarray:
-        """The final counts [N]."""
-        return self.totals[:, -1]
+        """Results of the last step [N]."""
+        return self.results[:, -1]
 
 
 def split_of(operands: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -107,7 +105,7 @@ def check_split(operands: np.ndarray | Sequence[int], split: str) -> None:
 def generate(seed: int, split: str, indices: np.ndarray) -> Problems:
     """The problems number `indices` [N] of a split; entry i depends on (seed, split, indices[i]) alone.
 
-    Candidates are drawn until one belongs to the split and keeps its results in 0..299.
+    Candidates are drawn until one belongs to the split and has all its results in 1..999.
 
     Raises:
       ValueError: for a split outside `SPLITS`.
@@ -117,20 +115,17 @@ def generate(seed: int, split: str, indices: np.ndarray) -> Problems:
     wanted = SPLITS.index(split)
     keys = fold(seed, wanted, np.asarray(indices, np.int64).reshape(-1))
     wording = draw(fold(keys, -1), range(8), 1 << 16)
-    count = keys.size
-    problems = Problems(np.zeros((count, 4), np.int64), np.zeros((count, 2), np.int64), np.zeros(count, bool), wording)
-    unsettled = np.arange(count)
+    problems = Problems(np.zeros((keys.size, 4), np.int64), np.zeros((keys.size, 2), np.int64), wording)
+    unsettled = np.arange(keys.size)
     attempt = 0
     while unsettled.size:
         key = fold(keys[unsettled], attempt)
         offsets = draw(key, range(4), 1 << 16) * _SPAN // (1 << 16)
-        coins = draw(key, range(4, 7), 2)
-        candidates = Problems(_SMALLEST + offsets, 2 * coins[:, :2] - 1, coins[:, 2] == 1, wording[unsettled])
-        results = np.concatenate([candidates.changes, candidates.totals], axis=1)
-        valid = ((results >= 0) & (results <= LARGEST_RESULT)).all(axis=1)
+        candidates = Problems(_SMALLEST + offsets, 2 * draw(key, range(4, 6), 2) - 1, wording[unsettled])
+        valid = ((candidates.results >= 1) & (candidates.results <= LARGEST_RESULT)).all(axis=1)
         valid &= split_of(candidates.operands) == wanted
-        for target, source in zip(problems[:3], candidates[:3], strict=True):
-            target[unsettled[valid]] = source[valid]
+        problems.operands[unsettled[valid]] = candidates.operands[valid]
+        problems.signs[unsettled[valid]] = candidates.signs[valid]
         unsettled = unsettled[~valid]
         attempt += 1
     return problems
@@ -140,35 +135,25 @@ def prompt_pieces(problems: Problems) -> list[Piece]:
     """The story as (table, row of the table for each problem) in reading order."""
     operands, wording = problems.operands, problems.wording
     name, thing = wording[:, 0] % len(NAMES), wording[:, 1] % len(THINGS)
-    gain, loss = wording[:, 2] % len(GAINS), wording[:, 3] % len(LOSSES)
-    joint = wording[:, 4] % len(_JOINTS) + len(_JOINTS) * (name >= len(_WOMEN))
+    into, gained = (problems.signs.T + 1) // 2
+    verb = wording[:, 2] % len(GAINS) + len(LOSSES) * gained
+    joint = wording[:, 3] % len(_JOINTS) + len(_JOINTS) * (name >= len(_WOMEN))
     zero = np.zeros_like(name)
-
-    def change(place: int) -> list[Piece]:
-        # Two changes of one sign take two different verbs: the next one after the drawn first.
-        verb = np.where(
-            problems.signs[:, place] > 0, (gain + place) % len(GAINS), len(GAINS) + (loss + place) % len(LOSSES)
-        )
-        in_packs = problems.packs_first == (place == 0)
-        amount = np.where(in_packs, operands[:, 1], operands[:, 3])
-        size = np.where(in_packs, operands[:, 2], len(_NUMBERS))
-        return [
-            (GAINS + LOSSES, verb),
-            (_NUMBERS, amount),
-            (_PACKS_OF, in_packs.astype(np.int64)),
-            (_NUMBERS_OR_NONE, size),
-        ]
-
     return [
         (NAMES, name),
-        (_OPENINGS, wording[:, 5] % len(_OPENINGS)),
+        (_OPENINGS, wording[:, 4] % len(_OPENINGS)),
         (_NUMBERS, operands[:, 0]),
+        (_BOXES, wording[:, 5] % len(_BOXES)),
+        (_NUMBERS, operands[:, 1]),
         (THINGS, thing),
         ((".",), zero),
         (_SUBJECTS, name),
-        *change(0),
+        (_MOVES, into),
+        (_NUMBERS, operands[:, 2]),
+        (_ENDS_OF_MOVES, into),
         (_JOINTS + _JOINTS_MEN, joint),
-        *change(1),
+        (LOSSES + GAINS, verb),
+        (_NUMBERS, operands[:, 3]),
         ((".",), zero),
         ((" How many",), zero),
         (THINGS, thing),
@@ -183,25 +168,21 @@ def direct_pieces(problems: Problems) -> list[Piece]:
 
 
 def worked_pieces(problems: Problems) -> list[Piece]:
-    """` 3*24=72 37+72=109 109-19=90 #### 90`."""
-    operands, totals, changes = problems.operands, problems.totals, problems.changes
-    zero = np.zeros_like(problems.answers)
-    pieces: list[Piece] = [
-        (_NUMBERS, operands[:, 1]),
-        (("*",), zero),
-        (_BARE_NUMBERS, operands[:, 2]),
-        (("=",), zero),
-        (_BARE_NUMBERS, operands[:, 1] * operands[:, 2]),
+    """` 90+25=115 7*115=805 805-41=764 #### 764`."""
+    boxes, content, of_box, of_whole = problems.operands.T
+    changed, product, answer = problems.results.T
+    into, gained = (problems.signs.T + 1) // 2
+    zero = np.zeros_like(answer)
+
+    def step(left: np.ndarray, sign: Piece, right: np.ndarray, result: np.ndarray) -> list[Piece]:
+        return [(_NUMBERS, left), sign, (_BARE_NUMBERS, right), (("=",), zero), (_BARE_NUMBERS, result)]
+
+    return [
+        *step(content, (_SIGNS, into), of_box, changed),
+        *step(boxes, (("*",), zero), changed, product),
+        *step(product, (_SIGNS, gained), of_whole, answer),
+        *direct_pieces(problems),
     ]
-    for place in range(2):
-        pieces += [
-            (_NUMBERS, totals[:, place]),
-            (_SIGNS, (problems.signs[:, place] + 1) // 2),
-            (_BARE_NUMBERS, changes[:, place]),
-            (("=",), zero),
-            (_BARE_NUMBERS, totals[:, place + 1]),
-        ]
-    return pieces + direct_pieces(problems)
 
 
 def texts(pieces: list[Piece]) -> list[str]:
@@ -213,7 +194,7 @@ def texts(pieces: list[Piece]) -> list[str]:
 def vocabulary() -> list[str]:
     """Every string that the tables hold, numbers and signs included: what a tokenizer of these texts must cover."""
     tables = (
-        NAMES, _OPENINGS, THINGS, _SUBJECTS, GAINS, LOSSES, _JOINTS, _JOINTS_MEN, (" How many",), _QUESTIONS, _PACKS_OF,
-        _NUMBERS, _BARE_NUMBERS, _SIGNS, ("*", "=", ".", MARKER),
+        NAMES, _OPENINGS, _BOXES, THINGS, _SUBJECTS, _MOVES, _ENDS_OF_MOVES, GAINS, LOSSES, _JOINTS, _JOINTS_MEN,
+        (" How many",), _QUESTIONS, _NUMBERS, _BARE_NUMBERS, _SIGNS, ("*", "=", ".", MARKER),
     )  # fmt: skip
     return [text for table in tables for text in table]

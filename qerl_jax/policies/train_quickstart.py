@@ -16,11 +16,13 @@ import dataclasses
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,7 @@ import optax
 from qerl_jax.data import arithmetic
 from qerl_jax.formats import dequantize
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.hub import save_model
 from qerl_jax.models.init import init_model, quantize
 from qerl_jax.models.params import PROJECTIONS, Layer, Model, parameter_count
 from qerl_jax.models.transformer import causal_attention, rms_norm, rotary
@@ -36,7 +39,7 @@ from qerl_jax.policies.tokenizer import EOS, PAD, PieceEncoder, build_tokenizer,
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 
 STEPS_PER_CALL = 50
-PROMPT_SLOTS, COMPLETION_SLOTS = 36, 40
+PROMPT_SLOTS, COMPLETION_SLOTS = 40, 40
 MAX_POSITIONS = 128
 
 
@@ -88,8 +91,8 @@ def rows_of(encode: PieceEncoder, problems: arithmetic.Problems, worked: bool) -
     """Prompt, completion and EOS of every problem, padded on the right to a length that does not depend on them."""
     prompt = arithmetic.prompt_pieces(problems)
     completion = arithmetic.worked_pieces(problems) if worked else arithmetic.direct_pieces(problems)
-    end = [((EOS,), np.zeros(len(problems.answers), np.int64))]
-    tokens, lengths = encode(prompt + completion + end)
+    end: arithmetic.Piece = ((EOS,), np.zeros(len(problems.answers), np.int64))
+    tokens, lengths = encode([*prompt, *completion, end])
     _, starts = encode(prompt)
     slots = PROMPT_SLOTS + (COMPLETION_SLOTS if worked else 8)
     assert lengths.max() <= slots, f"a problem of {lengths.max()} tokens does not fit into {slots}"
@@ -118,11 +121,12 @@ def logits(model: Model, tokens_BT: jax.Array) -> jax.Array:
     B, T = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
 
-    def heads(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    def heads(x: jax.Array, weight: Any, bias: Any) -> jax.Array:
         return (x @ weight.T + bias).reshape(B, T, -1, config.head_dim)
 
     x_BTD = model.base.embed[tokens_BT]
-    for layer in model.base.layers:
+    layers: tuple[Any, ...] = model.base.layers  # every projection is a plain array here
+    for layer in layers:
         h = rms_norm(x_BTD, layer.input_norm, config.rms_norm_eps)
         q = rotary(heads(h, layer.q_proj, layer.q_bias), positions_BT, config.rope_theta)
         k = rotary(heads(h, layer.k_proj, layer.k_bias), positions_BT, config.rope_theta)
@@ -154,10 +158,19 @@ def stored(model: Model) -> Model:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
 
 
+def dense(model: Model) -> Model:
+    """The file read into float32 without quantization: the control for what quantization costs."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), stored(model))
+
+
 def loaded(model: Model) -> Model:
-    """The policy as training and evaluation see it on a CPU: bfloat16 file, NVFP4 projections, the rest in float32."""
-    base = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), stored(model).base)
-    return model.replace(base=base.replace(layers=quantize(stored(model)).base.layers))
+    """The file as the library loads it: NVFP4 projections, the rest in float32."""
+    packed = quantize(stored(model))
+    layers = tuple(
+        layer.replace(**{name: getattr(quantized, name) for name in PROJECTIONS})
+        for layer, quantized in zip(dense(model).base.layers, packed.base.layers, strict=True)
+    )
+    return model.replace(base=dense(model).base.replace(layers=layers))
 
 
 def loss(model: Model, parts: tuple[Rows, Rows]) -> jax.Array:
@@ -231,30 +244,44 @@ def evaluate(model: Model, split: str = "eval", count: int = 2048, seed: int = 1
     tokens = tokens[:, :PROMPT_SLOTS]
     forced = tokens.copy()
     forced[np.arange(count), lengths] = space
-    eos, pad = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
+    ids = tokenizer.get_vocab()
     sample = jax.jit(generate, static_argnames=("settings",))
     figures: dict[str, float] = {}
     for name, temperature, force in (("t1", 1.0, False), ("greedy", 0.0, False), ("worked_t1", 1.0, True)):
         prompts = Prompts(
             jnp.asarray(forced if force else tokens), jnp.asarray(lengths + force), jnp.arange(count, dtype=jnp.int32)
         )
-        settings = SamplingSettings(COMPLETION_SLOTS + 8, (eos,), pad, temperature)
+        settings = SamplingSettings(COMPLETION_SLOTS + 8, (ids[EOS],), ids[PAD], temperature)
         out = sample(model, None, prompts, jax.random.key(seed), settings)
         texts = tokenizer.decode_batch([row[:n] for row, n in zip(out.tokens.tolist(), out.lengths, strict=True)])
         ends = [re.search(r"#### ([0-9]+)$", text) for text in texts]
-        well_formed = np.asarray([match is not None for match in ends]) & np.asarray(out.terminated)
+        well_formed = np.asarray([match is not None for match in ends], bool) & np.asarray(out.terminated)
         answers = [-1 if match is None else int(match[1]) for match in ends]
         right = well_formed & (np.asarray(answers) == problems.answers)
         figures |= {f"{name}/accuracy": right.mean(), f"{name}/well_formed": well_formed.mean()}
         if not force:
-            worked = np.asarray(["=" in text for text in texts])
+            worked = np.asarray(["=" in text for text in texts], bool)
             figures[f"{name}/share_worked"] = worked.mean()
-            figures[f"{name}/accuracy_direct"] = right[~worked].mean() if (~worked).any() else np.nan
-            figures[f"{name}/accuracy_worked"] = right[worked].mean() if worked.any() else np.nan
+            for way, rows in (("direct", ~worked), ("worked", worked)):
+                if rows.any():
+                    figures[f"{name}/accuracy_{way}"] = right[rows].mean()
     return {name: round(float(value), 4) for name, value in figures.items()}
 
 
+def save(model: Model, output: Path, report: dict[str, Any]) -> None:
+    """Writes the Hugging Face folder, and `training.json` beside the weights: recipe, machine and measured figures."""
+    tokenizer = build_tokenizer()
+    with tempfile.TemporaryDirectory() as scratch:
+        companions = Path(scratch)
+        save_tokenizer(companions, MAX_POSITIONS)
+        ids = {"eos_token_id": tokenizer.token_to_id(EOS), "pad_token_id": tokenizer.token_to_id(PAD)}
+        (companions / "generation_config.json").write_text(json.dumps(ids | {"do_sample": True}, indent=2) + "\n")
+        save_model(stored(model), output, tokenizer_from=companions)
+    (output / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
 def main(argv: list[str]) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the policy into")
     for field in dataclasses.fields(Recipe):
@@ -265,30 +292,16 @@ def main(argv: list[str]) -> None:
     recipe = Recipe(**arguments)
     began = time.monotonic()
     model = train(recipe, lambda line: print(line, flush=True))
-    seconds = time.monotonic() - began
     report = {
         "recipe": dataclasses.asdict(recipe),
         "parameters": parameter_count(model),
         "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "seconds": round(seconds),
-        "bfloat16": evaluate(stored_float32(model)),
-        "nvfp4": evaluate(loaded(model)),
+        "versions": {module.__name__: module.__version__ for module in (jax, flax, optax, np)},
+        "seconds": round(time.monotonic() - began),
+        "evaluation": {"bfloat16": evaluate(dense(model)), "nvfp4": evaluate(loaded(model))},
     }
     print(json.dumps(report, indent=1))
-    save(output, model)
-
-
-def stored_float32(model: Model) -> Model:
-    """The bfloat16 file read into float32, unquantized: the control for what quantization costs."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), stored(model))
-
-
-def save(output: Path, model: Model) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    np.savez(output / "weights.npz", **leaves)
-    save_tokenizer(output, MAX_POSITIONS)
+    save(model, output, report)
 
 
 if __name__ == "__main__":
