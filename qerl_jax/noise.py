@@ -99,5 +99,5 @@ def perturb_norms(norms: Norms, sigma: jax.Array | float, key: jax.Array, *, fin
     return Norms(
         input=tuple(noisy(w, 2 * i) for i, w in enumerate(norms.input)),
         post_attention=tuple(noisy(w, 2 * i + 1) for i, w in enumerate(norms.post_attention)),
-        final=noisy(norms.final, 2 * len(norms.input)) if final_norm and norms.final is not None else norms.final,
+        final=noisy(norms.final, 2 * len(norms.input)) if final_norm else norms.final,
     )

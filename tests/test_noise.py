@@ -72,7 +72,7 @@ def test_noise_is_a_function_of_the_key_and_sigma_zero_is_clean():
 
 
 def test_noise_has_the_stated_standard_deviation():
-    norms = Norms((jnp.ones(20000),), (jnp.ones(20000),), None)
+    norms = Norms((jnp.ones(20000),), (jnp.ones(20000),), jnp.ones(4))
     noise = perturb_norms(norms, 1e-3, jax.random.key(0)).input[0] - 1
     assert abs(float(noise.std()) - 1e-3) < 3e-5 and abs(float(noise.mean())) < 3e-5
 
@@ -114,7 +114,7 @@ def test_noise_of_1e_4_acts_on_a_bfloat16_model():
 
 def test_sixteen_bit_scales_are_refused():
     with pytest.raises(TypeError, match="float32"):
-        perturb_norms(Norms((jnp.ones(4, jnp.bfloat16),), (), None), 1e-3, jax.random.key(0))
+        perturb_norms(Norms((jnp.ones(4, jnp.bfloat16),), (), jnp.ones(4)), 1e-3, jax.random.key(0))
 
 
 def test_trained_norms_are_the_ones_perturbed():

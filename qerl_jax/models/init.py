@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.params import PROJECTIONS, Adapter, Base, Layer, LoRA, Model, Norms, projection_shape
+from qerl_jax.models.params import PROJECTIONS, Adapter, Base, Layer, LoRA, Model, TrainedNorms, projection_shape
 
 # Projections that read the same input share one NVFP4 global scale, as llm-compressor writes them.
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -122,9 +122,8 @@ def init_adapter(
     norms = None
     if train_norms:
         layers = model.base.layers
-        norms = Norms(
+        norms = TrainedNorms(
             tuple(layer.input_norm.copy() for layer in layers),
             tuple(layer.post_attention_norm.copy() for layer in layers),
-            None,
         )
     return Adapter(lora, norms)

@@ -49,14 +49,18 @@ class Model(flax.struct.PyTreeNode):
 
 
 class Norms(flax.struct.PyTreeNode):
-    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one.
-
-    `final` is None in an adapter: the final norm is never trained, the base's is used.
-    """
+    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one."""
 
     input: tuple[jax.Array, ...]
     post_attention: tuple[jax.Array, ...]
-    final: jax.Array | None
+    final: jax.Array
+
+
+class TrainedNorms(flax.struct.PyTreeNode):
+    """The scales that an adapter may train, float32; the final norm is never trained."""
+
+    input: tuple[jax.Array, ...]
+    post_attention: tuple[jax.Array, ...]
 
 
 class LoRA(flax.struct.PyTreeNode):
@@ -72,7 +76,7 @@ class Adapter(flax.struct.PyTreeNode):
     they are trained too (input and post-attention, never the final one)."""
 
     lora: tuple[dict[str, LoRA], ...]
-    norms: Norms | None = None
+    norms: TrainedNorms | None = None
 
 
 def projection_shape(config: ModelConfig, name: str) -> tuple[int, int]:
@@ -94,7 +98,7 @@ def projection_shape(config: ModelConfig, name: str) -> tuple[int, int]:
 def norms_of(model: Model, adapter: Adapter | None) -> Norms:
     """The clean norm scales in force: the adapter's where it trains them, else the base's."""
     if adapter is not None and adapter.norms is not None:
-        return adapter.norms.replace(final=model.base.final_norm)
+        return Norms(adapter.norms.input, adapter.norms.post_attention, model.base.final_norm)
     layers = model.base.layers
     return Norms(
         input=tuple(layer.input_norm for layer in layers),

@@ -20,7 +20,7 @@ from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.hub import Slot, check_tensors, layer_name
-from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, Norms, norms_of, projection_shape
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, TrainedNorms, norms_of, projection_shape
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.source import read_json, resolve, write_json
 
@@ -103,7 +103,7 @@ def load_adapter(
     norms = None
     if saved_norms:
         first, second = (tuple(array(_PREFIX + layer_name(i, field)) for i in layers) for field in _NORMS.values())
-        norms = Norms(input=first, post_attention=second, final=None)
+        norms = TrainedNorms(input=first, post_attention=second)
     elif train_norms:
         # Copies: an update donates the adapter, and the base must outlive it.
         norms = jax.tree.map(jnp.copy, norms_of(model, None).replace(final=None))

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenizers
+
 # Silences transformers' advice to install PyTorch, which it prints at import.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
@@ -37,17 +39,19 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
     """
     folder = resolve(path)
     file, *optional = (folder / name for name in TOKENIZER_FILES if name.endswith(".json"))
-    read_json(file)
+    if "added_tokens" not in read_json(file):
+        raise UserError(f"{file}: not a valid tokenizer (added_tokens is missing)")
     for extra in optional:
         if extra.exists():
             read_json(extra)
     try:
-        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
         if type(error) is not Exception:
             raise
         # What the tokenizers library raises for a malformed file is of no narrower class.
         raise UserError(f"{file}: not a valid tokenizer ({error})") from error
+    tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if max(len(tokenizer), largest + 1) > vocab_size:
         raise UserError(
