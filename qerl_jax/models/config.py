@@ -43,7 +43,8 @@ class ModelConfig:
                 raise UserError(f"{where}: {key} is missing")
             if kind is float and type(value) is int:
                 value = float(value)
-            if type(value) is not kind or (kind is not bool and not value > 0):
+            positive = isinstance(value, int | float) and value > 0
+            if type(value) is not kind or not (positive or kind is bool):
                 allowed = {int: "a positive integer", float: "a positive number", bool: "true or false"}[kind]
                 raise UserError(f"{where}: {key} is {value!r}; expected {allowed}")
             return value
