@@ -1,0 +1,228 @@
+"""PEFT folders: read as PEFT wrote them, written so that it reads them, and refused by name when they do not fit."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from tiny import tiny_adapter, tiny_model
+
+from qerl_jax.errors import UserError
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.params import Adapter
+from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.models.transformer import logits
+
+ORACLES = Path(__file__).parent / "oracles"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(weight_format="bf16")
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)  # scalings and module names are in it
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype == jnp.float32 and np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied"])
+def test_logits_are_those_of_peft(name):
+    """All seven linears; the untied one is rank-stabilised and has trained norms."""
+    stored = np.load(ORACLES / "qwen2_logits.npz")
+    model = load_model(ORACLES / name, dtype="float32")
+    adapter = load_adapter(ORACLES / f"{name}_adapter", model, base_name=f"elsewhere/{name}")
+    assert (adapter.norms is not None) == (name == "qwen2_untied")
+    real = stored[f"{name}/right_mask"].astype(bool)
+    found = logits(model, stored[f"{name}/right_ids"], adapter=adapter)
+    np.testing.assert_allclose(found[real], stored[f"{name}/adapter_logits"][real], atol=5e-5)
+    # The stored logits are far from the base's, so the comparison says something.
+    assert np.abs(stored[f"{name}/adapter_logits"] - stored[f"{name}/right_logits"])[real].max() > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"train_norms": True}, {"target_modules": ["up_proj", "q_proj"]}])
+def test_round_trip(tmp_path, model, options):
+    adapter = tiny_adapter(model, **options)
+    save_adapter(adapter, tmp_path / "adapter", "some/base")
+    assert_same(load_adapter(tmp_path / "adapter", model), adapter)
+    save_adapter(tiny_adapter(model, seed=5), tmp_path / "adapter", "some/base")  # a later save replaces it
+    assert_same(load_adapter(tmp_path / "adapter", model), tiny_adapter(model, seed=5))
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_the_folder_is_what_peft_documents(tmp_path, model):
+    adapter = tiny_adapter(model, train_norms=True)
+    save_adapter(adapter, tmp_path / "a", "some/base")
+    options = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert {key: options[key] for key in ("r", "lora_alpha", "peft_type", "task_type", "bias")} == {
+        "r": 4,
+        "lora_alpha": 8,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    assert options["modules_to_save"] == ["input_layernorm", "post_attention_layernorm"]
+    assert options["base_model_name_or_path"] == "some/base"
+    arrays = safetensors.numpy.load_file(tmp_path / "a" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+    assert np.array_equal(arrays[name + "A.weight"], adapter.lora[1]["down_proj"].a)
+    assert np.array_equal(arrays[name + "B.weight"], adapter.lora[1]["down_proj"].b)
+    norm = "base_model.model.model.layers.0.post_attention_layernorm.weight"
+    assert np.array_equal(arrays[norm], adapter.norms.post_attention[0])
+    assert len(arrays) == 2 * (2 * 7 + 2)
+
+
+def test_rank_stabilised_scaling(tmp_path, model):
+    save_adapter(tiny_adapter(model), tmp_path / "a", "b")
+    edit_options(use_rslora=True, lora_alpha=3)(tmp_path / "a")
+    adapter = load_adapter(tmp_path / "a", model)
+    assert adapter.lora[0]["q_proj"].scaling == 3 / 2  # alpha 3, rank 4
+    save_adapter(adapter, tmp_path / "b", "b")
+    assert_same(load_adapter(tmp_path / "b", model), adapter)
+
+
+def test_lower_precision_becomes_float32(tmp_path, model):
+    adapter = tiny_adapter(model)
+    save_adapter(adapter, tmp_path / "a", "b")
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    half = {n: a.astype(jnp.bfloat16) for n, a in safetensors.numpy.load_file(path).items()}
+    safetensors.numpy.save_file(half, path)
+    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), adapter)
+    assert_same(load_adapter(tmp_path / "a", model), expected)
+
+
+def test_trained_norms_on_demand(tmp_path, model):
+    save_adapter(tiny_adapter(model), tmp_path / "plain", "b")
+    adapter = load_adapter(tmp_path / "plain", model, train_norms=True)
+    layer = model.base.layers[1]
+    assert np.array_equal(adapter.norms.input[1], layer.input_norm) and adapter.norms.final is None
+    jax.jit(lambda a: jax.tree.map(jnp.negative, a), donate_argnums=0)(adapter)
+    assert not layer.input_norm.is_deleted()
+    assert load_adapter(tmp_path / "plain", model, train_norms=False).norms is None
+    save_adapter(tiny_adapter(model, train_norms=True), tmp_path / "norms", "b")
+    with pytest.raises(
+        UserError, match=r"has trained norm scales, but train_norms is false; set lora.train_norms=true"
+    ):
+        load_adapter(tmp_path / "norms", model, train_norms=False)
+
+
+def test_what_cannot_be_written(tmp_path, model):
+    adapter = tiny_adapter(model)
+    other = tiny_adapter(model, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="one rank, one scaling and one list of modules"):
+        save_adapter(Adapter((adapter.lora[0], other.lora[1])), tmp_path / "a", "b")
+    pair = adapter.lora[0]["q_proj"]
+    scaled = {**adapter.lora[0], "q_proj": pair.replace(scaling=3.0)}
+    with pytest.raises(ValueError, match="one rank, one scaling"):
+        save_adapter(Adapter((scaled, adapter.lora[1])), tmp_path / "a", "b")
+    (tmp_path / "notes").write_text("x")
+    with pytest.raises(UserError, match="holds notes, which would be lost"):
+        save_adapter(adapter, tmp_path, "b")
+
+
+def edit_options(**changes):
+    def edit(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_arrays(change):
+    def edit(folder):
+        path = folder / "adapter_model.safetensors"
+        arrays = safetensors.numpy.load_file(path)
+        change(arrays)
+        safetensors.numpy.save_file(arrays, path)
+
+    return edit
+
+
+def as_pickle(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edit_options(r=8), r"tensor .*lora_A.weight: expected shape .8, 64. by the configuration, found .4, 64."),
+        (edit_options(r=0), "r is 0; expected a rank of 1 or more"),
+        (edit_options(r="4"), "r is '4'; expected a rank"),
+        (edit_options(lora_alpha=None), "lora_alpha is None; expected a number"),
+        (edit_options(lora_alpha=float("inf")), "lora_alpha is inf; expected a number"),
+        (edit_options(target_modules=["q_proj"]), r"down_proj.lora_A.weight float32.4, 64. belongs to no part of"),
+        (edit_options(target_modules=["q_prj"]), r"target_modules: 'q_prj' is not supported; .*did you mean 'q_proj'"),
+        (
+            edit_options(target_modules=["lm_head"]),
+            "target_modules: 'lm_head' is not supported; allowed: q_proj, k_proj",
+        ),
+        (edit_options(target_modules="all-linear"), "target_modules is 'all-linear'; expected a list of q_proj"),
+        (edit_options(peft_type="IA3"), "peft_type is 'IA3'; supported: 'LORA'"),
+        (edit_options(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'; supported: 'CAUSAL_LM', None"),
+        (edit_options(bias="all"), "bias is 'all'; supported: 'none'"),
+        (edit_options(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; supported: True, False"),
+        (edit_options(use_dora=True), r"option use_dora \(True\) is not supported"),
+        (edit_options(rank_pattern={"q_proj": 8}), r"option rank_pattern \({'q_proj': 8}\) is not supported"),
+        (edit_options(alpha_pattern={"q_proj": 8}), "option alpha_pattern .* is not supported"),
+        (edit_options(fan_in_fan_out=True), "option fan_in_fan_out .* is not supported"),
+        (edit_options(layers_to_transform=[0]), r"option layers_to_transform \(\[0\]\) is not supported"),
+        (edit_options(lora_bias=True), "option lora_bias .* is not supported"),
+        (edit_options(option_of_the_future=3), r"option option_of_the_future \(3\) is not supported"),
+        (
+            edit_options(modules_to_save=["lm_head"]),
+            r"modules_to_save is \['lm_head'\]; supported: none, or input_layern",
+        ),
+        (edit_options(modules_to_save=["norm"]), r"modules_to_save is \['norm'\]"),
+        (
+            edit_options(modules_to_save=["input_layernorm", "post_attention_layernorm"]),
+            "layers.0.input_layernorm.weight is missing",
+        ),
+        (
+            edit_options(base_model_name_or_path="org/other"),
+            "base_model_name_or_path: expected some/base, found org/other",
+        ),
+        (edit_arrays(lambda a: a.pop(A)), f"tensor {A} is missing; expected float32.4, 32."),
+        (edit_arrays(lambda a: a.update({A: a[A][:, :16].copy()})), f"{A}: expected shape .4, 32. .*found .4, 16."),
+        (
+            edit_arrays(lambda a: a.update({A: a[A].astype(np.int32)})),
+            f"{A}: expected dtype float32 or .*, found int32",
+        ),
+        (
+            edit_arrays(lambda a: a.update({A.replace("layers.1", "layers.2"): a[A]})),
+            "layers.2.self_attn.q_proj.lora_A.weight .*belongs to no part",
+        ),
+        (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
+        (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing$"),
+        (
+            as_pickle,
+            "adapter_model.safetensors is missing; adapter_model.bin is a pickle, which can run code and is never",
+        ),
+        (
+            lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x80\x04\x95abcdefgh"),
+            "looks like a PyTorch pickle",
+        ),
+    ],
+)
+def test_folder_that_does_not_fit(tmp_path, model, damage, message):
+    folder = tmp_path / "adapter"
+    save_adapter(tiny_adapter(model), folder, "some/base")
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        load_adapter(folder, model, base_name="some/base")
+
+
+def test_adapter_of_another_network(tmp_path):
+    model = load_model(ORACLES / "qwen2_tied", dtype="float32")
+    save_adapter(tiny_adapter(tiny_model(weight_format="bf16")), tmp_path / "a", "b")  # same widths, another MLP
+    with pytest.raises(UserError, match=r"down_proj.lora_A.weight: expected shape .4, 48. by .*, found .4, 64."):
+        load_adapter(tmp_path / "a", model)
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        load_adapter("nowhere", model)

@@ -1,0 +1,142 @@
+"""Tokenizers as their files describe them, and the ids that end a completion."""
+
+import json
+import sys
+
+import pytest
+from folders import HF, V5, write_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from qerl_jax.errors import UserError
+from qerl_jax.models.tokenizer import load_generation_config, load_tokenizer
+
+
+def write_config(folder, generation=None, **config):
+    (folder / "config.json").write_text(json.dumps(HF | V5 | config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_round_trip_without_torch(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path), 24)
+    assert tokenizer("w3 w17 w5")["input_ids"] == [3, 17, 5]
+    assert tokenizer.decode([3, 17, 21], skip_special_tokens=True) == "w3 w17"
+    assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id) == (22, 20, 21)
+    assert "torch" not in sys.modules
+
+
+def test_the_file_is_followed_whatever_class_it_names(tmp_path):
+    """A word-level vocabulary under the name of Qwen2's class, without <|endoftext|>: nothing is rebuilt or added."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, more={"tokenizer_class": "Qwen2Tokenizer"}), 22)
+    assert "<|endoftext|>" not in tokenizer.get_vocab() and len(tokenizer) == 22
+
+
+def test_a_chat_template_is_read(tmp_path):
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}w0"
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, more={"chat_template": template}), 24)
+    messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "w3 w4 w0"
+
+
+def test_qwen2_pipeline(tmp_path):
+    """Byte-level BPE as Qwen2 has it, with merges, digits that stay single, and special tokens inside texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "he", "llo", "ll", "hello", "Ġhello"])}
+    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo"), ("Ġ", "hello")]
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
+    )
+    tokenizer = load_tokenizer(tmp_path, 300)
+    text = "hello hello é 12<|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[:2] == [vocab["hello"], vocab["Ġhello"]] and ids[-1] == 261
+    assert tokenizer.decode(ids) == text and tokenizer.decode(ids, skip_special_tokens=True) == text[:-10]
+
+
+def test_no_id_beyond_the_embedding(tmp_path):
+    write_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path, 22)
+    with pytest.raises(UserError, match=r"tokenizer.json: .* 22 tokens, the largest id 21 \('<eos>'\); .* has 21 rows"):
+        load_tokenizer(tmp_path, 21)
+
+
+def test_no_sparse_id_beyond_the_embedding(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 90}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"2 tokens, the largest id 90 \('b'\); the embedding has 24 rows"):
+        load_tokenizer(tmp_path, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", "{", "tokenizer.json: not valid JSON"),
+        ("tokenizer.json", "{}", "tokenizer.json: not a valid tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}', "tokenizer.json: not a valid tokenizer"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: expected a JSON object, found list"),
+    ],
+)
+def test_broken_tokenizers(tmp_path, name, content, message):
+    write_tokenizer(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path, 24)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 21, "pad_token_id": 20}, {}, ((21,), 20)),
+        ({"eos_token_id": [5, 21], "pad_token_id": 20}, {"eos_token_id": 7}, ((5, 21), 20)),
+        ({}, {"eos_token_id": 7, "pad_token_id": 3}, ((7,), 3)),
+        (None, {"eos_token_id": [7, 8]}, ((7, 8), 20)),
+        ({"eos_token_id": None}, {"eos_token_id": None}, ((21,), 20)),
+        ({"eos_token_id": []}, {}, ((21,), 20)),
+    ],
+)
+def test_eos_and_pad(tmp_path, generation, config, expected):
+    assert load_generation_config(write_config(write_tokenizer(tmp_path), generation, **config)) == expected
+
+
+def test_pad_without_any_source_is_the_first_eos(tmp_path):
+    write_config(write_tokenizer(tmp_path, pad=None), {"eos_token_id": [4, 5]})
+    assert load_generation_config(tmp_path) == ((4, 5), 4)
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        (
+            {"eos_token_id": 24},
+            "generation_config.json: eos_token_id is 24; expected an id from 0 to below vocab_size 24",
+        ),
+        ({"eos_token_id": [1, -1]}, "generation_config.json: eos_token_id is -1"),
+        ({"eos_token_id": "21"}, "generation_config.json: eos_token_id is '21'"),
+        ({"eos_token_id": True}, "generation_config.json: eos_token_id is True"),
+        ({"eos_token_id": 1, "pad_token_id": 99}, "generation_config.json: pad_token_id is 99"),
+    ],
+)
+def test_ids_that_are_wrong(tmp_path, generation, message):
+    write_config(write_tokenizer(tmp_path), generation)
+    with pytest.raises(UserError, match=message):
+        load_generation_config(tmp_path)
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_no_eos_anywhere(tmp_path, with_tokenizer):
+    if with_tokenizer:
+        write_tokenizer(tmp_path, eos=None)
+    write_config(tmp_path)
+    with pytest.raises(UserError, match=r"no EOS: expected eos_token_id in generation_config.json or config.json"):
+        load_generation_config(tmp_path)
