@@ -1,0 +1,144 @@
+"""Data sets from files and generators, and the order in which they are read."""
+
+import json
+
+import numpy as np
+import pytest
+
+from qerl_jax.data import arithmetic
+from qerl_jax.data.dataset import load_dataset, order, prompt_indices
+from qerl_jax.errors import UserError
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Writes lines (texts, or rows to be dumped) into a file and returns its name."""
+
+    def write(*lines, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return str(path)
+
+    return write
+
+
+def test_arithmetic_rows():
+    data = load_dataset("arithmetic", split="eval", seed=5, size=64)
+    assert len(data) == 64
+    row = data[3]
+    assert set(row) == {"prompt", "answer", "operands"}
+    assert [int(word) for word in row["prompt"].replace(".", "").split() if word.isdigit()] == row["operands"]
+    arithmetic.check_split([data[i]["operands"] for i in range(64)], "eval")
+    row["answer"] = "changed"
+    assert data[3]["answer"] != "changed"
+
+
+def test_arithmetic_seed_split_and_fingerprint():
+    train = load_dataset("arithmetic", size=8)
+    assert train.fingerprint == load_dataset("arithmetic", split="train", size=8).fingerprint
+    assert train.fingerprint != load_dataset("arithmetic", size=8, seed=1).fingerprint
+    assert train.fingerprint != load_dataset("arithmetic", split="eval", size=8).fingerprint
+    assert len(load_dataset("arithmetic")) == 16384
+
+
+def test_jsonl_with_texts(jsonl):
+    data = load_dataset(
+        jsonl({"prompt": "2+2?", "answer": "4", "n": 1}, "", {"prompt": "é?", "answer": None, "n": 2.5})
+    )
+    assert len(data) == 2
+    assert data[0] == {"prompt": "2+2?", "answer": "4", "n": 1.0}
+    assert data[1] == {"prompt": "é?", "answer": None, "n": 2.5}
+
+
+def test_jsonl_keeps_dates_as_the_texts_they_are(jsonl):
+    data = load_dataset(jsonl({"prompt": "When?", "answer": "2020-01-02"}))
+    assert data[0]["answer"] == "2020-01-02"
+
+
+def test_jsonl_with_conversations(jsonl):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?", "name": "Ann"}]
+    data = load_dataset(jsonl({"prompt": messages, "answer": 4}))
+    assert data[0] == {"prompt": messages, "answer": 4}
+
+
+def test_jsonl_columns_that_some_rows_lack_are_none(jsonl):
+    data = load_dataset(jsonl({"prompt": "a"}, {"prompt": "b", "answer": "1"}))
+    assert data[0] == {"prompt": "a", "answer": None}
+
+
+def test_jsonl_fingerprint_follows_the_contents(jsonl):
+    first = load_dataset(jsonl({"prompt": "a"})).fingerprint
+    assert first == load_dataset(jsonl({"prompt": "a"}, name="other.jsonl")).fingerprint
+    assert first != load_dataset(jsonl({"prompt": "b"})).fingerprint
+
+
+GOOD = '{"prompt": "a", "answer": 1}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, '{"prompt": "b"'], r"line 2: not JSON"),
+        ([GOOD, "", "[1]"], r"line 3: found a list; expected a JSON object"),
+        ([GOOD, '{"promt": "b"}'], r"line 2: there is no column 'prompt' \(did you mean 'promt'\?\); found 'promt'"),
+        ([GOOD, '{"prompt": 3}'], r"line 2: the prompt is 3; expected a text"),
+        ([GOOD, '{"prompt": ""}'], r"line 2: the prompt is empty"),
+        ([GOOD, '{"prompt": []}'], r"line 2: the prompt is \[\]"),
+        (['{"prompt": ["a"]}'], r"line 1: 'a' is not a message"),
+        (['{"prompt": [{"role": "user"}]}'], r"is not a message"),
+        (['{"prompt": [{"role": "robot", "content": "a"}]}'], r"role is 'robot'; allowed: system, user"),
+        (['{"prompt": [{"role": "assistant", "content": "a"}]}'], r"ends with the assistant's message"),
+        ([GOOD, '{"prompt": [{"role": "user", "content": "a"}]}'], r"line 2: prompts are texts in some rows"),
+        ([GOOD, '{"prompt": "b", "answer": "x"}'], r"column 'answer' mixes types"),
+        ([""], r"has no rows"),
+    ],
+)
+def test_bad_files_name_the_line(jsonl, lines, message):
+    with pytest.raises(UserError, match=message):
+        load_dataset(jsonl(*lines))
+
+
+def test_bytes_that_are_not_text_name_the_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(UserError, match="line 2: not UTF-8"):
+        load_dataset(str(path))
+
+
+def test_unknown_and_missing_data_sets():
+    with pytest.raises(UserError, match=r"did you mean 'arithmetic'"):
+        load_dataset("aritmetic")
+    with pytest.raises(UserError, match=r"there is no file .*nowhere.jsonl"):
+        load_dataset("nowhere.jsonl")
+    with pytest.raises(UserError, match=r"local .jsonl"):
+        load_dataset("data.csv")
+
+
+def test_an_epoch_holds_every_row_once_in_an_order_of_its_own():
+    first = prompt_indices(seed=7, cursor=0, count=10, n=10)
+    second = prompt_indices(seed=7, cursor=10, count=10, n=10)
+    assert [place for place, _ in first + second] == list(range(20))
+    assert sorted(row for _, row in first) == sorted(row for _, row in second) == list(range(10))
+    assert [row for _, row in first] != [row for _, row in second]
+    assert [row for _, row in first] == order(7, 0, 10).tolist()
+    assert [row for _, row in first] != [row for _, row in prompt_indices(8, 0, 10, 10)]
+
+
+def test_the_cursor_alone_resumes():
+    whole = prompt_indices(1, 0, 35, 16)
+    pieces = [pair for low in range(0, 35, 5) for pair in prompt_indices(1, low, 5, 16)]
+    assert whole == pieces
+
+
+def test_without_shuffling_rows_come_as_they_are():
+    assert prompt_indices(0, 3, 4, 5, shuffle=False) == [(3, 3), (4, 4), (5, 0), (6, 1)]
+
+
+def test_the_order_never_moves():
+    """A resumed run, perhaps under another numpy, must meet the same prompts."""
+    assert order(0, 0, 8).tolist() == [6, 4, 2, 3, 5, 1, 0, 7]
+
+
+def test_changing_a_returned_order_changes_nothing():
+    order(2, 0, 4)[:] = 0
+    assert np.unique(order(2, 0, 4)).size == 4

@@ -1,0 +1,54 @@
+"""Prompts as token ids."""
+
+import pytest
+import transformers
+
+from qerl_jax.data.prompts import encode_prompts, prompt_text
+from qerl_jax.errors import UserError
+from qerl_jax.policies.tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, 128)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def test_texts_are_padded_on_the_right(tokenizer):
+    tokens, lengths = encode_prompts(tokenizer, ["Ann has 12 pens.", "Ann"], 8)
+    assert tokens.dtype == lengths.dtype == "int32" and tokens.shape == (2, 8)
+    assert lengths.tolist() == [7, 1]
+    assert tokenizer.decode(tokens[0, :7]) == "Ann has 12 pens."
+    assert (tokens[1, 1:] == tokenizer.pad_token_id).all()
+
+
+def test_messages_go_through_the_chat_template(tokenizer):
+    messages = [{"role": "system", "content": "Ann has 1."}, {"role": "user", "content": "How many?"}]
+    tokens, lengths = encode_prompts(tokenizer, [messages], 16)
+    assert tokenizer.decode(tokens[0, : lengths[0]]) == "Ann has 1. How many?"
+    assert prompt_text(tokenizer, messages) == "Ann has 1. How many?"
+
+
+def test_a_prompt_is_never_cut(tokenizer):
+    with pytest.raises(
+        UserError, match=r"prompt 1 has 7 tokens; allowed: 1 to 6 .*max_prompt_length.*'Ann has 12 pens.'"
+    ):
+        encode_prompts(tokenizer, ["Ann", "Ann has 12 pens."], 6)
+
+
+def test_an_empty_prompt_is_refused(tokenizer):
+    with pytest.raises(UserError, match="prompt 1 has 0 tokens"):
+        encode_prompts(tokenizer, ["Ann", ""], 6)
+
+
+def test_messages_without_a_template(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match="no chat template"):
+        encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]], 6)
+
+
+def test_a_template_that_refuses(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match="roles must alternate"):
+        encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]], 6)
