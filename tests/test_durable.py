@@ -1,0 +1,52 @@
+"""A folder that appears whole, or not at all."""
+
+import os
+
+import pytest
+
+from qerl_jax.durable import whole_folder
+from qerl_jax.errors import UserError
+
+
+def put(path, text, names=("a.txt",)):
+    with whole_folder(path, names) as folder:
+        (folder / "a.txt").write_text(text)
+
+
+def test_it_appears_at_the_end_and_replaces_its_kind(tmp_path):
+    with whole_folder(tmp_path / "deep" / "x", ["a.txt"]) as folder:
+        (folder / "a.txt").write_text("1")
+        assert not (tmp_path / "deep" / "x").exists()
+    put(tmp_path / "deep" / "x", "2")
+    assert (tmp_path / "deep" / "x" / "a.txt").read_text() == "2"
+    assert os.listdir(tmp_path / "deep") == ["x"]
+
+
+def test_a_body_that_raises_changes_nothing(tmp_path):
+    put(tmp_path / "x", "1")
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "x", ["a.txt"]):
+        raise KeyboardInterrupt
+    assert (tmp_path / "x" / "a.txt").read_text() == "1"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_what_a_killed_process_left_is_cleared_or_brought_back(tmp_path):
+    put(tmp_path / "x", "1")
+    (tmp_path / ".tmp-x").mkdir()
+    (tmp_path / ".tmp-x" / "half").write_text("")
+    os.rename(tmp_path / "x", tmp_path / ".old-x")  # died between its two renames
+    with pytest.raises(RuntimeError), whole_folder(tmp_path / "x", ["a.txt"]):
+        raise RuntimeError
+    assert (tmp_path / "x" / "a.txt").read_text() == "1"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_other_content_is_never_replaced(tmp_path):
+    (tmp_path / "x").mkdir()
+    put(tmp_path / "x", "1")  # an empty folder may go
+    (tmp_path / "x" / "notes").write_text("")
+    with pytest.raises(UserError, match="x holds notes, which would be lost"):
+        put(tmp_path / "x", "2")
+    with pytest.raises(UserError, match="notes is a file; expected a folder"):
+        put(tmp_path / "x" / "notes", "2")
+    assert (tmp_path / "x" / "a.txt").read_text() == "1"
