@@ -12,8 +12,9 @@ from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
+from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec
-from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout, with_policies
+from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout, rollout_norms, with_policies
 from qerl_jax.rl.update import UpdateSettings, init_state, update_step
 from qerl_jax.rollout import Prompts, SamplingSettings
 
@@ -117,6 +118,29 @@ def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
     assert float(metrics["sampling/sampling_logp_difference/mean"]) == 0.0
     _, clean = update(state_of(), batch, UPDATE)
     assert float(clean["sampling/sampling_logp_difference/mean"]) > 0.01
+
+
+def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_clean():
+    noisy = dataclasses.replace(
+        SETTINGS,
+        noise=NoiseSchedule(2, 0.3, 0.3, 4),
+        update=dataclasses.replace(UPDATE, loss=LossSpec(beta=0.1)),
+    )
+    state = state_of()
+    first, sigma = rollout_norms(MODEL, state.adapter, jax.random.key(5), jnp.int32(2), noisy)
+    again, _ = rollout_norms(MODEL, state.adapter, jax.random.key(5), jnp.int32(3), noisy)
+    assert_trees_close(first, again, rtol=0, atol=0)
+    assert (
+        float(sigma) == np.float32(0.3) and float(jnp.abs(first.input[0] - MODEL.base.layers[0].input_norm).max()) > 0
+    )
+    batch = batch_of(noisy, state, several=True, step=2)
+    rows = batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
+    clean, _ = completion_logps(MODEL, None, *rows, 1.0)
+    learner, _ = completion_logps(MODEL, state.adapter, *rows, 1.0)
+    mask = np.asarray(batch.mask)
+    np.testing.assert_allclose(np.asarray(batch.ref_logps)[mask], np.asarray(clean)[mask], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(batch.old_logps)[mask], np.asarray(learner)[mask], atol=1e-5)
+    assert np.abs(np.asarray(batch.sampled_logps) - np.asarray(learner))[mask].max() > 0.01
 
 
 def test_correction_weights_by_hand():

@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.models.params import Adapter, Model, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
+
+# Streams of a rollout's key.
+_NOISE, _DRAWS = 0, 1
 
 RewardFn = Callable[[Prompts, Rollout], jax.Array]
 
@@ -40,6 +43,19 @@ class StepSettings:
     mask_truncated_completions: bool = False
 
 
+def rollout_norms(
+    model: Model, adapter: Adapter | None, key: jax.Array, step: jax.Array, settings: StepSettings
+) -> tuple[Norms, jax.Array]:
+    """The norm scales that the rollout of `key` samples with, and sigma. They depend on nothing else, so a group that is
+    sampled again for the same rollout meets the same noise."""
+    norms = norms_of(model, adapter)
+    if settings.noise is None:
+        return norms, jnp.float32(0)
+    sigma = sigma_at(settings.noise, step)
+    noise_key = jax.random.fold_in(key, _NOISE)
+    return perturb_norms(norms, sigma, noise_key, final_norm=settings.noise.final_norm), sigma
+
+
 def rollout(
     model: Model, adapter: Adapter | None, prompts: Prompts, key: jax.Array, step: jax.Array, settings: StepSettings
 ) -> tuple[Rollout, jax.Array]:
@@ -47,18 +63,13 @@ def rollout(
 
     Args:
       step: 0-based optimizer step at which the rollout starts; it selects sigma and may be traced.
-      key: this rollout's key. The noise depends on it alone, so a group sampled again for the same rollout meets the
-        same noise.
+      key: this rollout's key, for the noise and for the draws.
 
     Returns:
       The completions and sigma.
     """
-    noise_key, sample_key = jax.random.split(key)
-    norms = norms_of(model, adapter)
-    sigma = jnp.float32(0)
-    if settings.noise is not None:
-        sigma = sigma_at(settings.noise, step)
-        norms = perturb_norms(norms, sigma, noise_key, final_norm=settings.noise.final_norm)
+    norms, sigma = rollout_norms(model, adapter, key, step, settings)
+    sample_key = jax.random.fold_in(key, _DRAWS)
     out = generate(model, adapter, prompts, sample_key, settings.sampling, settings.update.num_generations, norms)
     return out, sigma
 
