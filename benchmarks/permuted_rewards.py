@@ -1,4 +1,4 @@
-"""The quickstart's reward functions with their scores permuted among completions: the control of `benchmarks.quickstart`.
+"""The quickstart's reward functions with scores permuted among completions: the control of `benchmarks.quickstart`.
 
 The mean over a batch is unchanged, so accuracies logged and measured stay true; only what a completion is told about
 itself is taken from another one. The permutation is a function of the batch, so runs can be repeated.

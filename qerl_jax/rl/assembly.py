@@ -6,16 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from qerl_jax.data.dataset import Dataset, load_dataset
-from qerl_jax.models.hub import load_model
-from qerl_jax.models.peft import load_adapter
-from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer
 
 from qerl_jax.config import Config
+from qerl_jax.data.dataset import Dataset, load_dataset
 from qerl_jax.errors import UserError
 from qerl_jax.models.fingerprint import fingerprint
+from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec

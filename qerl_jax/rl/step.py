@@ -46,7 +46,7 @@ class StepSettings:
 def rollout_norms(
     model: Model, adapter: Adapter | None, key: jax.Array, step: jax.Array, settings: StepSettings
 ) -> tuple[Norms, jax.Array]:
-    """The norm scales that the rollout of `key` samples with, and sigma. They depend on nothing else, so a group that is
+    """The norm scales that the rollout of `key` samples with, and sigma. They depend on nothing else: a group that is
     sampled again for the same rollout meets the same noise."""
     norms = norms_of(model, adapter)
     if settings.noise is None:

@@ -21,18 +21,18 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qerl_jax.data.dataset import Dataset, prompt_indices
-from qerl_jax.data.prompts import encode_prompts
-from qerl_jax.models.peft import save_adapter
-from qerl_jax.rewards.combine import RewardFunctions
 
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint, save_checkpoint
 from qerl_jax.config import Config
+from qerl_jax.data.dataset import Dataset, prompt_indices
+from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
+from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
+from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, decode_completions
 from qerl_jax.rl.optimizer import learning_rate_schedule

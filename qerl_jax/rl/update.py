@@ -23,7 +23,6 @@ from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, loss_by
 
-
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
