@@ -11,18 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from qerl_jax.data.dataset import load_dataset
-from qerl_jax.data.prompts import encode_prompts
-from qerl_jax.models.peft import load_adapter
-from qerl_jax.rewards.combine import RewardFunctions
 
 from qerl_jax import run_folder
 from qerl_jax.config import Config, load_config
-from qerl_jax.models.params import Adapter
+from qerl_jax.data.dataset import load_dataset
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.errors import UserError
+from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_settings
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 
 _SAMPLES = 3
+# The stream of a run's root key that the trainer evaluates with, so that the run's own seed measures the same again.
+_STREAM = 2
 
 
 @functools.lru_cache(maxsize=8)
@@ -58,7 +61,8 @@ def evaluate(
         settings = sampling_settings(config, policy, top_k=0, min_p=0.0, **sampling)
         texts: list[str] = []
         ids: list[list[int]] = []
-        size = options.batch_size
+        # Two rows at least: on CPU a single one takes another code path, with other rounding.
+        size = max(2, min(options.batch_size, len(examples)))
         for low in range(0, len(examples), size):
             # The last batch is filled up with its last row, so that one compiled shape serves all.
             rows = np.minimum(np.arange(low, low + size), len(examples) - 1)
@@ -80,12 +84,29 @@ def evaluate(
 def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
     """Measures a finished run's adapter anew, on the problems and draws of `seed`; the run is not changed.
 
+    The seed of the run itself gives the numbers of its summary.json again.
+
     Raises:
       UserError: the run has no adapter yet, or something it names is gone.
     """
     config = load_config(str(run / run_folder.CONFIG))
     policy = configured_policy(config)
-    adapter = load_adapter(run / run_folder.ADAPTER, policy.model)
+    adapter = trained_adapter(run, policy.model)
+    key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     with RewardFunctions(config.reward) as rewards:
-        measured = evaluate(config, policy, adapter, rewards, jax.random.key(seed), seed)
+        measured = evaluate(config, policy, adapter, rewards, key, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
+
+
+def trained_adapter(run: Path, model: Model) -> Adapter:
+    """The adapter that a finished run left.
+
+    Raises:
+      UserError: there is none yet, or it does not fit the model.
+    """
+    if not (run / run_folder.ADAPTER).is_dir():
+        raise UserError(
+            f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
+            f"`qerl train {run / run_folder.CONFIG}` continues it"
+        )
+    return load_adapter(run / run_folder.ADAPTER, model)
