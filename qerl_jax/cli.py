@@ -116,7 +116,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    options = _generation_options(arguments)
+    options, length = _generation_options(arguments)
     if arguments.greedy and arguments.n > 1:
         raise UserError(f"--n is {arguments.n}; allowed with --greedy: 1, since all completions would be the same")
     if arguments.n < 1:
@@ -138,7 +138,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         top_p=options.top_p,
         top_k=options.top_k,
         min_p=options.min_p,
-        max_completion_length=options.max_completion_length,
+        max_completion_length=length,
         adapter=arguments.adapter,
         seed=arguments.seed,
         greedy=arguments.greedy,
@@ -147,6 +147,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         for prompt, texts in zip(prompts, answers, strict=True):
             for text in texts:
                 print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False))
+            sys.stdout.flush()  # answers come in batches; a pipe shall see each as it ends
     else:
         for number, text in enumerate(next(iter(answers)), start=1):
             if arguments.n > 1:
@@ -154,8 +155,9 @@ def _generate(arguments: argparse.Namespace) -> None:
             print(text)
 
 
-def _generation_options(arguments: argparse.Namespace) -> "GenerationOptions":
-    """The sampling options given, over those of the run (where it is one), over the defaults."""
+def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptions", int | None]:
+    """The sampling options given, over those of the run (where it is one), over the defaults; and the completion's
+    length, None where neither the arguments nor a run say it."""
     import dataclasses
 
     import pydantic
@@ -170,11 +172,13 @@ def _generation_options(arguments: argparse.Namespace) -> "GenerationOptions":
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sampling)
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
     saved = Path(arguments.model_or_run) / "config.yaml"
-    start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions(max_completion_length=256)
+    start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
     try:
-        return dataclasses.replace(start, **given)
+        options = dataclasses.replace(start, **given)
     except pydantic.ValidationError as error:
         raise UserError(render_validation_error(error, GenerationOptions, {})) from None
+    known = saved.is_file() or "max_completion_length" in given
+    return options, options.max_completion_length if known else None
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
