@@ -1,5 +1,8 @@
 """What a run prints when it ends: before and after, side by side, and what to do next."""
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +11,14 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
     """The closing report of a run, from the contents of its summary.json."""
     before, after = summary["before"], summary["after"]
     lines = ["", f"{summary['steps']} optimizer steps, seed {summary['seed']}, on {summary['device']}", ""]
-    names = list(before["sampled"])
+    # A reward function that applies to no row of a measurement is not in it.
+    names = list(dict.fromkeys(name for when in (before, after) for name in when["sampled"] | when["greedy"]))
     width = max(len(name) for name in names)
     lines.append(f"held-out problems {'':{max(0, width - 17)}}        sampled              greedy")
     for name in names:
         cells = []
         for mode in ("sampled", "greedy"):
-            was, now = before[mode][name], after[mode][name]
+            was, now = before[mode].get(name), after[mode].get(name)
             cells.append(f"{_number(name, was):>7} -> {_number(name, now):<7}")
         lines.append(f"  {name:{max(width, 15)}}   {'   '.join(cells)}")
     lines += ["", "greedy completions of the same prompts"]
@@ -24,14 +28,15 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
             f"    before  {_text(was['completion'])}",
             f"    after   {_text(now['completion'])}",
         ]
+    qerl, run, prompt = _program(), shlex.quote(str(folder)), shlex.quote(_text(after["samples"][0]["prompt"]))
     lines += [
         "",
         f"everything is in {folder}: metrics.jsonl, completions.jsonl, summary.json, plots/, checkpoints/, adapter/",
         "next:",
-        f"  qerl evaluate {folder} --seed 1",
-        f'  qerl generate {folder} --n 3 --prompt "{_text(after["samples"][0]["prompt"])}"' if after["samples"] else "",
-        f"  qerl plot {folder}",
-        f"  qerl train {folder}/config.yaml run.seed=1 run.output_dir={folder}-seed1",
+        f"  {qerl} evaluate {run} --seed 1",
+        f"  {qerl} generate {run} --n 3 --prompt {prompt}",
+        f"  {qerl} plot {run}",
+        f"  {qerl} train {run}/config.yaml run.seed=1 run.output_dir={run}-seed1",
     ]
     return "\n".join(lines)
 
@@ -39,10 +44,22 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
 def _number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.1f}" if name == "mean_length" else f"{value:.1%}"
+    if name in ("accuracy", "format"):
+        return f"{value:.1%}"
+    return f"{value:.1f}" if name == "mean_length" else f"{value:.3g}"
 
 
 def _text(prompt: Any) -> str:
     """A prompt or completion on one line; of a conversation, its last message."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return " ".join(text.split())
+
+
+def _program() -> str:
+    """What to type for this program: `qerl` where PATH finds this installation's, else the way to it."""
+    script = Path(sys.executable).with_name("qerl")
+    if not script.is_file():
+        return f"{shlex.quote(sys.executable)} -m qerl_jax.cli"
+    if shutil.which("qerl") == str(script):
+        return "qerl"
+    return shlex.quote(str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script))
