@@ -1,4 +1,4 @@
-"""Folders that appear on disk whole or not at all."""
+"""Files and folders that appear on disk whole or not at all."""
 
 import contextlib
 import os
@@ -62,3 +62,12 @@ def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
     os.rename(temp, path)
     flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file `path` as a whole: a kill leaves the old one or the new one."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)

@@ -6,7 +6,7 @@ that a later complaint can name the file and line.
 
 import dataclasses
 import importlib.resources
-import os
+import io
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
+from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError, nearest
 
 
@@ -62,12 +63,9 @@ def write_yaml(values: dict[str, Any], path: Path) -> None:
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        yaml.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    text = io.StringIO()
+    yaml.dump(values, text)
+    write_whole(path, text.getvalue())
 
 
 def _read_text(path_or_name: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ stored one in anything the run's course depends on is refused with both values.
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,13 +119,3 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
             + "\n  ".join(changed)
             + "\nRestore what was there before, or start another run with `--fresh`"
         )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces `path` as a whole, so that a kill leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -53,7 +53,7 @@ def test_fresh_starts_beside(tmp_path):
 
 def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
     folder = open_once(config(tmp_path))
-    run_folder.write_atomically(folder / "summary.json", json.dumps({}))
+    (folder / "summary.json").write_text(json.dumps({}))
     with pytest.raises(run_folder.RunFinished, match="run-2"):
         open_once(config(tmp_path))
 

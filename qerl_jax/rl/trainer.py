@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import run_folder
-from qerl_jax.checkpoints import restore_checkpoint, save_checkpoint
+from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, prompt_indices
 from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
@@ -136,6 +137,7 @@ class _Run:
         adapter = self.experiment.initial_adapter(jax.random.fold_in(root, _INIT))
         saved = Saved(init_state(adapter, self.experiment.optimizer), root)
         identity = self.experiment.identity()
+        remove_partial(self.folder / run_folder.CHECKPOINTS)
         found = restore_checkpoint(self.folder / run_folder.CHECKPOINTS, saved)
         if found is None:
             self.progress: dict[str, Any] = {
@@ -303,7 +305,7 @@ class _Run:
             "after": after,
         }
         plot_runs([self.folder], self.folder / run_folder.PLOTS, summary)
-        run_folder.write_atomically(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
+        write_whole(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
         print(report(self.folder, summary))
         return self.folder
 
