@@ -47,12 +47,12 @@ MAX_POSITIONS = 128
 class Recipe:
     """What the shipped policy was trained with; every field is a command-line flag."""
 
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 6
     num_key_value_heads: int = 2
-    steps: int = 10000
+    steps: int = 4000
     rows: int = 512
     learning_rate: float = 3e-3
     direct_share: float = 0.8

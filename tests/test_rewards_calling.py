@@ -1,0 +1,59 @@
+"""One call of a reward function: the columns it gets and what it may return."""
+
+import re
+
+import numpy as np
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards.calling import call, checked
+
+BATCH = (["p", "p"], ["a", "b"], [[1], [2]], {"answer": ["1", "2"], "level": [3, 4]})
+
+
+def test_a_function_with_keywords_gets_every_column():
+    def f(prompts, completions, completion_ids, **columns):
+        assert columns == BATCH[3]
+        return [1, None]
+
+    assert call("f", f, *BATCH) == [1.0, None]
+
+
+def test_a_function_without_keywords_gets_the_columns_it_names():
+    def f(prompts, completions, completion_ids, level):
+        return level
+
+    assert call("f", f, *BATCH) == [3.0, 4.0]
+
+
+def test_a_missing_column_is_named_with_the_ones_there_are():
+    def f(prompts, completions, completion_ids, anser, **columns):
+        return [0, 0]
+
+    with pytest.raises(UserError, match=r"'m:f' needs a column 'anser' \(did you mean 'answer'\?\); .* answer, level"):
+        call("m:f", f, *BATCH)
+
+
+@pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])
+def test_numbers_of_any_kind(values):
+    assert checked("f", values, 2) == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, "returned None"),
+        (1.0, "returned 1.0 (float); expected a list of 2 numbers"),
+        ("11", "returned '11' (str)"),
+        ([1], "returned 1 scores; expected 2"),
+        ([1, 2, 3], "returned 3 scores; expected 2"),
+        ([1, float("nan")], "returned nan (float) for row 1; expected a finite number, or None"),
+        ([float("inf"), 1], "returned inf (float) for row 0"),
+        ([1, "1"], "returned '1' (str) for row 1"),
+        ([[1], [2]], "returned [1] (list) for row 0"),
+        ([1, 10**400], "for row 1"),
+    ],
+)
+def test_anything_else_names_function_and_row(values, message):
+    with pytest.raises(UserError, match=re.escape("reward function 'm:f' ") + ".*" + re.escape(message)):
+        checked("m:f", values, 2)

@@ -1,0 +1,96 @@
+"""Several reward functions with weights."""
+
+import numpy as np
+import pytest
+
+from qerl_jax.config import RewardFunction, RewardOptions
+from qerl_jax.errors import UserError
+from qerl_jax.rewards.combine import RewardFunctions, combine
+
+EXAMPLES = [{"prompt": "p", "answer": "4"}, {"prompt": "q", "answer": "5"}]
+
+
+def options(*functions, timeout=10.0):
+    return RewardOptions(tuple(RewardFunction(name, weight) for name, weight in functions), timeout)
+
+
+def test_the_weighted_sum_leaves_none_out():
+    scores = combine({"a": [1.0, None, 0.0], "b": [1.0, 2.0, None]}, [2.0, 0.5])
+    np.testing.assert_array_equal(scores.total, np.asarray([2.5, 1.0, 0.0], np.float32))
+    assert scores.total.dtype == np.float32
+    np.testing.assert_array_equal(scores.each["a"], [1.0, np.nan, 0.0])
+    assert scores.means == {"a": 0.5, "b": 1.5}
+    assert scores.row(1) == {"reward": 1.0, "rewards/a": None, "rewards/b": 2.0}
+
+
+def test_a_function_that_applies_nowhere_has_no_mean():
+    assert combine({"a": [1.0], "b": [None]}, [1.0, 1.0]).means == {"a": 1.0}
+
+
+def test_a_row_without_any_reward_is_an_error():
+    with pytest.raises(UserError, match=r"row 1 has no reward: every function \(a, b\) returned None"):
+        combine({"a": [1.0, None], "b": [1.0, None]}, [1.0, 1.0])
+
+
+def test_builtin_functions_score_groups_prompt_by_prompt():
+    with RewardFunctions(options(("accuracy", 1.0), ("format", 0.2))) as rewards:
+        scores = rewards(EXAMPLES, ["#### 4", "#### 5", "#### 5", "5"], [[1]] * 4, 2)
+    np.testing.assert_allclose(scores.total, [1.2, 0.2, 1.2, 0.0], rtol=1e-6)
+    assert scores.means == {"accuracy": 0.5, "format": 0.75}
+
+
+def test_a_users_function_beside_them_sees_messages_and_repeated_columns(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, completions, completion_ids, answer, extra):\n"
+        "    assert completions[0] == [{'role': 'assistant', 'content': '#### 4'}], completions\n"
+        "    assert prompts[2] == [{'role': 'user', 'content': 'q'}], prompts\n"
+        "    assert answer == ['4', '4', '5', '5'] and extra == [None, None, 1, 1], (answer, extra)\n"
+        "    return [len(ids) for ids in completion_ids]\n"
+    )
+    examples = [
+        {"prompt": [{"role": "user", "content": "p"}], "answer": "4"},
+        {"prompt": [{"role": "user", "content": "q"}], "answer": "5", "extra": 1},
+    ]
+    with RewardFunctions(options(("accuracy", 1.0), (f"{tmp_path}/mine.py:f", 10.0))) as rewards:
+        scores = rewards(examples, ["#### 4"] * 4, [[1], [1, 2], [1], []], 2)
+    np.testing.assert_array_equal(scores.total, np.asarray([11, 21, 10, 0], np.float32))
+    assert scores.means == {"accuracy": 0.5, "f": 1.0}
+
+
+def test_one_failing_function_leaves_the_others_usable(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import time\n"
+        "def slow(completions, **columns):\n    time.sleep(0.2)\n    return [float(c) for c in completions]\n"
+        "def picky(completions, **columns):\n    return [1 / (float(c) - 1) for c in completions]\n"
+    )
+    names = [(f"{tmp_path}/mine.py:picky", 1.0), (f"{tmp_path}/mine.py:slow", 1.0)]
+    with RewardFunctions(options(*names)) as rewards:
+        with pytest.raises(UserError, match="ZeroDivisionError"):
+            rewards(EXAMPLES[:1], ["1"], [[1]], 1)
+        assert rewards(EXAMPLES[:1], ["3"], [[1]], 1).row(0) == {
+            "reward": 3.5,
+            "rewards/picky": 0.5,
+            "rewards/slow": 3.0,
+        }
+
+
+def test_accuracy_needs_its_column():
+    with (
+        RewardFunctions(options(("accuracy", 1.0))) as rewards,
+        pytest.raises(
+            UserError, match="'accuracy' needs a column 'answer'; the data set has no columns besides prompt"
+        ),
+    ):
+        rewards([{"prompt": "p"}], ["#### 4"], [[1]], 1)
+
+
+def test_bad_sets_of_functions(tmp_path):
+    (tmp_path / "one.py").write_text("def f(completions, **columns):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "two.py").write_text("def f(completions, **columns):\n    return [2.0] * len(completions)\n")
+    with pytest.raises(UserError, match="is empty"):
+        RewardFunctions(options())
+    with pytest.raises(UserError, match="names 'format' twice"):
+        RewardFunctions(options(("format", 1.0), ("format", 2.0)))
+    one, two = f"{tmp_path}/one.py:f", f"{tmp_path}/two.py:f"
+    with RewardFunctions(options((one, 1.0), (two, 1.0))) as rewards:
+        assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {one: 1.0, two: 2.0}

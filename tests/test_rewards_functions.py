@@ -1,0 +1,80 @@
+"""Built-in reward functions: exact answers, never first characters."""
+
+from fractions import Fraction
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards.functions import accuracy, final_number, format
+
+
+def score(completion, answer):
+    return accuracy(["p"], [completion], [[1]], answer=[answer])[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("#### 12", "12", 1.0),
+        ("#### 12", "1", 0.0),
+        ("#### 1", "12", 0.0),
+        ("#### 12", "2", 0.0),
+        ("#### 120", "12", 0.0),
+        ("#### -12", "12", 0.0),
+        ("#### 12.0", "12", 1.0),
+        ("#### 12.50", 12.5, 1.0),
+        ("#### 0.1", 0.1, 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### 1234", "1,234", 1.0),
+        ("#### 1,23", "123", 0.0),
+        ("#### 3/4", "0.75", 1.0),
+        ("#### .75", "3/4", 1.0),
+        ("#### 1/0", "1", 0.0),
+        ("#### $ 18.", "$18", 1.0),
+        ("#### 18 dollars", 18, 1.0),
+        ("3+4=7 #### 7", "7", 1.0),
+        ("7", "7", 0.0),
+        ("7 ####", "7", 0.0),
+        ("#### 5 #### 7", "7", 1.0),
+        ("#### 7 #### 5", "7", 0.0),
+        ("", "7", 0.0),
+        ("#### 72", "Natalia sold 48/2 = 24.\n#### 72", 1.0),
+        ("#### " + "9" * 5000, "9", 0.0),
+        ("#### ٣", "3", 0.0),
+        ("#### 7", None, None),
+    ],
+)
+def test_accuracy(completion, answer, expected):
+    assert score(completion, answer) == expected
+
+
+def test_accuracy_reads_the_assistants_message():
+    assert score([{"role": "assistant", "content": "#### 4"}], 4) == 1.0
+
+
+@pytest.mark.parametrize("answer", ["four", "", True, [4], float("nan"), "1 2"])
+def test_an_answer_that_is_no_number_names_its_row(answer):
+    with pytest.raises(UserError, match="column answer of row 1 is"):
+        accuracy(["p", "p"], ["#### 4", "#### 4"], [[1], [1]], answer=["4", answer])
+
+
+def test_final_number_is_exact():
+    assert final_number("#### 0.1") == Fraction(1, 10)
+    assert final_number("#### 123456789012345678901234567890") == 123456789012345678901234567890
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (" 1+1=2 #### 2", 1.0),
+        ("#### -2.5 ", 1.0),
+        ("#### 2 #### 2", 0.0),
+        ("#### 2 pens", 0.0),
+        ("####", 0.0),
+        ("#### 1 2", 0.0),
+        ("2", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(completion, expected):
+    assert format(["p"], [completion], [[1]], answer=["9"]) == [expected]

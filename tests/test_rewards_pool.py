@@ -1,0 +1,142 @@
+"""A user's reward functions in their own processes: errors come back, deadlines are hard, the pool goes on."""
+
+import os
+import time
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards import pool
+from qerl_jax.rewards.loading import parse_name
+from qerl_jax.rewards.pool import Worker
+
+SOURCE = """
+import os, subprocess, sys, time
+
+print("this goes to stderr, not into the answers")
+
+def length(prompts, completions, completion_ids, answer):
+    print("so does this")
+    return [len(completion) + int(a) for completion, a in zip(completions, answer)]
+
+def sometimes(completions, **columns):
+    if completions[0] == "raise":
+        raise KeyError("no such thing")
+    if completions[0] == "exit":
+        sys.exit("enough")
+    if completions[0] == "die":
+        os._exit(3)
+    if completions[0] == "killed":
+        os.kill(os.getpid(), 9)
+    if completions[0] == "hang":
+        subprocess.Popen(["sh", "-c", f"sleep 1; touch {__file__}.survived"])
+        time.sleep(60)
+    if completions[0] == "nan":
+        return [float("nan")]
+    if completions[0] == "pid":
+        return [os.getpid()]
+    return [1.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sometimes(source):
+    worker = Worker(parse_name(f"{source}:sometimes"), timeout=0.5)
+    yield lambda completion: score(worker, completion)
+    worker.close()
+
+
+def score(worker, completion):
+    worker.submit(["p"], [completion], [[1]], {"answer": ["1"]})
+    return worker.result()
+
+
+def test_scores_come_back_and_prints_stay_out(source, capfd):
+    worker = Worker(parse_name(f"{source}:length"), timeout=30)
+    worker.submit(["p", "p"], ["ab", "abc"], [[1], [2]], {"answer": ["1", "2"]})
+    assert worker.result() == [3.0, 5.0]
+    large = "x" * 1_000_000
+    worker.submit(["p"] * 4, [large] * 4, [list(range(1000))] * 4, {"answer": ["0"] * 4})
+    assert worker.result() == [1e6] * 4
+    worker.close()
+    captured = capfd.readouterr()
+    assert captured.out == "" and "so does this" in captured.err
+
+
+def test_an_exception_comes_back_with_the_users_traceback_only(sometimes):
+    with pytest.raises(UserError, match="raised on rows 0 to 0 of the batch") as caught:
+        sometimes("raise")
+    message = str(caught.value)
+    assert "KeyError: 'no such thing'" in message and "mine.py" in message and "calling.py" not in message
+    assert sometimes("fine") == [1.0]
+
+
+def test_sys_exit_is_an_exception_like_others(sometimes):
+    with pytest.raises(UserError, match="SystemExit: enough"):
+        sometimes("exit")
+    assert sometimes("fine") == [1.0]
+
+
+@pytest.mark.parametrize(("way", "message"), [("die", "with exit code 3"), ("killed", "by SIGKILL")])
+def test_a_dead_process_is_reported_and_replaced(sometimes, way, message):
+    with pytest.raises(UserError, match=f"its process ended {message} on rows 0 to 0"):
+        sometimes(way)
+    assert sometimes("fine") == [1.0]
+
+
+def test_nan_names_function_and_row(sometimes):
+    with pytest.raises(UserError, match=r"sometimes' returned nan .* for row 0"):
+        sometimes("nan")
+    assert sometimes("fine") == [1.0]
+
+
+def test_a_hanging_call_is_killed_at_its_deadline_with_its_children(sometimes, source):
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"(?s)took longer than 0.5 s on rows 0 to 0.*mine.py.* in sometimes"):
+        sometimes("hang")
+    assert time.monotonic() - began < 3
+    assert sometimes("fine") == [1.0]
+    time.sleep(max(0, began + 1.5 - time.monotonic()))
+    assert not os.path.exists(f"{source}.survived")
+
+
+def test_a_process_that_ignores_its_own_watchdog_is_killed_from_outside(source, monkeypatch):
+    """A stopped process runs no watchdog either."""
+    monkeypatch.setattr(pool, "_GRACE", 0.3)
+    worker = Worker(parse_name(f"{source}:sometimes"), timeout=0.5)
+    (pid,) = score(worker, "pid")
+    os.kill(int(pid), 19)  # SIGSTOP
+    with pytest.raises(UserError, match=r"took longer than 0.5 s .*; its process was killed"):
+        score(worker, "fine")
+    assert score(worker, "fine") == [1.0]
+    worker.close()
+
+
+def test_a_module_that_cannot_be_imported(tmp_path):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    worker = Worker(parse_name(f"{tmp_path}/broken.py:f"), timeout=1)
+    with pytest.raises(UserError, match=r"(?s)raised while it was imported.*SyntaxError"):
+        worker.ready()
+    worker.close()
+
+
+def test_a_missing_function_is_told_at_the_start(source):
+    worker = Worker(parse_name(f"{source}:lenght"), timeout=1)
+    with pytest.raises(UserError, match="did you mean 'length'"):
+        worker.ready()
+    worker.close()
+
+
+def test_closing_ends_the_process(source):
+    worker = Worker(parse_name(f"{source}:sometimes"), timeout=5)
+    (pid,) = score(worker, "pid")
+    worker.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
