@@ -185,7 +185,13 @@ def loss(model: Model, parts: tuple[Rows, Rows]) -> jax.Array:
 
 
 def train(recipe: Recipe, report: Callable[[str], None] = print) -> Model:
-    """Runs the recipe and returns the float32 model."""
+    """Runs the recipe and returns the float32 model.
+
+    Raises:
+      ValueError: `recipe.steps` is not a multiple of the steps of one call.
+    """
+    if recipe.steps % STEPS_PER_CALL:
+        raise ValueError(f"steps is {recipe.steps}; allowed: a multiple of {STEPS_PER_CALL}, which one call runs")
     tokenizer = build_tokenizer()
     encode = PieceEncoder(tokenizer)
     model = init_model(jax.random.key(recipe.seed), network(recipe, tokenizer.get_vocab_size()))
