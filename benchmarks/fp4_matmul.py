@@ -57,8 +57,8 @@ def device_us(f, *args, passes=3):
 
 
 def rotated(op, count):
-    """One program that applies op to `count` weights in turn."""
-    return jax.jit(lambda x, ws: [op(x, ws[i]) for i in range(count)])
+    """One program that applies op to `count` weights in turn, each with an x of its own."""
+    return jax.jit(lambda xs, ws: [op(xs[i], ws[i]) for i in range(count)])
 
 
 def ceilings():
@@ -70,7 +70,7 @@ def ceilings():
     return {"read_tb_per_s": read, "bf16_tflops": rate}
 
 
-def measure_shape(k, n, ms, ops):
+def measure_shape(k, n, ms, dx_ms, ops):
     scale = jnp.float32(2688.0)
     size = k * n * 0.5625
     count = max(2, int(np.ceil(ROTATE_BYTES / size)))
@@ -81,15 +81,15 @@ def measure_shape(k, n, ms, ops):
     rows = []
     for m in ms:
         for op in ops:
-            if op == "dx" and m < 128:
+            if op == "dx" and m not in dx_ms:
                 continue
             width = k if op == "forward" else n
-            x = jax.random.normal(jax.random.key(m), (m, width), jnp.bfloat16)
+            few = count if m <= 64 else 2
+            xs = [jax.random.normal(jax.random.key(i), (m, width), jnp.bfloat16) for i in range(max(few, plain_count))]
             f = fp4_matmul if op == "forward" else fp4_matmul_dx
             g = (lambda x, w: jnp.dot(x, w.T)) if op == "forward" else jnp.dot
-            few = count if m <= 64 else 2
-            us = device_us(rotated(lambda x, w, f=f: f(x, w, scale), few), x, packed[:few]) / few
-            bf16 = device_us(rotated(g, plain_count), x, plain) / plain_count
+            us = device_us(rotated(lambda x, w, f=f: f(x, w, scale), few), xs, packed[:few]) / few
+            bf16 = device_us(rotated(g, plain_count), xs, plain) / plain_count
             variant = variants.choose(m, k, (n,)) if op == "forward" else variants.choose_dx()
             marlin = MARLIN.get((k, n), {}).get(m) if op == "forward" else None
             rows.append({
@@ -131,6 +131,7 @@ def main():
     parser.add_argument("--out", default="benchmarks/results/h200/fp4_matmul.json")
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--m", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--dx-m", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--ops", nargs="+", default=["forward", "dx"])
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this long")
     args = parser.parse_args()
@@ -143,7 +144,7 @@ def main():
         if time.time() - start > args.seconds:
             print("out of time before", (k, n))
             break
-        result["rows"] += measure_shape(k, n, args.m, args.ops)
+        result["rows"] += measure_shape(k, n, args.m, args.dx_m, args.ops)
         result["summary"] = summarize(result["rows"])
         with open(args.out, "w") as f:
             json.dump(result, f, indent=1)

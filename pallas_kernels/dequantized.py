@@ -7,7 +7,8 @@ global scale is applied to the float32 sums: so the product has cuBLAS's own err
 import jax
 import jax.numpy as jnp
 
-from .layout import KernelWeight, source_bit
+from . import dequantize_kernel
+from .layout import EPILOGUE_FACTOR, KernelWeight, source_bit
 
 
 def exact_bf16(weight: KernelWeight) -> jax.Array:
@@ -37,13 +38,22 @@ def exact_bf16(weight: KernelWeight) -> jax.Array:
     return w[: weight.n, : weight.k]
 
 
-def matmul(x_MK, weight: KernelWeight, global_scale) -> jax.Array:
-    """x W^T in float32 [M, N]."""
-    y = jnp.dot(x_MK.astype(jnp.bfloat16), exact_bf16(weight).T, preferred_element_type=jnp.float32)
-    return y / jnp.asarray(global_scale, jnp.float32).reshape(())
+def _weight(weight: KernelWeight, kernel: bool):
+    """BF16 [N, K] and what its products must be divided by, over the global scale."""
+    if not kernel:
+        return exact_bf16(weight), 1.0
+    return dequantize_kernel.dequantize(weight.data)[: weight.n, : weight.k], 1.0 / EPILOGUE_FACTOR
 
 
-def matmul_dx(dy_MN, weight: KernelWeight, global_scale) -> jax.Array:
+def matmul(x_MK, weight: KernelWeight, global_scale, *, kernel: bool = False) -> jax.Array:
+    """x W^T in float32 [M, N]; `kernel` takes the Mosaic GPU dequantization instead of XLA's."""
+    w, divisor = _weight(weight, kernel)
+    y = jnp.dot(x_MK.astype(jnp.bfloat16), w.T, preferred_element_type=jnp.float32)
+    return y * (1.0 / (jnp.asarray(global_scale, jnp.float32).reshape(()) * divisor))
+
+
+def matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, kernel: bool = False) -> jax.Array:
     """dy W in float32 [M, K]."""
-    dx = jnp.dot(dy_MN.astype(jnp.bfloat16), exact_bf16(weight), preferred_element_type=jnp.float32)
-    return dx / jnp.asarray(global_scale, jnp.float32).reshape(())
+    w, divisor = _weight(weight, kernel)
+    dx = jnp.dot(dy_MN.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32)
+    return dx * (1.0 / (jnp.asarray(global_scale, jnp.float32).reshape(()) * divisor))

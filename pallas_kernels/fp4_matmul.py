@@ -24,7 +24,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
       global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
       lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None.
       bias: None or [N]; for a list, a list (entries may be None) or None.
-      backend: None (by the table), "mosaic", "dequantize" or "reference".
+      backend: None (by the table), "mosaic" (the streaming kernel), "dequantize", "dequantize-mosaic" (dequantize +
+        dot, by XLA or by a kernel), or "reference".
 
     Returns:
       y_MN in x's dtype; for a list of weights, a tuple of them.
@@ -128,8 +129,9 @@ def _base(backend, count, no_bias, final):
         variant = variants.choose(m, k, tuple(w.n for w in weights), backend)
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
-        elif variant == "dequantize":
-            ys = [dequantized.matmul(x, w, s) for w, s in zip(weights, scales, strict=True)]
+        elif variant in ("dequantize", "dequantize-mosaic"):
+            kernel = variant == "dequantize-mosaic"
+            ys = [dequantized.matmul(x, w, s, kernel=kernel) for w, s in zip(weights, scales, strict=True)]
         else:
             return _mosaic(x, weights, scales, biases, variant, wide_out=out_dtype != jnp.bfloat16)
         if biases:
@@ -157,9 +159,10 @@ def _dx(backend, wide=False):
         out_dtype = jnp.float32 if wide else dy.dtype
         if dy.shape[0] == 0:
             return jnp.zeros((0, weight.k), out_dtype)
-        if variants.choose_dx(backend) == "reference":
+        variant = variants.choose_dx(backend)
+        if variant == "reference":
             return fp4_matmul_dx_reference(dy.astype(jnp.float32), weight, scale).astype(out_dtype)
-        return dequantized.matmul_dx(dy, weight, scale).astype(out_dtype)
+        return dequantized.matmul_dx(dy, weight, scale, kernel=variant == "dequantize-mosaic").astype(out_dtype)
 
     @dx.def_vmap
     def fold(axis_size, in_batched, dy, weight, scale):
@@ -173,10 +176,18 @@ def _dx(backend, wide=False):
 
 
 def _mosaic(x, weights, scales, biases, config, *, wide_out):
+    """The streaming kernel, 64 rows at a time."""
     m, k = x.shape
     x = x.astype(jnp.bfloat16)
     if k % COLS:
         x = jnp.pad(x, ((0, 0), (0, -k % COLS)))
-    kernel = stream_kernel.build(m, k, tuple(w.n for w in weights), config, bool(biases), wide_out=wide_out)
     factors = [stream_kernel.epilogue_factor(s) for s in scales]
-    return tuple(kernel(x, *[w.data for w in weights], *factors, *[b.astype(jnp.float32) for b in biases]))
+    rest = [*[w.data for w in weights], *factors, *[b.astype(jnp.float32) for b in biases]]
+    parts = []
+    for start in range(0, m, stream_kernel.MAX_ROWS):
+        rows = x[start : start + stream_kernel.MAX_ROWS]
+        kernel = stream_kernel.build(
+            rows.shape[0], k, tuple(w.n for w in weights), config, bool(biases), wide_out=wide_out
+        )
+        parts.append(kernel(rows, *rest))
+    return tuple(parts[0]) if len(parts) == 1 else tuple(jnp.concatenate(ys) for ys in zip(*parts, strict=True))

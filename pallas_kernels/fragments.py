@@ -8,8 +8,11 @@ from . import ptx as p
 from .layout import SCALE_STEP_1, SCALE_STEP_2, VALUE_MASK
 
 
-def decode_codes(word, scale_lo, scale_hi):
-    """8 codes -> the four A registers of one m16n8k16; scales are duplicated bfloat16 pairs of rows g and g + 8."""
+def decode_codes(word, scale_lo, scale_hi, in_place: bool = False):
+    """8 codes -> the four A registers of one m16n8k16; scales are duplicated bfloat16 pairs of rows g and g + 8.
+
+    `in_place` keeps it where it stands: before a wgmma fence, which pure arithmetic could otherwise cross.
+    """
     return p.ptx(
         "{ .reg .b32 t0, t1, t2, t3, u;\n"
         "shl.b32 t0, $4, 2;\nshl.b32 t1, $4, 6;\n"
@@ -22,6 +25,7 @@ def decode_codes(word, scale_lo, scale_hi):
         scale_lo,
         scale_hi,
         results=[p.i32_t()] * 4,
+        effects=in_place,
     )
 
 

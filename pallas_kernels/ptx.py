@@ -219,6 +219,24 @@ def load_global_f32(address):
     return ptx("ld.global.nc.f32 $0, [$1];", address, results=[f32_t()], effects=True)[0]
 
 
+def load_global_b32(address, byte_offset: int):
+    return ptx(f"ld.global.nc.b32 $0, [$1+{byte_offset}];", address, results=[i32_t()], effects=True)[0]
+
+
+def load_global_v4(address, byte_offset: int):
+    """16 bytes that are read once: not kept in L1."""
+    return ptx(
+        f"ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];",
+        address,
+        results=[i32_t()] * 4,
+        effects=True,
+    )
+
+
+def store_global_v4(address, values, byte_offset: int):
+    ptx(f"st.global.v4.b32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
+
+
 def store_global_f32(address, value):
     ptx("st.global.f32 [$0], $1;", address, value)
 
@@ -277,6 +295,57 @@ def mma_bf16(acc, a, b0, b1):
         results=[f32_t()] * 4,
         convergent=True,
     )
+
+
+def proxy_fence():
+    ptx("fence.proxy.async.shared::cta;")
+
+
+def wgmma_fence():
+    ptx("wgmma.fence.sync.aligned;", convergent=True)
+
+
+def wgmma_commit():
+    ptx("wgmma.commit_group.sync.aligned;", convergent=True)
+
+
+def wgmma_wait(pending: int):
+    ptx(f"wgmma.wait_group.sync.aligned {pending};", convergent=True)
+
+
+def wgmma_bf16(acc, a, b_descriptor):
+    """acc [N / 2] += A (64 x 16 over a warpgroup, registers) B (16 x N, shared memory), N = 8, 16, 32 or 64.
+
+    Asynchronous: neither acc nor a may be read or written until wgmma_wait; the accumulators are tied in place.
+    """
+    count = len(acc)
+    names = ", ".join(f"${i}" for i in range(count))
+    a_names = ", ".join(f"${2 * count + i}" for i in range(4))
+    code = (
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 {{{names}}}, {{{a_names}}}, "
+        f"${2 * count + 4}, 1, 1, 1, 0;"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
+    out = llvm.inline_asm(
+        llvm.StructType.get_literal([f32_t()] * count),
+        [*acc, *a, b_descriptor],
+        code,
+        ",".join(constraints),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return [llvm.extractvalue(f32_t(), out, [i]) for i in range(count)]
+
+
+def b_descriptor(address, k_stride: int, n_stride: int):
+    """Descriptor of a K-major operand without swizzle: strides in bytes between 8 x 16-byte matrices along K and N."""
+    i64 = ir.IntegerType.get_signless(64)
+    low = arith.extui(i64, and_(shr(address, 4), 0x3FFF))
+    return arith.ori(low, utils.c((k_stride >> 4) << 16 | (n_stride >> 4) << 32, i64))
+
+
+def add_64(a, b: int):
+    return arith.addi(a, utils.c(b, ir.IntegerType.get_signless(64)))
 
 
 def for_range(lower, upper, step, carries, body):

@@ -29,6 +29,9 @@ from .layout import CODE_BYTES, COLS, EPILOGUE_FACTOR, QUAD_BYTES, QUAD_WORDS, R
 from .stream_plan import Plan, StreamConfig, make_plan
 
 
+MAX_ROWS = 64
+
+
 class _Kernel:
     """One CTA's program. Values that all parts share are set in __init__, in the order in which the CTA computes them."""
 
@@ -65,7 +68,7 @@ class _Kernel:
 
         def init():
             for i in range(c.x_depth):
-                p.barrier_init(p.add(self.x_full, 8 * i), 32)
+                p.barrier_init(p.add(self.x_full, 8 * i), 1 if c.wgmma else 32)
                 p.barrier_init(p.add(self.x_empty, 8 * i), c.warps)
             p.fence_barrier_init()
 
@@ -109,11 +112,22 @@ class _Kernel:
         def step(q, carry):
             slot, parity = carry
             p.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
-            src_q = p.offset(src, p.mul(q, COLS * 2))
-            dst_q = p.add(dst, p.mul(slot, plan.x_slot))
-            for row in range(plan.m):
-                p.copy_async_16(dst_q, src_q, row * plan.x_stride, row * row_bytes)
-            p.copy_arrive(p.add(self.x_full, p.mul(slot, 8)))
+            full = p.add(self.x_full, p.mul(slot, 8))
+            if c.wgmma:  # one copy by the copy engine, which is also what makes it visible to wgmma
+
+                def load():
+                    p.barrier_expect(full, p.i32(plan.x_slot))
+                    source = p.wide_offset(self.x, p.add(self.first_quad, q), plan.x_slot)
+                    p.bulk_load(p.add(self.x_base, p.mul(slot, plan.x_slot)), source, p.i32(plan.x_slot), full)
+
+                p.when(self.is_lane_0, load)
+                p.warp_sync()
+            else:
+                src_q = p.offset(src, p.mul(q, COLS * 2))
+                dst_q = p.add(dst, p.mul(slot, plan.x_slot))
+                for row in range(plan.m):
+                    p.copy_async_16(dst_q, src_q, row * plan.x_stride, row * row_bytes)
+                p.copy_arrive(full)
             after = self.next_slot(slot, c.x_depth)
             return [after, p.xor(parity, p.select(p.eq(after, 0), 1, 0))]
 
@@ -145,7 +159,10 @@ class _Kernel:
         if self.pdl:
             p.grid_dependency_launch()
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
-        x_lane = p.add(p.add(self.x_base, p.mul(first_unit, 128)), p.add(p.mul(g, plan.x_stride), p.mul(t, 32)))
+        if c.wgmma:
+            x_lane = p.add(self.x_base, p.mul(first_unit, plan.m_tiles * 8 * 128))
+        else:
+            x_lane = p.add(p.add(self.x_base, p.mul(first_unit, 128)), p.add(p.mul(g, plan.x_stride), p.mul(t, 32)))
 
         def step(q, carry):
             slot, spare, x_slot, x_parity, *acc = carry
@@ -155,7 +172,8 @@ class _Kernel:
             p.copy_commit()
             p.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
             here = p.mul(slot, plan.slot)
-            acc = self.quad(
+            multiply = self.quad_wgmma if c.wgmma else self.quad
+            acc = multiply(
                 p.add(self.code_lane, here), p.add(self.scale_lane, here), p.add(x_lane, p.mul(x_slot, plan.x_slot)), acc
             )
             p.warp_sync()
@@ -205,6 +223,34 @@ class _Kernel:
                         for r in range(c.tiles):
                             s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
                             acc[s] = p.mma_bf16(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
+        return acc
+
+    def quad_wgmma(self, code_at, scale_at, x_at, acc):
+        """The same with wgmma: one unit is decoded while the one before is multiplied."""
+        plan, c = self.plan, self.plan.config
+        acc, size = list(acc), plan.m_tiles * 4
+        rows = plan.m_tiles * 8
+        first = p.b_descriptor(x_at, k_stride=rows * 16, n_stride=128)
+        for u in range(plan.units_warp):
+            words, scales = [], []
+            for r in range(c.tiles):
+                words.append(p.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
+                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
+                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
+                scales.append(decode_scales(p.load_shared_b32(scale_at, at), which))
+            for half in range(2):
+                a = [
+                    [decode_codes(words[r][2 * half + j], *scales[r], in_place=True) for r in range(c.tiles)]
+                    for j in range(2)
+                ]
+                p.wgmma_fence()
+                for j in range(2):
+                    b = p.add_64(first, (u * 4 + 2 * half + j) * rows * 2)
+                    for r in range(c.tiles):
+                        acc[r * size : (r + 1) * size] = p.wgmma_bf16(acc[r * size : (r + 1) * size], a[j][r], b)
+                p.wgmma_commit()
+                p.wgmma_wait(1)  # the codes before the last two steps may now be overwritten
+        p.wgmma_wait(0)
         return acc
 
     def leave_sums(self, acc, g, t):
@@ -293,6 +339,8 @@ def build(
 ):
     """The kernel as a function (x [M, Q * 256] bf16, data..., factor..., [bias...]) -> list of y_i [M, n_i].
 
+    With wgmma x is first put in fragment order, by a small program of its own that XLA may fuse into what made x.
+
     `factor` is float32 [1], 128 / global_scale; `bias` is float32 [n_i]; y_i is bfloat16, or float32 if `wide_out`.
     """
     plan = make_plan(m, k, n, config)
@@ -321,7 +369,20 @@ def build(
             lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    return jax.jit(call)
+    if not config.wgmma:
+        return jax.jit(call)
+    return jax.jit(lambda x, *rest: call(fragment_order(x, plan.m_tiles * 8), *rest))
+
+
+def fragment_order(x: jax.Array, rows: int) -> jax.Array:
+    """x [M, Q * 256] -> [Q, rows * 256]: for each unit and step the 16 columns that the weight fragment multiplies.
+
+    In a unit, step j's k index 2 t + c + 8 h (t = 0..3, c, h = 0..1) is column 16 t + 4 j + 2 h + c; each 8 rows x 8
+    columns are 128 contiguous bytes, as wgmma reads them.
+    """
+    x = jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))).reshape(rows, -1, 4, 4, 4, 2, 2)  # rows Q unit t j h c
+    x = x.transpose(1, 2, 4, 5, 0, 3, 6)  # Q unit j h rows t c
+    return x.reshape(x.shape[0], rows * COLS)
 
 
 def epilogue_factor(global_scale: jax.Array) -> jax.Array:

@@ -5,8 +5,9 @@ import dataclasses
 from .layout import COLS, QUAD_BYTES, ROWS
 
 SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
-# Clusters that are resident at once, by cluster size: the 132 multiprocessors lie in groups of 16 or 18.
-RESIDENT = {1: 132, 2: 66, 4: 32, 8: 16}
+# Clusters that an H200 holds at once (cudaOccupancyMaxActiveClusters; its multiprocessors lie in groups of unequal
+# size). One cluster more is a second wave: 32 clusters of 4 took twice as long as 30.
+RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,8 @@ class StreamConfig:
       tiles: row tiles of 16 outputs that a warp holds, so that x fragments are read once for them.
       depth: quads in a warp's ring of weights.
       x_depth: quads in the CTA's ring of x.
+      wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
+        neighbouring warps act as one, and x comes reordered (see `fragment_order` in stream_kernel.py).
     """
 
     cluster: int = 1
@@ -27,6 +30,7 @@ class StreamConfig:
     tiles: int = 2
     depth: int = 3
     x_depth: int = 3
+    wgmma: bool = False
 
     @property
     def warps(self) -> int:
@@ -75,7 +79,7 @@ class Plan:
 
     @property
     def x_slot(self) -> int:
-        return self.m_tiles * 8 * self.x_stride
+        return self.m_tiles * 8 * (COLS * 2 if self.config.wgmma else self.x_stride)
 
     @property
     def ring_at(self) -> int:
@@ -113,6 +117,8 @@ def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig) -> Plan:
         raise ValueError(f"warps_k must be 1, 2 or 4, got {config.warps_k}")
     if not (2 <= config.depth and 2 <= config.x_depth <= 8):
         raise ValueError(f"depth must be at least 2 and x_depth 2..8, got {config.depth}, {config.x_depth}")
+    if config.wgmma and config.warps_n % 4:
+        raise ValueError(f"with wgmma warps_n must be a multiple of 4, got {config.warps_n}")
     m_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= m)
     tiles_of = tuple(-(-n_i // ROWS) for n_i in n)
     plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config)

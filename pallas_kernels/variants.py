@@ -1,47 +1,57 @@
-"""Which program computes a shape: a committed table, written from benchmarks/fp4_sweep.py, never a trial at run time.
+"""Which program computes a shape: a committed table, written by benchmarks/fp4_sweep.py, never a trial at run time.
 
-A key is (K, sum of N, largest M); the entry with the smallest M that is enough is used.
-Shapes outside the table get the first default configuration that fits.
+fp4_table.json holds, for (K, sum of N) and the largest M of a range (8, 16, 32, 64), the configuration of the streaming
+kernel that was fastest on an H200. Shapes outside it get the first default that fits. All M of one range use one
+configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64 (and 65-256, in steps of 64 rows).
 """
 
 import functools
+import importlib.resources
+import json
 
 import jax
 
 from .stream_plan import RESIDENT, StreamConfig, make_plan
 
-# From this many rows on, dequantize + dot.
-MAX_DECODE_ROWS = 64
+RANGES = (8, 16, 32, 64)
+# Up to this many rows the streaming kernel runs 64 rows at a time; above, dequantize + dot.
+MAX_STREAM_ROWS = 256
 
-TABLE: dict[tuple[int, int, int], StreamConfig] = {}
+
+def _load() -> dict[tuple[int, int, int], StreamConfig]:
+    text = importlib.resources.files(__package__).joinpath("fp4_table.json").read_text()
+    return {(e["k"], e["n"], e["m"]): StreamConfig(*e["config"]) for e in json.loads(text)}
+
+
+TABLE = _load()
 
 
 def capability() -> int:
     """Compute capability of the default device, times ten; 0 without a CUDA device."""
     if jax.default_backend() != "gpu":
         return 0
-    return int(float(jax.devices()[0].compute_capability) * 10)
+    return round(float(jax.devices()[0].compute_capability) * 10)
 
 
 def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
     at = capability()
     if at == 90:
-        return "NVFP4 kernels: Mosaic GPU (sm_90) up to 64 rows, dequantize + dot above"
+        return f"NVFP4 kernels: Mosaic GPU (sm_90) up to {MAX_STREAM_ROWS} rows, dequantize + dot above"
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
 
 @functools.lru_cache(maxsize=None)
 def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
-    """The decode configuration for a shape; raises ValueError naming the constraint when none fits."""
-    for bound in (8, 16, 32, 64):
-        entry = TABLE.get((k, sum(n), bound))
-        if m <= bound and entry is not None:
-            try:
-                make_plan(m, k, n, entry)
-            except ValueError:
-                continue
+    """The streaming kernel's configuration for a shape; raises ValueError naming the constraint when none fits."""
+    m = next((r for r in RANGES if m <= r), RANGES[-1])  # the whole range must fit, and so share one configuration
+    entry = TABLE.get((k, sum(n), m))
+    if entry is not None:
+        try:
+            make_plan(m, k, n, entry)
             return entry
+        except ValueError:  # another split of the same N into matrices may need more row tiles
+            pass
     all_tiles = sum(-(-n_i // 16) for n_i in n)
     reason = None
     for cluster in (1, 2, 4, 8):
@@ -54,29 +64,33 @@ def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
                 reason = error
                 continue
             return entry
-    raise ValueError(f"no decode configuration takes M = {m}, K = {k}, N = {n}: {reason}")
+    raise ValueError(f"no configuration of the streaming kernel takes M = {m}, K = {k}, N = {n}: {reason}")
 
 
 def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | StreamConfig:
-    """"reference", "dequantize", or the decode kernel's configuration."""
-    if backend not in (None, "mosaic", "dequantize", "reference"):
-        raise ValueError(f"backend must be None, 'mosaic', 'dequantize' or 'reference', got {backend!r}")
-    if backend in ("reference", "dequantize"):
-        return backend
+    """A path's name, or the streaming kernel's configuration."""
+    if backend not in (None, "mosaic", "dequantize", "dequantize-mosaic", "reference"):
+        raise ValueError(
+            f"backend must be None, 'mosaic', 'dequantize', 'dequantize-mosaic' or 'reference', got {backend!r}"
+        )
     if backend == "mosaic":
         return config_for(m, k, n)
+    if backend is not None:
+        return backend
     at = capability()
-    if at == 0:
-        return "reference"
-    if at == 90 and m <= MAX_DECODE_ROWS:
+    if at == 90 and m <= MAX_STREAM_ROWS:
         try:
             return config_for(m, k, n)
         except ValueError:
-            return "dequantize"
-    return "dequantize"
+            return "dequantize-mosaic"
+    return choose_dx()
 
 
 def choose_dx(backend: str | None = None) -> str:
-    if backend == "reference" or (backend is None and capability() == 0):
-        return "reference"
-    return "dequantize"
+    """A path's name for dx = dy W, and for the forward product with many rows."""
+    if backend == "mosaic":
+        return "dequantize-mosaic"
+    if backend is not None:
+        return backend
+    at = capability()
+    return "dequantize-mosaic" if at == 90 else "dequantize" if at else "reference"

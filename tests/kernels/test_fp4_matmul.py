@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import KernelWeight, fp4_matmul, fp4_matmul_dx, fp4_matmul_reference, layout, repack, stream_kernel
+from pallas_kernels import KernelWeight, dequantize_kernel, fp4_matmul, fp4_matmul_dx, fp4_matmul_reference, layout, repack, stream_kernel
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 from pallas_kernels.variants import TABLE, config_for
 
@@ -128,6 +128,7 @@ def test_a_plan_names_what_does_not_fit():
     (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), True),
     (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False),
     (StreamConfig(4, 1, 1, 1, 4, 2), (40,), False),
+    (StreamConfig(1, 4, 2, 1, 3, 2, True), (64,), True),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
     m, k = 9, 1024
@@ -139,3 +140,18 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
         args += [shape((i,), jnp.float32) for i in n]
     module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
     assert "mosaic_gpu" in module
+
+
+def test_dequantize_kernel_lowers_for_cuda_without_a_gpu():
+    data = jax.ShapeDtypeStruct((3, 2, 576), jnp.uint32)
+    module = export.export(dequantize_kernel.build(3, 2), platforms=["cuda"])(data).mlir_module()
+    assert "mosaic_gpu" in module
+
+
+def test_fragment_order_matches_the_weight_fragments():
+    x = np.arange(5 * 512, dtype=np.float32).reshape(5, 512)
+    got = np.asarray(stream_kernel.fragment_order(jnp.asarray(x), 8)).reshape(2, 4, 4, 2, 8, 4, 2)
+    for quad, unit, j, h, t, c in np.ndindex(2, 4, 4, 2, 4, 2):
+        column = 256 * quad + 64 * unit + 16 * t + 4 * j + 2 * h + c
+        assert np.array_equal(got[quad, unit, j, h, :5, t, c], x[:, column])
+        assert not got[quad, unit, j, h, 5:, t, c].any()

@@ -1,0 +1,91 @@
+"""All linears of a 7B layer, 28 layers deep, in a jitted while loop: how much time lies between the kernels.
+
+    python -m benchmarks.fp4_chain [--m 8] [--out benchmarks/results/h200/fp4_chain.json]
+
+`busy` is the sum of the kernels' own device times (CUPTI) over the wall time of the same loop without a profiler. With
+programmatic dependent launch a kernel's time includes its wait for the one before, so there only `step_us` compares.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.fp4_matmul import MODELS, random_weight
+from pallas_kernels import stream_kernel, variants
+
+LAYERS, STEPS = 28, 20
+
+
+def make_step(m, pdl):
+    kernels = {}
+    for k, n in MODELS["7B"]:
+        kernels[k, n] = stream_kernel.build(m, k, (n,), variants.config_for(m, k, (n,)), pdl=pdl)
+    factor = stream_kernel.epilogue_factor(2688.0 * 64)
+
+    def linear(x, w):
+        return kernels[w.k, w.n](x, w.data, factor)[0]
+
+    def layer(x, weights):
+        qkv, o, gate_up, down = weights
+        h = linear(x, qkv)[:, :3584]
+        x = x + linear(h, o)
+        gate, up = jnp.split(linear(x, gate_up), 2, axis=1)
+        x = x + linear(jax.nn.silu(gate) * up, down)
+        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6).astype(x.dtype)
+
+    def loop(x, model, steps):
+        def body(state):
+            i, x = state
+            for weights in model:
+                x = layer(x, weights)
+            return i + 1, x
+
+        return jax.lax.while_loop(lambda s: s[0] < steps, body, (0, x))[1]
+
+    return jax.jit(loop)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--m", type=int, default=8)
+    parser.add_argument("--out", default="benchmarks/results/h200/fp4_chain.json")
+    args = parser.parse_args()
+    model = [
+        [random_weight(jax.random.key(4 * i + j), n, k) for j, (k, n) in enumerate(MODELS["7B"])] for i in range(LAYERS)
+    ]
+    x = jax.random.normal(jax.random.key(0), (args.m, 3584), jnp.bfloat16)
+    result = {"m": args.m, "layers": LAYERS}
+    for pdl in (False, True):
+        step = make_step(args.m, pdl)
+        y = step(x, model, STEPS).block_until_ready()
+        walls = []
+        for _ in range(5):
+            start = time.perf_counter()
+            step(x, model, STEPS).block_until_ready()
+            walls.append((time.perf_counter() - start) / STEPS)
+        _, times = profiler.measure(step, aggregate=False)(x, model, 2)
+        ours = sum(t for name, t in times if "nvfp4" in name) * 1e3 / 2
+        every = sum(t for _, t in times) * 1e3 / 2
+        wall = float(np.median(walls)) * 1e6
+        result[f"pdl_{pdl}"] = {
+            "step_us": wall, "matmul_us": ours, "all_kernels_us": every, "busy": every / wall,
+            "kernels_a_step": len(times) // 2, "finite": bool(jnp.isfinite(y).all()),
+        }  # fmt: skip
+        print(pdl, result[f"pdl_{pdl}"], flush=True)
+        if pdl:
+            result["same_output"] = bool((y == before).all())
+        before = y
+    print("same output:", result["same_output"])
+    with open(args.out, "w") as f:
+        json.dump(result, f, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
