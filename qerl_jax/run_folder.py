@@ -5,17 +5,22 @@ stored one in anything the run's course depends on is refused with both values.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config, config_to_dict, load_config, save_yaml
 from qerl_jax.errors import UserError
+from qerl_jax.models.dtypes import DtypeName, settled_dtype
 
 CONFIG, METRICS, COMPLETIONS, SUMMARY = "config.yaml", "metrics.jsonl", "completions.jsonl", "summary.json"
 CHECKPOINTS, ADAPTER, PLOTS, COMPILED = "checkpoints", "adapter", "plots", "compiled"
 
+# What a process that was killed at its very start leaves.
+_BEFORE_CONFIG = {".lock", f".tmp-{CONFIG}"}
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -50,8 +55,12 @@ def _beside(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def open_run(config: Config, fresh: bool = False) -> Iterator[Path]:
-    """Yields the folder of the run, locked against a second process, with config.yaml in it.
+def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config]]:
+    """Yields the folder of the run, locked against a second process, and the config that holds for it.
+
+    model.dtype `auto` is settled when a run begins and stays, so a run may go on where another backend began it.
+
+    As long as the folder has no checkpoint, another config takes the stored one's place.
 
     Args:
       config: its run.output_dir names the folder.
@@ -68,7 +77,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[Path]:
     stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
-    if folder.is_dir() and not stored.is_file() and any(p.name != ".lock" for p in folder.iterdir()):
+    if folder.is_dir() and not stored.is_file() and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
@@ -76,16 +85,24 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another process is working on this run; wait for it or use --fresh") from None
-        if stored.is_file():
-            _refuse_changes(folder, load_config(str(stored)), config)
-            if (folder / SUMMARY).is_file():
-                raise RunFinished(
-                    f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
-                    f"({_beside(folder)}); `run.output_dir=NAME` names one."
-                )
-        else:
+        if checkpoint_steps(folder / CHECKPOINTS):
+            begun = load_config(str(stored))
+            if config.model.dtype == "auto":
+                config = _with_dtype(config, begun.model.dtype)
+            _refuse_changes(folder, begun, config)
+        else:  # Nothing depends on the stored config yet: a mistake in it may be corrected.
+            config = _with_dtype(config, settled_dtype(config.model.dtype))
             save_yaml(config, stored)
-        yield folder
+        if (folder / SUMMARY).is_file():
+            raise RunFinished(
+                f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
+                f"({_beside(folder)}); `run.output_dir=NAME` names one."
+            )
+        yield folder, config
+
+
+def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
 
 def _refuse_changes(folder: Path, stored: Config, given: Config) -> None:

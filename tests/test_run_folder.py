@@ -14,7 +14,7 @@ def config(tmp_path, *overrides):
 
 
 def open_once(config, fresh=False):
-    with run_folder.open_run(config, fresh) as folder:
+    with run_folder.open_run(config, fresh) as (folder, _):
         return folder
 
 
@@ -40,9 +40,22 @@ def test_the_same_config_continues_and_free_options_may_change(tmp_path):
     ],
 )
 def test_a_changed_config_is_refused_with_both_values(tmp_path, override, message):
-    open_once(config(tmp_path))
+    (open_once(config(tmp_path)) / "checkpoints" / "step_00000000").mkdir(parents=True)
     with pytest.raises(UserError, match=message):
         open_once(config(tmp_path, override))
+
+
+def test_before_the_first_checkpoint_a_config_may_be_corrected(tmp_path):
+    open_once(config(tmp_path))
+    folder = open_once(config(tmp_path, "run.seed=1"))
+    assert load_config(str(folder / "config.yaml")).run.seed == 1
+
+
+def test_a_process_killed_before_it_wrote_the_config_is_no_hindrance(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / ".tmp-config.yaml").write_text("model:")
+    assert (open_once(config(tmp_path)) / "config.yaml").is_file()
 
 
 def test_fresh_starts_beside(tmp_path):
@@ -84,3 +97,16 @@ def test_a_changed_identity_is_refused_with_both_values(tmp_path):
     run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "a"})
     with pytest.raises(UserError, match="base weights was 'a', is now 'b'"):
         run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "b"})
+
+
+def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
+    with run_folder.open_run(config(tmp_path)) as (folder, settled):
+        assert settled.model.dtype == load_config(str(folder / "config.yaml")).model.dtype == "float32"
+    (folder / "checkpoints" / "step_00000000").mkdir(parents=True)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    with run_folder.open_run(config(tmp_path)) as (_, continued):
+        assert continued.model.dtype == "float32"
+    with pytest.raises(UserError, match="model.dtype was 'float32', is now 'bfloat16'"):
+        open_once(config(tmp_path, "model.dtype=bfloat16"))
+    with run_folder.open_run(config(tmp_path), fresh=True) as (_, fresh):
+        assert fresh.model.dtype == "bfloat16"

@@ -1,15 +1,15 @@
 """From a `Config` to the objects of a run: model, tokenizer, data, static settings, optimizer."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, load_dataset
 from qerl_jax.errors import UserError
+from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
@@ -25,13 +25,6 @@ from qerl_jax.rl.update import UpdateSettings
 from qerl_jax.rollout import Rollout, SamplingSettings
 
 
-def compute_dtype(name: str) -> jnp.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU, which has no fast bfloat16."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """A frozen model with what turns text into its tokens and back."""
@@ -42,9 +35,9 @@ class Policy:
     pad_token_id: int
 
 
-def load_policy(path: str, weight_format: str | None, dtype: str) -> Policy:
+def load_policy(path: str, weight_format: str | None, dtype: Literal["auto"] | DtypeName) -> Policy:
     """Loads model and tokenizer; `weight_format` None keeps the stored one."""
-    model = load_model(path, weight_format, compute_dtype(dtype))
+    model = load_model(path, weight_format, settled_dtype(dtype))
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     generation = load_generation_config(path)
     return Policy(model, tokenizer, generation.eos_token_ids, generation.pad_token_id)

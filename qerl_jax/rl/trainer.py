@@ -72,7 +72,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       UserError: bad input, by name. Interrupted: after Ctrl-C, with the state saved.
     """
     try:
-        with run_folder.open_run(config, fresh) as folder, _interrupt_flag() as interrupt:
+        with run_folder.open_run(config, fresh) as (folder, config), _interrupt_flag() as interrupt:
             _keep_compiled_programs(folder)
             return _Run(assemble(config), folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
@@ -170,6 +170,8 @@ class _Run:
                     for row in self._one_rollout():
                         writer.log(row)
                         live.update(row)
+                        if row["nonfinite"]:
+                            live.note(f"step {row['step']}: loss or gradient is not finite; this update was refused")
                 step = int(self.state.step)
                 self._stop_if_never_finite()
                 self._evaluate_if_due(first_step)
@@ -212,19 +214,23 @@ class _Run:
             row = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
             rows.append(row | shared | {"step": at + 1, "learning_rate": float(self.schedule(at))})
+            # Refused updates leave rollouts and steps out of phase, so the last step may come amid a rollout.
+            ended = int(self.state.step) == self.experiment.total_steps
+            if ended or self.progress["nonfinite"] >= config.run.max_nonfinite_steps:
+                break
         self.progress |= {
             "rollout": number + 1,
             "cursor": cursor + len(examples),
             "num_tokens": self.progress["num_tokens"] + tokens,
         }
-        ended = time.perf_counter()
+        updated = time.perf_counter()
         new_tokens = float(np.sum(jax.device_get(completions.lengths)))
         times = {
-            "step_time": (ended - began) / len(rows),
+            "step_time": (updated - began) / len(rows),
             "perf/rollout_time": sampled - began,
             "perf/reward_time": scored - sampled,
-            "perf/update_time": ended - scored,
-            "perf/throughput": new_tokens / (ended - began),
+            "perf/update_time": updated - scored,
+            "perf/throughput": new_tokens / (updated - began),
             "perf/peak_memory": peak_memory(),
         }
         epoch = self.progress["cursor"] / len(dataset)
@@ -253,8 +259,6 @@ class _Run:
 
     def _stop_if_never_finite(self) -> None:
         streak, step = self.progress["nonfinite"], int(self.state.step) + 1
-        if streak:
-            self.live.note(f"step {step}: loss or gradient is not finite; the update was refused ({streak} in a row)")
         if streak >= self.config.run.max_nonfinite_steps:
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step {step} "

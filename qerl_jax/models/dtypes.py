@@ -1,0 +1,14 @@
+"""The dtype in which a model computes."""
+
+from typing import Literal
+
+import jax
+
+DtypeName = Literal["float32", "bfloat16"]
+
+
+def settled_dtype(name: Literal["auto"] | DtypeName) -> DtypeName:
+    """What `auto` means here: bfloat16 on a GPU, float32 on a CPU, which has no fast bfloat16."""
+    if name != "auto":
+        return name
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
