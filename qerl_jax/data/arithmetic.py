@@ -8,8 +8,8 @@ digits, and every result lies in 1..999:
     worked    90+25=115 7*115=805 805-41=764 #### 764
     direct    #### 764
 
-Problems without such a chain are no use here: on sums of four operands, or of two products, a network of 0.8M
-parameters learned to answer directly (60% to 98% right) as soon as it had learned the steps.
+Problems without such a chain serve less: on four operands added and subtracted, or a sum of two products, networks of
+0.85M parameters that had learned the steps also answered directly 30% to 98% right (here, 20%).
 
 The three splits are disjoint in their operands whatever the order and the signs: the split is a hash of the *sorted*
 operands. A problem is a pure function of (seed, split, index), by counter-based hashing (splitmix64) and no generator
@@ -39,8 +39,8 @@ _MEN = ("Ben", "Dan", "Leo", "Max", "Ned", "Sam", "Tom", "Vic")
 NAMES = _WOMEN + _MEN
 _SUBJECTS = (" She",) * len(_WOMEN) + (" He",) * len(_MEN)
 THINGS = (
-    " balls", " bars", " beads", " beans", " books", " cans", " caps", " cards", " cars", " coins", " cups", " keys", " pens",
-    " rings", " shells",
+    " balls", " bars", " beads", " beans", " books", " cans", " caps", " cards", " cars", " coins", " cups", " keys",
+    " pens", " rings", " shells",
 )  # fmt: skip
 GAINS = (" buys", " finds", " gets", " wins", " makes")
 LOSSES = (" gives away", " loses", " sells", " drops", " lends")
