@@ -34,7 +34,7 @@ def test_the_same_config_continues_and_free_options_may_change(tmp_path):
     [
         ("run.seed=1", "run.seed was 0, is now 1"),
         ("lora.lora_r=8", "lora.lora_r was 16, is now 8"),
-        ("data.max_prompt_length=40", "data.max_prompt_length was"),
+        ("data.max_prompt_length=44", "data.max_prompt_length was"),
         ("model.weight_format=bf16", "model.weight_format was 'nvfp4', is now 'bf16'"),
         ("optimizer.max_steps=90", "optimizer.max_steps was"),
     ],
