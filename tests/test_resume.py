@@ -1,0 +1,71 @@
+"""A run killed at any instant and started again with the same command ends with bitwise the same result."""
+
+import shutil
+
+import pytest
+from run_harness import (
+    TrainingProcess,
+    checkpoints,
+    differences,
+    half_saved,
+    rows,
+    small_config,
+    train_to_the_end,
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A config, a run of it that nobody disturbed, and its compiled programs."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config, programs = small_config(folder), folder / "programs"
+    train_to_the_end(config, folder / "run", folder / "log", programs=programs)
+    return config, folder / "run", programs
+
+
+def test_the_undisturbed_run_meets_what_resuming_could_get_wrong(uninterrupted):
+    _, run, _ = uninterrupted
+    steps = rows(run)
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["rollout"] for row in steps] == [i // 2 for i in range(12)]
+    sigmas = [round(row["aqn/sigma"], 6) for row in steps]
+    assert sigmas == [0.0] * 4 + [0.01] * 4 + [0.001] * 4
+    assert all(row["grad_norm"] > 0 and row["frac_reward_zero_std"] < 1 for row in steps)
+    assert len({row["completion"] for row in rows(run, "completions.jsonl")}) > 20
+    assert checkpoints(run) == [8, 12]
+
+
+def test_killed_while_compiling_while_updating_and_while_saving(uninterrupted, tmp_path):
+    config, whole, shared = uninterrupted
+    # A copy: one of the programs is damaged below.
+    programs = shutil.copytree(shared, tmp_path / "programs")
+    run = tmp_path / "run"
+
+    def start():
+        return TrainingProcess(config, run, tmp_path / "log", programs=programs)
+
+    with start() as process:
+        assert process.until(lambda: checkpoints(run) == [0])
+        process.kill()
+    assert not rows(run)
+
+    with start() as process:
+        assert process.until(lambda: len(rows(run)) >= 6)
+        process.kill()
+    assert checkpoints(run)[-1] < rows(run)[-1]["step"], "the kill came too late to lose rows"
+
+    for _ in range(5):
+        with start() as process:
+            assert process.until(lambda: checkpoints(run)[-1] > 0 and half_saved(run))
+            process.kill()
+        if half_saved(run):
+            break
+    assert half_saved(run), "no kill hit a save"
+    assert checkpoints(run)[-1] < 12
+
+    # What a kill during the write of a compiled program leaves.
+    torn = max(programs.glob("jit_update_step-*"), key=lambda path: path.stat().st_size)
+    torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
+    train_to_the_end(config, run, tmp_path / "log", programs=programs)
+    assert differences(run, whole) == []
+    assert not half_saved(run)
