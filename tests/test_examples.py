@@ -1,0 +1,97 @@
+"""The examples as a reader runs them, each in a program of its own, and what each of them claims."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("train", "new_loss", "resume", "four_seeds")
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Starts all examples at once, in an empty folder; `printed(name)` waits for one and gives its output."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "PYTHONPATH": str(ROOT),
+    }
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, ROOT / "examples" / f"{name}.py"],
+            cwd=tmp_path_factory.mktemp(name),
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for name in NAMES
+    }
+
+    def output(name):
+        out, err = running[name].communicate()
+        assert running[name].returncode == 0, err
+        return out
+
+    yield output
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+def numbers(pattern, text):
+    """The groups of every match of `pattern`, as floats [matches, groups]."""
+    return np.asarray([match.groups() for match in re.finditer(pattern, text)], float)
+
+
+def test_every_example_is_run_here():
+    assert sorted(path.stem for path in (ROOT / "examples").glob("*.py")) == sorted(NAMES)
+
+
+def test_the_readme_shows_the_training_script_as_it_is():
+    script = (ROOT / "examples" / "train.py").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks == [script]
+    assert 20 < len([line for line in script.splitlines() if line.strip()]) < 35
+
+
+def test_the_training_script_raises_its_reward_under_noise(printed):
+    steps = numbers(r"step +(\d+)  reward ([\d.]+)  entropy ([\d.]+)  sigma ([\d.e+-]+)\n", printed("train"))
+    assert steps[:, 0].tolist() == list(range(1, 13))
+    rewards, sigmas = steps[:, 1], steps[:, 3]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    np.testing.assert_allclose(sigmas, np.repeat([0, 1e-2, 2.2e-3, 5e-4], 3))
+
+
+def test_a_new_loss_in_15_lines_learns(printed):
+    tree = ast.parse((ROOT / "examples" / "new_loss.py").read_text())
+    (loss,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "winners_only")
+    assert loss.end_lineno - loss.lineno + 1 <= 15
+    steps = numbers(r"step (\d)  equations ([\d.]+)  share of winners' tokens (\d+)%\n", printed("new_loss"))
+    assert steps[:, 0].tolist() == list(range(1, 9))
+    assert np.mean(steps[-2:, 1]) > np.mean(steps[:2, 1]) + 1
+    # The metric is the loss's own: those that beat their group have a part of the tokens, never all.
+    assert 0 < steps[0, 2] < 100 and len(set(steps[:, 2])) > 1
+
+
+def test_resuming_from_a_checkpoint_is_exact(printed):
+    assert printed("resume") == "step 6, bitwise the same as an unbroken run: True\n"
+
+
+def test_four_seeds_by_vmap_are_four_runs(printed):
+    out = printed("four_seeds")
+    by_seed = numbers(r"step \d  equations by seed \[([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+)\]\n", out)
+    assert by_seed.shape == (3, 4)
+    assert len(set(map(tuple, by_seed.T))) == 4  # the seeds are not copies of one another
+    ends = numbers(r"seed (\d)  the adapter moved by ([\d.e-]+); alone and among four it differs by ([\d.e-]+)\n", out)
+    assert ends[:, 0].tolist() == [0, 1, 2, 3]
+    assert (ends[:, 1] > 1e-3).all()
+    assert (ends[:, 2] < 1e-2 * ends[:, 1]).all()
