@@ -141,7 +141,7 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
         "top_p": 1.0,
         "top_k": 5,
         "min_p": 0.0,
-        "max_completion_length": 64,
+        "max_completion_length": 48,
         "adapter": None,
         "seed": 9,
         "greedy": False,
