@@ -104,7 +104,8 @@ def print_row(r):
     peer = f"{r['marlin_us'] / r['device_us']:5.2f}x" if r.get("marlin_us") else "     -"
     print(
         f"{r['format']:6} {r['op']:8} {r['k']:6}x{r['n']:<6} M={r['m']:<5} {r['device_us']:9.2f} us "
-        f"{r['tb_per_s']:5.2f} TB/s  BF16 {r['bf16_us']:9.2f} us ({r['bf16_us'] / r['device_us']:5.2f}x)  Marlin {peer}",
+        f"{r['tb_per_s']:5.2f} TB/s  BF16 {r['bf16_us']:9.2f} us ({r['bf16_us'] / r['device_us']:5.2f}x)  "
+        f"Marlin {peer}",
         flush=True,
     )
 
@@ -120,8 +121,8 @@ def summarize(rows):
         for m in sorted({r["m"] for r in rows if r["m"] <= 64}):
             found = [r for s in shapes for r in rows if (r["k"], r["n"], r["m"], r["op"]) == (*s, m, "forward")]
             if len(found) == 4:
-                out[f"layer_{model}_m{m}_tb_per_s"] = sum(k * n * 0.5625 for k, n in shapes) * 1e-6 / sum(
-                    r["device_us"] for r in found
+                out[f"layer_{model}_m{m}_tb_per_s"] = (
+                    sum(k * n * 0.5625 for k, n in shapes) * 1e-6 / sum(r["device_us"] for r in found)
                 )
     return out
 

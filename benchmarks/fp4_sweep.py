@@ -1,6 +1,6 @@
 """Measures candidate configurations of the decode kernel; the table in pallas_kernels/variants.py comes from it.
 
-    python -m benchmarks.fp4_sweep OUT.json [--m 1 8 16] [--shapes 3584x37888 ...] [--limit 12]
+python -m benchmarks.fp4_sweep OUT.json [--m 1 8 16] [--shapes 3584x37888 ...] [--limit 12]
 """
 
 import argparse
@@ -139,7 +139,9 @@ def main():
                     weight = layout.KernelWeight(weights[0], n, k)
                     row["error"] = relative_error(y, xs[0], weight, jnp.float32(2688.0), columns)
                     kernel = stream_kernel.build(m, k, (n,), config)
-                    run = jax.jit(lambda xs, f, ws, kernel=kernel: [kernel(x, w, f)[0] for x, w in zip(xs, ws)])
+                    run = jax.jit(
+                        lambda xs, f, ws, kernel=kernel: [kernel(x, w, f)[0] for x, w in zip(xs, ws, strict=True)]
+                    )
                     row["us"] = device_us(run, xs, factor, weights) / len(weights)
                     row["tb_per_s"] = size / row["us"] * 1e-6
                 except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -151,7 +153,9 @@ def main():
             done = [r for r in rows if (r["k"], r["n"], r["m"]) == (k, n, m) and "us" in r]
             if done:
                 best = min(done, key=lambda r: r["us"])
-                print("BEST", k, n, m, f"{best['tb_per_s']:.2f} TB/s, error {max(r['error'] for r in done):.1e}", end=": ")
+                print(
+                    "BEST", k, n, m, f"{best['tb_per_s']:.2f} TB/s, error {max(r['error'] for r in done):.1e}", end=": "
+                )
                 for r in sorted(done, key=lambda r: r["us"])[:5] + sorted(done, key=lambda r: r["us"])[-1:]:
                     print(f"{r['us']:.2f} {r['config']}", end="; ")
                 print(len(done), flush=True)
@@ -167,7 +171,8 @@ def merge(rows, path):
         best = {(e["k"], e["n"], e["m"]): e for e in json.load(f)}
     for r in rows:
         key = (r["k"], r["n"], r["m"])
-        if "us" in r and r["error"] < 5e-6 and (key not in best or r["us"] < best[key]["us"]):
+        old = best.get(key, {}).get("us") or float("inf")
+        if "us" in r and r["error"] < 5e-6 and r["us"] < old:
             best[key] = {"k": r["k"], "n": r["n"], "m": r["m"], "config": r["config"], "us": round(r["us"], 2)}
     with open(path, "w") as f:
         f.write(json.dumps([best[key] for key in sorted(best)]).replace("}, {", "},\n {") + "\n")

@@ -1,9 +1,8 @@
-"""W * global_scale / 128 as BF16 [N, K] from the kernel's layout, at the speed of memory: the first half of the path for
-many rows.
+"""W * global_scale / 128 as BF16 [N, K] from the kernel's layout: the first half of the path for many rows.
 
 Every product e2m1 * scale has at most 6 significant bits, so BF16 holds it exactly (also the factor 2^-7 that the
-decoding leaves); the global scale goes to the float32 sums. A warp decodes units of 16 x 64; a lane stores 32 contiguous
-bytes in each of two rows, four lanes a full line of 128 bytes.
+decoding leaves); the global scale goes to the float32 sums. A warp decodes quads of 16 x 256; a lane stores 32
+contiguous bytes in each of two rows, four lanes a full line of 128 bytes.
 """
 
 import functools
@@ -14,6 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import ptx as p
+from . import ptx_memory as mem
 from .fragments import decode_codes, decode_scales
 from .layout import CODE_BYTES, COLS, QUAD_BYTES, QUAD_WORDS, ROWS
 
@@ -22,7 +22,7 @@ WARPS, CTAS = 16, 132 * 4
 
 def _body(quads: int, tiles: int, data_ref, out_ref):
     """One warp's program: it takes quads in turn."""
-    data, out = p.global_address(data_ref), p.global_address(out_ref)
+    data, out = mem.global_address(data_ref), mem.global_address(out_ref)
     tid = p.sreg("tid.x")
     lane = p.and_(tid, 31)
     first = p.add(p.mul(p.sreg("ctaid.x"), WARPS), p.shr(tid, 5))
@@ -31,12 +31,12 @@ def _body(quads: int, tiles: int, data_ref, out_ref):
 
     def quad(index, _):
         tile, q = p.div(index, quads), p.rem(index, quads)
-        source = p.wide_offset(data, index, QUAD_BYTES)
-        codes, scales = p.offset(source, p.mul(lane, 16)), p.offset(source, p.mul(lane, 4))
-        target = p.wide_offset(out, p.add(p.mul(tile, ROWS), g), row_bytes)
-        target = p.offset(target, p.add(p.mul(q, COLS * 2), p.mul(t, 32)))
-        words = [p.load_global_v4(codes, u * 512) for u in range(4)]
-        scale = [p.load_global_b32(scales, CODE_BYTES + pair * 128) for pair in range(2)]
+        source = mem.wide_offset(data, index, QUAD_BYTES)
+        codes, scales = mem.offset(source, p.mul(lane, 16)), mem.offset(source, p.mul(lane, 4))
+        target = mem.wide_offset(out, p.add(p.mul(tile, ROWS), g), row_bytes)
+        target = mem.offset(target, p.add(p.mul(q, COLS * 2), p.mul(t, 32)))
+        words = [mem.load_global_v4(codes, u * 512) for u in range(4)]
+        scale = [mem.load_global_b32(scales, CODE_BYTES + pair * 128) for pair in range(2)]
         for u in range(4):
             low, high = decode_scales(scale[u // 2], p.i32(0x4342 if u % 2 else 0x4140))
             a = [decode_codes(word, low, high) for word in words[u]]
@@ -44,13 +44,13 @@ def _body(quads: int, tiles: int, data_ref, out_ref):
                 values = [a[j][2 * pair_half + row_half] for j in range(4) for pair_half in range(2)]
                 for half in range(2):
                     at = row_half * 8 * row_bytes + u * 128 + 16 * half
-                    p.store_global_v4(target, values[4 * half : 4 * half + 4], at)
+                    mem.store_global_v4(target, values[4 * half : 4 * half + 4], at)
         return []
 
     p.for_range(first, tiles * quads, CTAS * WARPS, [], quad)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def build(tiles: int, quads: int):
     """data uint32 [tiles, quads, 576] -> bfloat16 [16 * tiles, 256 * quads]."""
 

@@ -77,17 +77,28 @@ def _forward(backend, x, weights, scales, loras, biases):
     sums = _base(backend, len(weights), no_bias, all(entry is None for entry in loras))(
         x, weights, tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales), () if no_bias else zeros
     )
-    outs, hidden = [], []
-    for y, lora in zip(sums, loras, strict=True):
+    hidden = _hidden(x, loras)
+    outs = []
+    for y, lora, h in zip(sums, loras, hidden, strict=True):
         if lora is not None:
-            a, b, scaling = lora
-            h = jnp.dot(x, a.astype(x.dtype).T, preferred_element_type=jnp.float32)
-            hidden.append(h)
+            _, b, scaling = lora
             y = y + scaling * jnp.dot(h.astype(x.dtype), b.astype(x.dtype).T, preferred_element_type=jnp.float32)
-        else:
-            hidden.append(None)
         outs.append(y.astype(x.dtype))
-    return tuple(outs), tuple(hidden)
+    return tuple(outs), hidden
+
+
+def _hidden(x, loras):
+    """x A^T of every adapter in float32, as one product: at few rows a product costs its launch, not its bytes."""
+    present = [lora[0].astype(x.dtype) for lora in loras if lora is not None]
+    if not present:
+        return (None,) * len(loras)
+    joint = present[0] if len(present) == 1 else jnp.concatenate(present)
+    h, start, out = jnp.dot(x, joint.T, preferred_element_type=jnp.float32), 0, []
+    for lora in loras:
+        rank = 0 if lora is None else lora[0].shape[0]
+        out.append(None if lora is None else h[:, start : start + rank])
+        start += rank
+    return tuple(out)
 
 
 def _linear_fwd(backend, x, weights, scales, loras, biases):
@@ -116,7 +127,7 @@ def _linear_bwd(backend, saved, dys):
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _base(backend, count, no_bias, final):
     """x, weights, scales, biases -> y_i = x W_i^T + bias_i; in x's dtype if `final`, else float32."""
 
@@ -152,7 +163,7 @@ def _base(backend, count, no_bias, final):
     return base
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _dx(backend, wide=False):
     @custom_vmap
     def dx(dy, weight, scale):
@@ -166,7 +177,7 @@ def _dx(backend, wide=False):
 
     @dx.def_vmap
     def fold(axis_size, in_batched, dy, weight, scale):
-        dy_batched, *others = in_batched
+        _, *others = in_batched
         if any(jax.tree.leaves(others)):
             raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only; the weight must not be batched")
         batch, m, n = dy.shape

@@ -1,7 +1,7 @@
 """The decoding of a lane's codes and scales in PTX; layout.decode_word is the same in NumPy.
 
-Instructions for 8 codes (one word): 4 shifts or rotations (two of them run as multiplications on the other pipe), 5 logic
-operations, 4 packed multiplications; and for the 32 codes of a unit 8 for the two scales: 1.9 a weight in all.
+Instructions for 8 codes (one word): 4 shifts or rotations (two of them run as multiplications on the other pipe), 5
+logic operations, 4 packed multiplications; and for the 32 codes of a unit 8 for the two scales: 1.9 a weight in all.
 """
 
 from . import ptx as p

@@ -51,7 +51,10 @@ def source_bit(pair: int, half: int, bit: int) -> int:
 
 def decode_word(word: np.ndarray) -> list[np.ndarray]:
     """The kernel's decoding in NumPy: uint32 words -> for each pair, two bfloat16 bit patterns in a uint32."""
-    rotl = lambda w, r: ((w << np.uint32(r)) | (w >> np.uint32(32 - r))) & np.uint32(0xFFFFFFFF)
+
+    def rotl(w, r):
+        return ((w << np.uint32(r)) | (w >> np.uint32(32 - r))) & np.uint32(0xFFFFFFFF)
+
     word = np.asarray(word, np.uint32)
     mask = np.uint32(VALUE_MASK)
     last = (rotl(word, 24) & np.uint32(0x80C080C0)) | (word & np.uint32(0x01000100))

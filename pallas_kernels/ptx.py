@@ -1,7 +1,6 @@
 """PTX instructions as Python functions over MLIR values, for lane-level Mosaic GPU kernels.
 
-Addresses of shared memory are 32-bit integers, of global memory 64-bit. What moves data or orders it has side effects
-(and keeps its place); pure arithmetic has none.
+What orders something has side effects and keeps its place; pure arithmetic has none. Memory is in ptx_memory.py.
 """
 
 from collections.abc import Sequence
@@ -106,158 +105,6 @@ def uniform(value: ir.Value) -> ir.Value:
     return ptx("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", value, results=[i32_t()], effects=True)[0]
 
 
-def shared_address(ref: ir.Value) -> ir.Value:
-    return llvm.ptrtoint(i32_t(), utils.memref_ptr(ref))
-
-
-def global_address(ref: ir.Value) -> ir.Value:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
-
-
-def offset(base_64: ir.Value, offset_32: ir.Value) -> ir.Value:
-    """base + offset in bytes; the offset is unsigned."""
-    return arith.addi(base_64, arith.extui(ir.IntegerType.get_signless(64), offset_32))
-
-
-def wide_offset(base_64: ir.Value, index_32: ir.Value, stride: int) -> ir.Value:
-    """base + index * stride in bytes, in 64 bits."""
-    i64 = ir.IntegerType.get_signless(64)
-    return arith.addi(base_64, arith.muli(arith.extui(i64, index_32), utils.c(stride, i64)))
-
-
-def barrier_init(address: ir.Value, count: int):
-    ptx("mbarrier.init.shared::cta.b64 [$0], $1;", address, i32(count))
-
-
-def barrier_expect(address: ir.Value, n_bytes: ir.Value):
-    ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", address, n_bytes)
-
-
-def barrier_arrive(address: ir.Value):
-    ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", address)
-
-
-def barrier_wait(address: ir.Value, parity: ir.Value):
-    ptx(
-        "{ .reg .pred done;\nagain_${:uid}:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n@!done bra again_${:uid};\n}",
-        address,
-        parity,
-        convergent=True,
-    )
-
-
-def fence_barrier_init():
-    ptx("fence.mbarrier_init.release.cluster;", convergent=False)
-
-
-def bulk_load(dst_shared, src_global, n_bytes, barrier):
-    """Contiguous copy by the copy engine; 16-byte aligned and sized; completes on the barrier."""
-    ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-        dst_shared,
-        src_global,
-        n_bytes,
-        barrier,
-    )
-
-
-def load_shared_v4(address, byte_offset: int):
-    return ptx(
-        f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];", address, results=[i32_t()] * 4, effects=True
-    )
-
-
-def load_shared_b32(address, byte_offset: int):
-    return ptx(f"ld.shared.b32 $0, [$1+{byte_offset}];", address, results=[i32_t()], effects=True)[0]
-
-
-def copy_async_16(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
-    """This lane's 16 bytes, past L1."""
-    ptx(f"cp.async.cg.shared.global.L2::128B [$0+{dst_offset}], [$1+{src_offset}], 16;", dst_shared, src_global)
-
-
-def copy_async_4(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
-    ptx(f"cp.async.ca.shared.global [$0+{dst_offset}], [$1+{src_offset}], 4;", dst_shared, src_global)
-
-
-def copy_commit():
-    ptx("cp.async.commit_group;")
-
-
-def copy_wait(pending: int):
-    """Until at most `pending` of this thread's groups are under way."""
-    ptx(f"cp.async.wait_group {pending};")
-
-
-def copy_wait_all():
-    ptx("cp.async.wait_all;")
-
-
-def copy_arrive(barrier):
-    """This lane arrives on the barrier when its copies so far are complete."""
-    ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", barrier)
-
-
-def store_shared_f32(address, value, byte_offset: int):
-    ptx(f"st.shared.f32 [$0+{byte_offset}], $1;", address, value)
-
-
-def load_shared_f32x2(address):
-    return ptx("ld.shared.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
-
-
-def store_shared_f32x2(address, values):
-    ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *values)
-
-
-def load_cluster_f32x2(address):
-    return ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
-
-
-def load_global_f32(address):
-    return ptx("ld.global.nc.f32 $0, [$1];", address, results=[f32_t()], effects=True)[0]
-
-
-def load_global_b32(address, byte_offset: int):
-    return ptx(f"ld.global.nc.b32 $0, [$1+{byte_offset}];", address, results=[i32_t()], effects=True)[0]
-
-
-def load_global_v4(address, byte_offset: int):
-    """16 bytes that are read once: not kept in L1."""
-    return ptx(
-        f"ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];",
-        address,
-        results=[i32_t()] * 4,
-        effects=True,
-    )
-
-
-def store_global_v4(address, values, byte_offset: int):
-    ptx(f"st.global.v4.b32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
-
-
-def store_global_f32(address, value):
-    ptx("st.global.f32 [$0], $1;", address, value)
-
-
-def store_global_f32x2(address, lo, hi):
-    ptx("st.global.v2.f32 [$0], {$1, $2};", address, lo, hi)
-
-
-def store_global_bf16(address, value):
-    ptx("{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.global.b16 [$0], h; }", address, value)
-
-
-def store_global_bf16x2(address, lo, hi):
-    ptx("{ .reg .b32 b;\ncvt.rn.bf16x2.f32 b, $2, $1;\nst.global.b32 [$0], b; }", address, lo, hi)
-
-
-def map_rank(address, rank: ir.Value):
-    """This CTA's shared address -> the same place in the cluster's CTA `rank`."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, rank, results=[i32_t()])[0]
-
-
 def cta_sync():
     ptx("bar.sync 0;", convergent=True)
 
@@ -295,10 +142,6 @@ def mma_bf16(acc, a, b0, b1):
         results=[f32_t()] * 4,
         convergent=True,
     )
-
-
-def proxy_fence():
-    ptx("fence.proxy.async.shared::cta;")
 
 
 def wgmma_fence():

@@ -19,7 +19,10 @@ def fp4_matmul_reference(x_MK, weight: KernelWeight, global_scale, *, lora=None,
     Returns:
       y_MN in x's dtype.
     """
-    dot = lambda a, b: jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+    def dot(a, b):
+        return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
     x = x_MK.astype(jnp.float32)
     y = dot(x, dequantize(weight, global_scale, jnp.float32).T)
     if lora is not None:
@@ -33,7 +36,5 @@ def fp4_matmul_reference(x_MK, weight: KernelWeight, global_scale, *, lora=None,
 def fp4_matmul_dx_reference(dy_MN, weight: KernelWeight, global_scale) -> jax.Array:
     """dx = dy W [M, K], in float32, rounded once to dy's dtype."""
     w = dequantize(weight, global_scale, jnp.float32)
-    dx = jnp.dot(
-        dy_MN.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    dx = jnp.dot(dy_MN.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return dx.astype(dy_MN.dtype)

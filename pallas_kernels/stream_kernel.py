@@ -5,8 +5,8 @@ Letters: M rows of x, N outputs, K inputs; row tiles of 16 outputs, quads of 256
 Each cluster of CTAs owns an equal run of row tiles (the grid is one wave), and walks K once:
   * the CTAs of a cluster split K; in a CTA `warps_n` warps split the row tiles and `warps_k` the units of each quad; a
     warp holds the float32 sums of `tiles` row tiles x all M in registers until the end;
-  * each lane streams its own codes and scales through its own part of a ring in shared memory (cp.async, `depth` quads),
-    so weights need no barrier at all;
+  * each lane streams its own codes and scales through its own part of a ring in shared memory (cp.async, `depth`
+    quads), so weights need no barrier at all;
   * one more warp streams x through a ring that all warps of the CTA read, so x is read once per CTA;
   * at the end the sums meet in shared memory (the cluster's, when K is split over CTAs), are added in a fixed order,
     scaled, biased and stored.
@@ -24,28 +24,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
-from .fragments import decode_codes, decode_scales
-from .layout import CODE_BYTES, COLS, EPILOGUE_FACTOR, QUAD_BYTES, QUAD_WORDS, ROWS
+from . import ptx_memory as mem
+from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .stream_compute import ComputeWarps
 from .stream_plan import Plan, StreamConfig, make_plan
-
 
 MAX_ROWS = 64
 
 
-class _Kernel:
-    """One CTA's program. Values that all parts share are set in __init__, in the order in which the CTA computes them."""
+class _Kernel(ComputeWarps):
+    """One CTA's program; what all its parts share is set in __init__, in the order in which the CTA computes it."""
 
     def __init__(self, plan: Plan, refs, has_bias: bool, pdl: bool, wide_out: bool):
         self.plan, self.has_bias, self.pdl, self.wide_out = plan, has_bias, pdl, wide_out
         self.n_w = n_w = len(plan.n)
         c = plan.config
         x_ref, *rest = refs
-        self.x = p.global_address(x_ref)
-        self.data = [p.global_address(r) for r in rest[:n_w]]
-        self.factor = [p.global_address(r) for r in rest[n_w : 2 * n_w]]
-        self.bias = [p.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
-        self.outs = [p.global_address(r) for r in rest[-1 - n_w : -1]]
-        base = p.shared_address(rest[-1])
+        self.x = mem.global_address(x_ref)
+        self.data = [mem.global_address(r) for r in rest[:n_w]]
+        self.factor = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
+        self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
+        self.outs = [mem.global_address(r) for r in rest[-1 - n_w : -1]]
+        base = mem.shared_address(rest[-1])
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)
         self.warp = p.uniform(p.shr(self.tid, 5))
@@ -58,9 +58,7 @@ class _Kernel:
         self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
         self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
         self.first_tile = p.div(p.mul(self.cluster, plan.all_tiles), plan.clusters)
-        self.tile_count = p.sub(
-            p.div(p.mul(p.add(self.cluster, 1), plan.all_tiles), plan.clusters), self.first_tile
-        )
+        self.tile_count = p.sub(p.div(p.mul(p.add(self.cluster, 1), plan.all_tiles), plan.clusters), self.first_tile)
 
     def run(self):
         c = self.plan.config
@@ -68,9 +66,9 @@ class _Kernel:
 
         def init():
             for i in range(c.x_depth):
-                p.barrier_init(p.add(self.x_full, 8 * i), 1 if c.wgmma else 32)
-                p.barrier_init(p.add(self.x_empty, 8 * i), c.warps)
-            p.fence_barrier_init()
+                mem.barrier_init(p.add(self.x_full, 8 * i), 1 if c.wgmma else 32)
+                mem.barrier_init(p.add(self.x_empty, 8 * i), c.warps)
+            mem.fence_barrier_init()
 
         p.when(p.eq(self.tid, 0), init)
         p.cta_sync()
@@ -94,10 +92,6 @@ class _Kernel:
             local = p.select(earlier, local, p.sub(tile, first))
         return chosen, local
 
-    def next_slot(self, slot, depth: int):
-        slot = p.add(slot, 1)
-        return p.select(p.eq(slot, depth), 0, slot)
-
     # ---- the warp that loads x -----------------------------------------------------------------------------------
 
     def load_x(self):
@@ -106,165 +100,33 @@ class _Kernel:
             p.grid_dependency_wait()
         row_bytes = plan.quads * COLS * 2
         piece = p.mul(self.lane, 16)
-        src = p.offset(self.x, p.add(p.mul(self.first_quad, COLS * 2), piece))
+        src = mem.offset(self.x, p.add(p.mul(self.first_quad, COLS * 2), piece))
         dst = p.add(self.x_base, piece)
 
         def step(q, carry):
             slot, parity = carry
-            p.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
+            mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
             full = p.add(self.x_full, p.mul(slot, 8))
             if c.wgmma:  # one copy by the copy engine, which is also what makes it visible to wgmma
 
                 def load():
-                    p.barrier_expect(full, p.i32(plan.x_slot))
-                    source = p.wide_offset(self.x, p.add(self.first_quad, q), plan.x_slot)
-                    p.bulk_load(p.add(self.x_base, p.mul(slot, plan.x_slot)), source, p.i32(plan.x_slot), full)
+                    mem.barrier_expect(full, p.i32(plan.x_slot))
+                    source = mem.wide_offset(self.x, p.add(self.first_quad, q), plan.x_slot)
+                    mem.bulk_load(p.add(self.x_base, p.mul(slot, plan.x_slot)), source, p.i32(plan.x_slot), full)
 
                 p.when(self.is_lane_0, load)
                 p.warp_sync()
             else:
-                src_q = p.offset(src, p.mul(q, COLS * 2))
+                src_q = mem.offset(src, p.mul(q, COLS * 2))
                 dst_q = p.add(dst, p.mul(slot, plan.x_slot))
                 for row in range(plan.m):
-                    p.copy_async_16(dst_q, src_q, row * plan.x_stride, row * row_bytes)
-                p.copy_arrive(full)
+                    mem.copy_async_16(dst_q, src_q, row * plan.x_stride, row * row_bytes)
+                mem.copy_arrive(full)
             after = self.next_slot(slot, c.x_depth)
             return [after, p.xor(parity, p.select(p.eq(after, 0), 1, 0))]
 
         p.for_range(0, self.quads, 1, [p.i32(0), p.i32(0)], step)
-        p.copy_wait_all()
-
-    # ---- compute warps -------------------------------------------------------------------------------------------
-
-    def compute(self):
-        plan, c = self.plan, self.plan.config
-        warp_k, warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
-        first_unit = p.mul(warp_k, plan.units_warp)
-        ring = p.add(self.ring_base, p.mul(self.warp, c.depth * plan.slot))
-        self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
-        self.codes, self.scales, self.valid = [], [], []
-        for r in range(c.tiles):
-            local_tile = p.add(p.mul(warp_n, c.tiles), r)
-            self.valid.append(p.lt(local_tile, self.tile_count))
-            (w,), at = self.pick(p.add(self.first_tile, local_tile), [(d,) for d in self.data])
-            source = p.offset(p.wide_offset(w, at, plan.quads * QUAD_BYTES), p.mul(self.first_quad, QUAD_BYTES))
-            self.codes.append(p.offset(source, p.add(p.mul(first_unit, 512), p.mul(self.lane, 16))))
-            pair = p.mul(p.shr(first_unit, 1), 128)
-            self.scales.append(p.offset(source, p.add(p.add(pair, CODE_BYTES), p.mul(self.lane, 4))))
-        # with one unit a warp, half of the warps use the upper half of their scale word
-        self.scale_bytes = p.select(p.eq(p.and_(first_unit, 1), 1), 0x4342, 0x4140)
-        for d in range(c.depth - 1):
-            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
-            p.copy_commit()
-        if self.pdl:
-            p.grid_dependency_launch()
-        g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
-        if c.wgmma:
-            x_lane = p.add(self.x_base, p.mul(first_unit, plan.m_tiles * 8 * 128))
-        else:
-            x_lane = p.add(p.add(self.x_base, p.mul(first_unit, 128)), p.add(p.mul(g, plan.x_stride), p.mul(t, 32)))
-
-        def step(q, carry):
-            slot, spare, x_slot, x_parity, *acc = carry
-            p.copy_wait(c.depth - 2)
-            ahead = p.add(q, c.depth - 1)
-            p.when(p.lt(ahead, self.quads), lambda: self.fetch(ahead, spare))
-            p.copy_commit()
-            p.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
-            here = p.mul(slot, plan.slot)
-            multiply = self.quad_wgmma if c.wgmma else self.quad
-            acc = multiply(
-                p.add(self.code_lane, here), p.add(self.scale_lane, here), p.add(x_lane, p.mul(x_slot, plan.x_slot)), acc
-            )
-            p.warp_sync()
-            p.when(self.is_lane_0, lambda: p.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
-            x_slot = self.next_slot(x_slot, c.x_depth)
-            x_parity = p.xor(x_parity, p.select(p.eq(x_slot, 0), 1, 0))
-            return [self.next_slot(slot, c.depth), slot, x_slot, x_parity, *acc]
-
-        start = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
-        start += [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
-        self.leave_sums(p.for_range(0, self.quads, 1, start, step)[4:], g, t)
-
-    def fetch(self, q, slot):
-        """Start the copies of this lane's part of quad `q` into a slot of its ring."""
-        plan, c = self.plan, self.plan.config
-        to = p.mul(slot, plan.slot)
-        to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
-        at = p.mul(q, QUAD_BYTES)
-
-        def tile(r):
-            codes, scales = p.offset(self.codes[r], at), p.offset(self.scales[r], at)
-            first = r * plan.tile_slot
-            for u in range(plan.units_warp):
-                p.copy_async_16(to_codes, codes, first + u * 512, u * 512)
-            for pair in range(-(-plan.units_warp // 2)):
-                p.copy_async_4(to_scales, scales, first + plan.units_warp * 512 + pair * 128, pair * 128)
-
-        for r in range(c.tiles):
-            p.when(self.valid[r], lambda r=r: tile(r))
-
-    def quad(self, code_at, scale_at, x_at, acc):
-        """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x."""
-        plan, c = self.plan, self.plan.config
-        acc = list(acc)
-        for u in range(plan.units_warp):
-            words, scales = [], []
-            for r in range(c.tiles):
-                words.append(p.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
-                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
-                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
-                scales.append(decode_scales(p.load_shared_b32(scale_at, at), which))
-            for half in range(2):
-                a = [[decode_codes(words[r][2 * half + j], *scales[r]) for r in range(c.tiles)] for j in range(2)]
-                for i in range(plan.m_tiles):
-                    x = p.load_shared_v4(x_at, u * 128 + 16 * half + i * 8 * plan.x_stride)
-                    for j in range(2):
-                        for r in range(c.tiles):
-                            s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
-                            acc[s] = p.mma_bf16(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
-        return acc
-
-    def quad_wgmma(self, code_at, scale_at, x_at, acc):
-        """The same with wgmma: one unit is decoded while the one before is multiplied."""
-        plan, c = self.plan, self.plan.config
-        acc, size = list(acc), plan.m_tiles * 4
-        rows = plan.m_tiles * 8
-        first = p.b_descriptor(x_at, k_stride=rows * 16, n_stride=128)
-        for u in range(plan.units_warp):
-            words, scales = [], []
-            for r in range(c.tiles):
-                words.append(p.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
-                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
-                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
-                scales.append(decode_scales(p.load_shared_b32(scale_at, at), which))
-            for half in range(2):
-                a = [
-                    [decode_codes(words[r][2 * half + j], *scales[r], in_place=True) for r in range(c.tiles)]
-                    for j in range(2)
-                ]
-                p.wgmma_fence()
-                for j in range(2):
-                    b = p.add_64(first, (u * 4 + 2 * half + j) * rows * 2)
-                    for r in range(c.tiles):
-                        acc[r * size : (r + 1) * size] = p.wgmma_bf16(acc[r * size : (r + 1) * size], a[j][r], b)
-                p.wgmma_commit()
-                p.wgmma_wait(1)  # the codes before the last two steps may now be overwritten
-        p.wgmma_wait(0)
-        return acc
-
-    def leave_sums(self, acc, g, t):
-        """Sums to shared memory, over the rings: only after every warp of the CTA has read its last slot."""
-        plan, c = self.plan, self.plan.config
-        p.named_sync(1, c.warps * 32)
-        mine = p.add(
-            p.add(self.ring_base, p.mul(self.warp, plan.red_warp)), p.add(p.mul(t, 2 * plan.red_stride), p.mul(g, 4))
-        )
-        for r in range(c.tiles):
-            for i in range(plan.m_tiles):
-                for e in range(4):
-                    where = (8 * i + e % 2) * plan.red_stride + (r * ROWS + 8 * (e // 2)) * 4
-                    p.store_shared_f32(mine, acc[(r * plan.m_tiles + i) * 4 + e], where)
+        mem.copy_wait_all()
 
     # ---- all warps -----------------------------------------------------------------------------------------------
 
@@ -286,8 +148,8 @@ class _Kernel:
             at = p.add(at, p.mul(p.add(p.mul(r, ROWS), row), 4))
             loaded = []
             for rank in range(c.cluster):
-                remote = p.map_rank(at, p.i32(rank)) if c.cluster > 1 else at
-                load = p.load_cluster_f32x2 if c.cluster > 1 else p.load_shared_f32x2
+                remote = mem.map_rank(at, p.i32(rank)) if c.cluster > 1 else at
+                load = mem.load_cluster_f32x2 if c.cluster > 1 else mem.load_shared_f32x2
                 loaded += [load(p.add(remote, k * c.warps_n * plan.red_warp)) for k in range(c.warps_k)]
             sums = loaded[0]
             for pair in loaded[1:]:
@@ -301,7 +163,7 @@ class _Kernel:
         bias = self.bias or self.outs
         values = [(self.factor[i], self.outs[i], bias[i], p.i32(self.plan.n[i])) for i in range(self.n_w)]
         (factor, out, bias, n), local = self.pick(tile, values)
-        scale = p.load_global_f32(factor)
+        scale = mem.load_global_f32(factor)
         column = p.add(p.mul(local, ROWS), row)
         size = 4 if self.wide_out else 2
 
@@ -309,25 +171,25 @@ class _Kernel:
             v = arith.mulf(sums[e], scale)
             if not self.has_bias:
                 return v
-            return arith.addf(v, p.load_global_f32(p.offset(bias, p.mul(p.add(column, e), 4))))
+            return arith.addf(v, mem.load_global_f32(mem.offset(bias, p.mul(p.add(column, e), 4))))
 
         def address(e):
-            return p.offset(out, p.mul(p.add(p.mul(m, n), p.add(column, e)), size))
+            return mem.offset(out, p.mul(p.add(p.mul(m, n), p.add(column, e)), size))
 
         def both():
-            (p.store_global_f32x2 if self.wide_out else p.store_global_bf16x2)(address(0), value(0), value(1))
+            (mem.store_global_f32x2 if self.wide_out else mem.store_global_bf16x2)(address(0), value(0), value(1))
 
         if all(n_i % ROWS == 0 for n_i in self.plan.n):
             both()
         elif all(n_i % 2 == 0 for n_i in self.plan.n):
             p.when(p.lt(column, n), both)
         else:  # a pair may straddle the end, or be misaligned
-            store_one = p.store_global_f32 if self.wide_out else p.store_global_bf16
+            store_one = mem.store_global_f32 if self.wide_out else mem.store_global_bf16
             for e in range(2):
                 p.when(p.lt(p.add(column, e), n), lambda e=e: store_one(address(e), value(e)))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def build(
     m: int,
     k: int,

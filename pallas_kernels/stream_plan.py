@@ -22,6 +22,8 @@ class StreamConfig:
       x_depth: quads in the CTA's ring of x.
       wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
         neighbouring warps act as one, and x comes reordered (see `fragment_order` in stream_kernel.py).
+      waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers.
+      promote: without wgmma, add each quad's sums to the total outside the tensor core, whose additions truncate.
     """
 
     cluster: int = 1
@@ -31,6 +33,8 @@ class StreamConfig:
     depth: int = 3
     x_depth: int = 3
     wgmma: bool = False
+    waves: int = 1
+    promote: bool = False
 
     @property
     def warps(self) -> int:
@@ -58,7 +62,7 @@ class Plan:
 
     @property
     def clusters(self) -> int:
-        return min(RESIDENT[self.config.cluster], self.all_tiles)
+        return min(RESIDENT[self.config.cluster] * self.config.waves, self.all_tiles)
 
     @property
     def units_warp(self) -> int:
@@ -115,8 +119,10 @@ def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig) -> Plan:
         raise ValueError(f"M must be in 1..64, got {m}")
     if config.warps_k not in (1, 2, 4):
         raise ValueError(f"warps_k must be 1, 2 or 4, got {config.warps_k}")
-    if not (2 <= config.depth and 2 <= config.x_depth <= 8):
+    if not (config.depth >= 2 and 2 <= config.x_depth <= 8):
         raise ValueError(f"depth must be at least 2 and x_depth 2..8, got {config.depth}, {config.x_depth}")
+    if config.wgmma and config.promote:
+        raise ValueError("promote needs mma.sync: with wgmma the sums would not fit twice in the registers")
     if config.wgmma and config.warps_n % 4:
         raise ValueError(f"with wgmma warps_n must be a multiple of 4, got {config.warps_n}")
     m_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= m)

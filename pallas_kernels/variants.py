@@ -1,7 +1,8 @@
 """Which program computes a shape: a committed table, written by benchmarks/fp4_sweep.py, never a trial at run time.
 
 fp4_table.json holds, for (K, sum of N) and the largest M of a range (8, 16, 32, 64), the configuration of the streaming
-kernel that was fastest on an H200. Shapes outside it get the first default that fits. All M of one range use one
+kernel that was fastest on an H200 (`us` is its time; null where the configuration was chosen from a neighbouring shape
+and not timed yet). Shapes outside it get the first default that fits. All M of one range use one
 configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64 (and 65-256, in steps of 64 rows).
 """
 
@@ -41,7 +42,7 @@ def describe() -> str:
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
     """The streaming kernel's configuration for a shape; raises ValueError naming the constraint when none fits."""
     m = next((r for r in RANGES if m <= r), RANGES[-1])  # the whole range must fit, and so share one configuration

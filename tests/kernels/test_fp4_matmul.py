@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import KernelWeight, dequantize_kernel, fp4_matmul, fp4_matmul_dx, fp4_matmul_reference, layout, repack, stream_kernel
+from pallas_kernels import (
+    KernelWeight,
+    dequantize_kernel,
+    fp4_matmul,
+    fp4_matmul_dx,
+    fp4_matmul_reference,
+    layout,
+    repack,
+    stream_kernel,
+)
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 from pallas_kernels.variants import TABLE, config_for
 
@@ -26,7 +35,10 @@ def test_reference_against_float64():
     w, x, gs = _weight(0, 48, 64), _x(1, 5, 64), jnp.float32(700.0)
     a, b, bias = _x(2, 4, 64), _x(3, 48, 4), _x(4, 1, 48)[0]
     dense = np.asarray(layout.dequantize(w, gs, jnp.float32), np.float64)
-    f64 = lambda v: np.asarray(v, np.float64)
+
+    def f64(v):
+        return np.asarray(v, np.float64)
+
     true = f64(x) @ dense.T + 0.5 * (f64(x) @ f64(a).T) @ f64(b).T + f64(bias)
     got = fp4_matmul_reference(x, w, gs, lora=(a, b, 0.5), bias=bias)
     np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-4)
@@ -129,6 +141,7 @@ def test_a_plan_names_what_does_not_fit():
     (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False),
     (StreamConfig(4, 1, 1, 1, 4, 2), (40,), False),
     (StreamConfig(1, 4, 2, 1, 3, 2, True), (64,), True),
+    (StreamConfig(1, 4, 2, 1, 3, 2, promote=True, waves=2), (64,), False),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
     m, k = 9, 1024

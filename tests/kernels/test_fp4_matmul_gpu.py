@@ -1,5 +1,6 @@
 """The kernels' numbers on a CUDA device, with fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
 
+import dataclasses
 import secrets
 
 import jax
@@ -7,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KernelWeight, dequantize_kernel, fp4_matmul, fp4_matmul_dx, layout, repack, stream_kernel, variants
+from pallas_kernels import (
+    KernelWeight,
+    dequantize_kernel,
+    fp4_matmul,
+    fp4_matmul_dx,
+    layout,
+    repack,
+    stream_kernel,
+    variants,
+)
 from pallas_kernels.stream_plan import StreamConfig
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +67,13 @@ def test_decode_kernel_within_1e_5(rng, m, k, n):
 
 
 @pytest.mark.parametrize("case", ["all codes and scales", "zeros", "positive", "large global", "small global"])
-def test_adversarial_inputs_no_worse_than_cublas(rng, case):
+@pytest.mark.parametrize("promote", [
+    pytest.param(False, marks=pytest.mark.xfail(
+        reason="tensor-core additions truncate along K: 6e-7 to 8e-7 measured, where cuBLAS has 6e-8 (it splits K)"
+    )),
+    True,
+])  # fmt: skip
+def test_adversarial_inputs_no_worse_than_cublas(rng, case, promote):
     m, n, k, gs = 16, 256, 8192, np.float32(1.0)
     packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
     scale = (np.arange(n * k // 16) % 0x7F).astype(np.uint8).reshape(n, k // 16)
@@ -74,10 +90,11 @@ def test_adversarial_inputs_no_worse_than_cublas(rng, case):
     exact = _dense(weight, np.float32(1.0))  # exact in bfloat16: at most 6 significant bits
     x64 = np.asarray(x, np.float64)
     true, size = x64 @ exact.T, np.abs(x64) @ np.abs(exact).T + 1e-300
-    mine = np.abs(_kernel_f32(x, weight, gs) * np.float64(gs) - true) / size
+    config = dataclasses.replace(variants.config_for(m, k, (n,)), promote=promote)
+    mine = np.abs(_kernel_f32(x, weight, gs, config) * np.float64(gs) - true) / size
     theirs = jnp.dot(x, jnp.asarray(exact, jnp.bfloat16).T, preferred_element_type=jnp.float32)
     theirs = np.abs(np.asarray(theirs, np.float64) - true) / size
-    assert np.isfinite(mine).all()
+    assert np.isfinite(mine).all() and mine.max() <= 1e-5
     assert mine.max() <= max(1.25 * theirs.max(), 3 * 2.0**-24)
 
 

@@ -1,0 +1,153 @@
+"""The compute warps of the streaming kernel (see stream_kernel.py): weights through a ring, codes to tensor cores."""
+
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from .fragments import decode_codes, decode_scales
+from .layout import CODE_BYTES, QUAD_BYTES, ROWS
+from .stream_plan import Plan
+
+
+class ComputeWarps:
+    """What one compute warp does. The CTA's class sets the attributes below before."""
+
+    plan: Plan
+    pdl: bool
+
+    def next_slot(self, slot, depth: int):
+        slot = p.add(slot, 1)
+        return p.select(p.eq(slot, depth), 0, slot)
+
+    def compute(self):
+        plan, c = self.plan, self.plan.config
+        warp_k, warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
+        first_unit = p.mul(warp_k, plan.units_warp)
+        ring = p.add(self.ring_base, p.mul(self.warp, c.depth * plan.slot))
+        self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
+        self.codes, self.scales, self.valid = [], [], []
+        for r in range(c.tiles):
+            local_tile = p.add(p.mul(warp_n, c.tiles), r)
+            self.valid.append(p.lt(local_tile, self.tile_count))
+            (w,), at = self.pick(p.add(self.first_tile, local_tile), [(d,) for d in self.data])
+            source = mem.offset(mem.wide_offset(w, at, plan.quads * QUAD_BYTES), p.mul(self.first_quad, QUAD_BYTES))
+            self.codes.append(mem.offset(source, p.add(p.mul(first_unit, 512), p.mul(self.lane, 16))))
+            pair = p.mul(p.shr(first_unit, 1), 128)
+            self.scales.append(mem.offset(source, p.add(p.add(pair, CODE_BYTES), p.mul(self.lane, 4))))
+        # with one unit a warp, half of the warps use the upper half of their scale word
+        self.scale_bytes = p.select(p.eq(p.and_(first_unit, 1), 1), 0x4342, 0x4140)
+        for d in range(c.depth - 1):
+            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
+            mem.copy_commit()
+        if self.pdl:
+            p.grid_dependency_launch()
+        g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
+        if c.wgmma:
+            x_lane = p.add(self.x_base, p.mul(first_unit, plan.m_tiles * 8 * 128))
+        else:
+            x_lane = p.add(p.add(self.x_base, p.mul(first_unit, 128)), p.add(p.mul(g, plan.x_stride), p.mul(t, 32)))
+
+        def step(q, carry):
+            slot, spare, x_slot, x_parity, *acc = carry
+            mem.copy_wait(c.depth - 2)
+            ahead = p.add(q, c.depth - 1)
+            p.when(p.lt(ahead, self.quads), lambda: self.fetch(ahead, spare))
+            mem.copy_commit()
+            mem.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
+            here = p.mul(slot, plan.slot)
+            multiply = self.quad_wgmma if c.wgmma else self.quad
+            acc = multiply(
+                p.add(self.code_lane, here),
+                p.add(self.scale_lane, here),
+                p.add(x_lane, p.mul(x_slot, plan.x_slot)),
+                acc,
+            )
+            p.warp_sync()
+            p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
+            x_slot = self.next_slot(x_slot, c.x_depth)
+            x_parity = p.xor(x_parity, p.select(p.eq(x_slot, 0), 1, 0))
+            return [self.next_slot(slot, c.depth), slot, x_slot, x_parity, *acc]
+
+        start = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
+        start += [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
+        self.leave_sums(p.for_range(0, self.quads, 1, start, step)[4:], g, t)
+
+    def fetch(self, q, slot):
+        """Start the copies of this lane's part of quad `q` into a slot of its ring."""
+        plan, c = self.plan, self.plan.config
+        to = p.mul(slot, plan.slot)
+        to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
+        at = p.mul(q, QUAD_BYTES)
+
+        def tile(r):
+            codes, scales = mem.offset(self.codes[r], at), mem.offset(self.scales[r], at)
+            first = r * plan.tile_slot
+            for u in range(plan.units_warp):
+                mem.copy_async_16(to_codes, codes, first + u * 512, u * 512)
+            for pair in range(-(-plan.units_warp // 2)):
+                mem.copy_async_4(to_scales, scales, first + plan.units_warp * 512 + pair * 128, pair * 128)
+
+        for r in range(c.tiles):
+            p.when(self.valid[r], lambda r=r: tile(r))
+
+    def quad(self, code_at, scale_at, x_at, acc):
+        """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x."""
+        plan, c = self.plan, self.plan.config
+        total, acc = acc, [p.f32(0.0)] * len(acc) if c.promote else list(acc)
+        for u in range(plan.units_warp):
+            words, scales = [], []
+            for r in range(c.tiles):
+                words.append(mem.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
+                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
+                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
+                scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
+            for half in range(2):
+                a = [[decode_codes(words[r][2 * half + j], *scales[r]) for r in range(c.tiles)] for j in range(2)]
+                for i in range(plan.m_tiles):
+                    x = mem.load_shared_v4(x_at, u * 128 + 16 * half + i * 8 * plan.x_stride)
+                    for j in range(2):
+                        for r in range(c.tiles):
+                            s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
+                            acc[s] = p.mma_bf16(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
+        return [arith.addf(a, b) for a, b in zip(total, acc, strict=True)] if c.promote else acc
+
+    def quad_wgmma(self, code_at, scale_at, x_at, acc):
+        """The same with wgmma: one unit is decoded while the one before is multiplied."""
+        plan, c = self.plan, self.plan.config
+        acc, size = list(acc), plan.m_tiles * 4
+        rows = plan.m_tiles * 8
+        first = p.b_descriptor(x_at, k_stride=rows * 16, n_stride=128)
+        for u in range(plan.units_warp):
+            words, scales = [], []
+            for r in range(c.tiles):
+                words.append(mem.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
+                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
+                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
+                scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
+            for half in range(2):
+                a = [
+                    [decode_codes(words[r][2 * half + j], *scales[r], in_place=True) for r in range(c.tiles)]
+                    for j in range(2)
+                ]
+                p.wgmma_fence()
+                for j in range(2):
+                    b = p.add_64(first, (u * 4 + 2 * half + j) * rows * 2)
+                    for r in range(c.tiles):
+                        acc[r * size : (r + 1) * size] = p.wgmma_bf16(acc[r * size : (r + 1) * size], a[j][r], b)
+                p.wgmma_commit()
+                p.wgmma_wait(1)  # the codes before the last two steps may now be overwritten
+        p.wgmma_wait(0)
+        return acc
+
+    def leave_sums(self, acc, g, t):
+        """Sums to shared memory, over the rings: only after every warp of the CTA has read its last slot."""
+        plan, c = self.plan, self.plan.config
+        p.named_sync(1, c.warps * 32)
+        mine = p.add(
+            p.add(self.ring_base, p.mul(self.warp, plan.red_warp)), p.add(p.mul(t, 2 * plan.red_stride), p.mul(g, 4))
+        )
+        for r in range(c.tiles):
+            for i in range(plan.m_tiles):
+                for e in range(4):
+                    where = (8 * i + e % 2) * plan.red_stride + (r * ROWS + 8 * (e // 2)) * 4
+                    mem.store_shared_f32(mine, acc[(r * plan.m_tiles + i) * 4 + e], where)
