@@ -4,7 +4,6 @@ Its randomness is a stream of its own, so that evaluating more or less often cha
 before and after a run gives the same problems and the same draws.
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,13 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_settings
-from qerl_jax.rollout import Prompts, SamplingSettings, generate
+from qerl_jax.rollout import Prompts, generate
 
 _SAMPLES = 3
 # The stream of a run's root key that the trainer evaluates with, so that the run's own seed measures the same again.
 _STREAM = 2
 
-
-@functools.lru_cache(maxsize=8)
-def _sampler(settings: SamplingSettings) -> Any:
-    return jax.jit(functools.partial(generate, settings=settings))
+_generate = jax.jit(generate, static_argnames=("settings", "num_generations"))
 
 
 def evaluate(
@@ -67,7 +63,7 @@ def evaluate(
             # The last batch is filled up with its last row, so that one compiled shape serves all.
             rows = np.minimum(np.arange(low, low + size), len(examples) - 1)
             batch = Prompts(jnp.asarray(prompts[rows]), jnp.asarray(lengths[rows]), jnp.arange(low, low + size))
-            out = _sampler(settings)(policy.model, adapter, batch, key)
+            out = _generate(policy.model, adapter, batch, key, settings)
             more_texts, more_ids = decode_completions(policy.tokenizer, out)
             texts += more_texts
             ids += more_ids

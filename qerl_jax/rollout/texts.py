@@ -1,7 +1,6 @@
 """Completions of texts, for people: from a model or a run to strings."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from qerl_jax.rollout.sampling import SamplingSettings
 _ROWS = 64  # completions decoded at once
 _BUCKET = 32  # prompt slots come in multiples of this, so that few shapes are compiled
 _LENGTH = 256  # tokens of a completion, if nothing else is asked for
+
+_generate = jax.jit(generate, static_argnames=("settings", "num_generations"))
 
 
 def generate_texts(
@@ -67,13 +68,13 @@ def generate_texts(
     settings = SamplingSettings(length, policy.eos_token_ids, policy.pad_token_id, temperature=0.0)
     if not greedy:
         settings = dataclasses.replace(settings, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    run_batch = jax.jit(functools.partial(generate, settings=settings, num_generations=n))
     # Two rows at least: on CPU a single one takes another code path, with other rounding.
     size = max(1 if n > 1 else 2, min(_ROWS // n, len(ids)))
     for low in range(0, len(ids), size):
         rows = ids[low : low + size]
         batch = _padded(rows + rows[-1:] * (size - len(rows)), low, policy)
-        texts, _ = decode_completions(policy.tokenizer, run_batch(policy.model, weights, batch, jax.random.key(seed)))
+        completions = _generate(policy.model, weights, batch, jax.random.key(seed), settings, n)
+        texts, _ = decode_completions(policy.tokenizer, completions)
         for row in range(len(rows)):
             yield texts[row * n : row * n + n]
 

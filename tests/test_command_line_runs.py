@@ -1,0 +1,294 @@
+"""The commands on a real run of the shipped policy: train, evaluate, generate, plot, as a user goes through them."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import shlex
+import shutil
+import struct
+import types
+
+import jax
+import pytest
+
+from qerl_jax.cli import main
+from qerl_jax.data.dataset import load_dataset
+from qerl_jax.metrics import read_rows
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.rollout import texts
+
+CONFIG = """\
+lora: {lora_r: 4, lora_alpha: 8}
+generation: {num_generations: 4, max_completion_length: 40}
+optimizer: {max_steps: 3, learning_rate: 3e-2, per_device_train_batch_size: 8, gradient_accumulation_steps: 1}
+noise: {num_stages: 2, sigma_start: 1e-2}
+evaluation: {num_problems: 16}
+run: {seed: 3, save_steps: 2}
+"""
+MODEL = "builtin:quickstart"
+TENSORBOARD = ["run.report_to=[tensorboard]"] if importlib.util.find_spec("tensorboardX") else []
+
+
+def run_main(*words):
+    """Runs a command, which must succeed, and returns what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main([str(word) for word in words]) == 0, err.getvalue()
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run, the command that made it and what it printed."""
+    folder = tmp_path_factory.mktemp("command line")  # a path with a space in it
+    (folder / "my.yaml").write_text(CONFIG)
+    command = ["train", folder / "my.yaml", f"run.output_dir={folder / 'run'}", *TENSORBOARD]
+    return types.SimpleNamespace(out=run_main(*command), folder=folder / "run", command=command)
+
+
+@pytest.fixture(scope="module")
+def summary(trained):
+    return json.loads((trained.folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def other_adapter(trained, tmp_path_factory):
+    """A PEFT folder that answers otherwise: the trained adapter, thrice as strong."""
+    path = tmp_path_factory.mktemp("other") / "adapter"
+    adapter = load_adapter(trained.folder / "adapter", load_model(MODEL, "nvfp4"))
+    save_adapter(jax.tree.map(lambda leaf: 3 * leaf, adapter), path, MODEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    dataset = load_dataset("arithmetic", split="eval", seed=5)
+    return [dataset[i]["prompt"] for i in range(3)]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_run_leaves_everything_in_its_folder(trained, summary):
+    folder = trained.folder
+    found = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert {
+        "adapter",
+        "checkpoints",
+        "completions.jsonl",
+        "config.yaml",
+        "metrics.jsonl",
+        "plots",
+        "summary.json",
+    } <= found
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["aqn/sigma"] for row in rows] == [0, 0, pytest.approx(1e-2)]
+    assert sum(row["grad_norm"] > 0 and row["nonfinite"] == 0 for row in rows) >= 2
+    assert len(read_rows(folder / "completions.jsonl")) == 3 * 8
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step_00000000",
+        "step_00000002",
+        "step_00000003",
+    ]
+    assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert summary["steps"] == 3 and summary["seed"] == 3
+    for when in ("before", "after"):
+        for mode in ("sampled", "greedy"):
+            assert summary[when][mode].keys() == {"accuracy", "format", "mean_length"}
+            assert all(0 <= summary[when][mode][name] <= 1 for name in ("accuracy", "format"))
+    assert summary["before"] != summary["after"]
+
+
+def test_a_run_tells_its_story_and_ends_with_what_to_do_next(trained, summary):
+    out = trained.out
+    for text in ("step 1/3", "step 3/3", "held-out problems", "greedy completions of the same prompts"):
+        assert text in out
+    for when in ("before", "after"):
+        assert len(summary[when]["samples"]) == 3
+        for sample in summary[when]["samples"]:
+            assert sample["prompt"] in out and sample["completion"].strip() in out
+    accuracy = next(line for line in out.splitlines() if line.startswith("  accuracy"))
+    shown = [f"{summary[when][mode]['accuracy']:.1%}" for mode in ("sampled", "greedy") for when in ("before", "after")]
+    assert accuracy.replace("->", " ").split()[1:] == shown
+    commands = []
+    for line in out.partition("next:\n")[2].splitlines():
+        words = shlex.split(line)
+        (start,) = (words.index(name) for name in ("evaluate", "generate", "plot", "train") if name in words)
+        commands.append(words[start:])
+    folder = str(trained.folder)
+    assert commands == [
+        ["evaluate", folder, "--seed", "1"],
+        ["generate", folder, "--n", "3", "--prompt", summary["after"]["samples"][0]["prompt"]],
+        ["plot", folder],
+        ["train", f"{folder}/config.yaml", "run.seed=1", f"run.output_dir={folder}-seed1"],
+    ]
+
+
+@pytest.mark.skipif(not TENSORBOARD, reason="tensorboardX is not installed")
+def test_tensorboard_has_the_metrics(trained):
+    (events,) = (trained.folder).rglob("events.out.tfevents.*")
+    content = events.read_bytes()
+    assert b"aqn/sigma" in content and b"completions/mean_length" in content
+
+
+def test_the_same_command_again_changes_nothing(trained):
+    before = {path: path.stat().st_mtime_ns for path in trained.folder.rglob("*") if path.is_file()}
+    del before[trained.folder / ".lock"]
+    out = run_main(*trained.command)
+    assert f"{trained.folder} is finished" in out and "--fresh" in out
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_evaluating_with_the_seed_of_the_run_gives_its_summary_again(trained, summary):
+    expected = [
+        f"{mode}/{name}: {value:.4g}"
+        for mode in ("sampled", "greedy")
+        for name, value in summary["after"][mode].items()
+    ]
+    assert run_main("evaluate", trained.folder, "--seed", 3).splitlines() == expected
+    other = run_main("evaluate", trained.folder, "--seed", 4).splitlines()
+    assert [line.split(":")[0] for line in other] == [line.split(":")[0] for line in expected]
+    assert other != expected
+    assert json.loads((trained.folder / "summary.json").read_text()) == summary
+
+
+def test_generate_answers_as_the_evaluation_did(trained, summary):
+    for sample in summary["after"]["samples"]:
+        out = run_main("generate", trained.folder, "--greedy", "--prompt", sample["prompt"])
+        assert out == sample["completion"] + "\n"
+
+
+def test_generate_several_completions_of_one_prompt(trained, prompts):
+    out = run_main("generate", trained.folder, "--n", 3, "--prompt", prompts[0]).splitlines()
+    assert out[::2] == ["--- 1 of 3", "--- 2 of 3", "--- 3 of 3"] and len(out) == 6
+
+
+def test_generate_from_a_file_and_what_the_seed_and_the_neighbours_change(trained, prompts, tmp_path):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt, "more": 1} for prompt in prompts])
+    words = ("generate", trained.folder, "--prompts", file, "--n", 3, "--temperature", 1.5)
+    out = run_main(*words)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(3)]
+    assert all(row.keys() == {"prompt", "completion"} for row in rows)
+    assert len({row["completion"] for row in rows}) > 3
+    assert run_main(*words, "--seed", 0) == out != run_main(*words, "--seed", 1)
+    alone = run_main("generate", trained.folder, "--prompt", prompts[0], "--n", 3, "--temperature", 1.5)
+    assert alone.splitlines()[1::2] == [row["completion"] for row in rows[:3]]
+
+
+def test_generate_takes_conversations(trained, prompts, tmp_path):
+    # The shipped policy's chat template joins the messages' texts.
+    talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": prompt} for prompt in prompts])
+    chat = write_rows(tmp_path / "chat.jsonl", [{"prompt": talk} for talk in talks])
+    answers = []
+    for file in (plain, chat):
+        out = run_main("generate", trained.folder, "--greedy", "--prompts", file)
+        answers.append([json.loads(line) for line in out.splitlines()])
+    assert [row["prompt"] for row in answers[1]] == talks
+    assert [row["completion"] for row in answers[1]] == [row["completion"] for row in answers[0]]
+
+
+def test_generate_with_another_adapter(trained, other_adapter, prompts, tmp_path):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    words = ("generate", trained.folder, "--greedy", "--prompts", file)
+    own = run_main(*words)
+    assert run_main(*words, "--adapter", trained.folder / "adapter") == own
+    other = run_main(*words, "--adapter", other_adapter)
+    assert other != own
+    # A model's folder takes an adapter too; this one's weights are stored unquantized.
+    assert len(run_main("generate", MODEL, *words[2:], "--adapter", other_adapter).splitlines()) == 3
+
+
+def test_generate_of_a_model_has_lengths_that_fit_it(prompts):
+    """The shipped policy has 128 positions, fewer than a model's usual 256 tokens of a completion."""
+    assert "####" in run_main("generate", MODEL, "--greedy", "--prompt", prompts[0])
+
+
+def test_generate_prints_each_batch_as_it_ends(trained, prompts, tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    events = []
+
+    class Pipe(io.StringIO):
+        def flush(self):
+            events.append(f"{len(self.getvalue().splitlines())} lines out")
+
+    decode = texts.decode_completions
+
+    def recorded(*arguments):
+        events.append("batch")
+        return decode(*arguments)
+
+    whole = run_main("generate", trained.folder, "--greedy", "--prompts", file)
+    monkeypatch.setattr(texts, "_ROWS", 2)
+    monkeypatch.setattr(texts, "decode_completions", recorded)
+    pipe = Pipe()
+    with contextlib.redirect_stdout(pipe):
+        assert main(["generate", str(trained.folder), "--greedy", "--prompts", str(file)]) == 0
+    assert events[:5] == ["batch", "1 lines out", "2 lines out", "batch", "3 lines out"]
+    assert pipe.getvalue() == whole
+
+
+def test_plot_one_run_and_two(trained, tmp_path):
+    second = shutil.copytree(trained.folder, tmp_path / "second")
+    names = ["accuracy.png", "entropy.png", "lengths.png", "overview.png", "reward.png", "sigma.png"]
+    for words, folder in (
+        ((second,), second / "plots"),
+        ((trained.folder, second, "--output", tmp_path / "both"), tmp_path / "both"),
+    ):
+        shutil.rmtree(folder, ignore_errors=True)
+        printed = run_main("plot", *words).splitlines()
+        assert sorted(printed) == [str(folder / name) for name in names]
+        for name in names:
+            data = (folder / name).read_bytes()
+            assert data.startswith(b"\x89PNG")
+            width, height = struct.unpack(">II", data[16:24])
+            assert width >= 600 and height >= 400
+    assert (tmp_path / "both" / "reward.png").read_bytes() != (second / "plots" / "reward.png").read_bytes()
+
+
+def test_ones_own_data_and_reward_with_a_trace(trained, tmp_path):
+    """Conversations from a file, a reward function from a file that reads a column of it, and --profile."""
+    data = write_rows(
+        tmp_path / "mine.jsonl",
+        [{"prompt": [{"role": "user", "content": f"Ann has {n} pens."}], "target": n} for n in range(10, 26)],
+    )
+    (tmp_path / "mine.py").write_text(
+        "def near(prompts, completions, target, **columns):\n"
+        "    texts = [messages[0]['content'] for messages in completions]\n"
+        "    return [-abs(len(text) - wanted) / 10 for text, wanted in zip(texts, target)]\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        CONFIG
+        + f"data: {{train_dataset: {data}}}\n"
+        + f"reward: {{functions: [{{function: '{tmp_path / 'mine.py'}:near', weight: 2.0}}]}}\n"
+    )
+    words = (f"evaluation.eval_dataset={data}", f"run.output_dir={tmp_path / 'run'}")
+    out = run_main("train", tmp_path / "mine.yaml", *words, "--profile", tmp_path / "trace")
+    assert "Ann has 10 pens." in out
+    completions = read_rows(tmp_path / "run" / "completions.jsonl")
+    assert len(completions) == 3 * 8
+    for row in completions:
+        wanted = int(row["prompt"][0]["content"].split()[2])
+        assert row["rewards/near"] == pytest.approx(-abs(len(row["completion"]) - wanted) / 10, abs=1e-6)
+        assert row["reward"] == pytest.approx(2 * row["rewards/near"], abs=1e-6)
+    for row in read_rows(tmp_path / "run" / "metrics.jsonl"):
+        assert row["reward"] == pytest.approx(2 * row["rewards/near/mean"], abs=1e-5)
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+def test_training_goes_on_from_an_existing_adapter(trained, summary, tmp_path):
+    words = (f"lora.adapter={trained.folder / 'adapter'}", f"run.output_dir={tmp_path / 'run'}")
+    run_main("train", trained.command[1], *words)
+    second = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert second["before"] == summary["after"]
+    first, last = (folder / "adapter" / "adapter_model.safetensors" for folder in (trained.folder, tmp_path / "run"))
+    assert first.read_bytes() != last.read_bytes()
