@@ -6,8 +6,9 @@ A weight [N, K] (out, in) is held as compressed-tensors' `nvfp4-pack-quantized` 
   global_scale  float32 []               448 * 6 / amax of the tensor (or of the group of tensors that share it)
 
 The quantizer mirrors that program's arithmetic, in which amax / 6 and the global scale are rounded to the weight's own
-dtype and the global scale is a reciprocal times 2688. XLA rewrites a division by a broadcast value into a
-multiplication by its reciprocal, one ulp off for a third of all values; `_divide` forbids that.
+dtype and the global scale is a reciprocal times 2688. Neither division nor rounding can be left to XLA as they stand:
+on CPU it multiplies by the reciprocal of a broadcast divisor, on GPU its float32 division is approximate, one ulp off
+for up to a third of all values, and a conversion to bfloat16 and back vanishes; `_divide` and `_rounded` see to that.
 """
 
 import flax.struct
@@ -35,18 +36,24 @@ class NVFP4Weight(flax.struct.PyTreeNode):
 
 
 def _divide(a: jax.Array, b: jax.Array | float) -> jax.Array:
-    """a / b, correctly rounded: the barrier keeps XLA from turning it into a * (1 / b)."""
-    return a / jax.lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(b, a.dtype), a.shape))
+    """a / b, correctly rounded: the float64 quotient of two float32 numbers is never near enough to the middle between
+    two float32 numbers to round to the wrong one."""
+    with jax.enable_x64(True):
+        quotient = a.astype(jnp.float64) / jnp.broadcast_to(b, a.shape).astype(jnp.float64)
+        return quotient.astype(a.dtype)
+
+
+def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 `x` with the precision of `dtype`. XLA drops a pair of conversions (there and back) on a GPU."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def global_scale(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The float32 global scale [] for a largest magnitude `amax` of a weight stored in `dtype`; 1 for an all-zero weight."""
-
-    def rounded(x: jax.Array) -> jax.Array:
-        return x.astype(dtype).astype(jnp.float32)
+    """The float32 global scale [] for a largest magnitude `amax` of a weight in `dtype`; 1 for an all-zero weight."""
 
     top = jnp.maximum(amax.astype(jnp.float32), jnp.float32(jnp.finfo(dtype).tiny))
-    scale = rounded(rounded(_divide(jnp.float32(1), top)) * jnp.float32(_E2M1_MAX * _E4M3_MAX))
+    scale = _rounded(_rounded(_divide(jnp.float32(1), top), dtype) * jnp.float32(_E2M1_MAX * _E4M3_MAX), dtype)
     return jnp.where(jnp.isfinite(scale), scale, 1.0)
 
 
@@ -83,8 +90,8 @@ def quantize_nvfp4(w_NK: jax.Array, shared_global_scale: jax.Array | None = None
     amax = jnp.abs(blocks).max(-1)
     if shared_global_scale is None:
         shared_global_scale = global_scale(amax.max(), w_NK.dtype)
-    block_scale = _divide(amax, _E2M1_MAX).astype(w_NK.dtype).astype(jnp.float32) * shared_global_scale
-    scale = jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+    block_scale = _rounded(_divide(amax, _E2M1_MAX), w_NK.dtype) * shared_global_scale
+    scale = jax.lax.optimization_barrier(jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn))
     scale = jnp.where(scale.astype(jnp.float32) == 0, jnp.float32(_ZERO_SCALE).astype(jnp.float8_e4m3fn), scale)
     step = _divide(scale.astype(jnp.float32), shared_global_scale)
     codes = encode_e2m1(_divide(blocks, step[..., None])).reshape(N, K)
