@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 
@@ -234,16 +235,38 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(config, finished, programs, tmp_path):
-    run, log = tmp_path / "run", tmp_path / "log"
-    with TrainingProcess(config, run, log, programs=programs) as process:
+    run = tmp_path / "run"
+    with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
         assert process.until(lambda: checkpoints(run) == [0])
         process.interrupt()
         assert process.wait() == 130, process.output()
         said = process.output()
-    assert "Ctrl-C: saving after this rollout" in said
-    assert f"saved at step 2 of 6; the same command continues {run}" in said
-    assert "Traceback" not in said
-    assert checkpoints(run) == [0, 2] and len(rows(run)) == 2
+    assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
+    (saved,) = re.findall(rf"saved at step (\d) of 6; the same command continues {run}", said)
+    assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
+    train(config, run)
+    assert differences(run, finished) == []
+
+
+@pytest.mark.parametrize(
+    ("during", "call", "saved"), [("evaluate", 1, 0), ("next_examples", 1, 2), ("next_examples", 3, 6)]
+)
+def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
+    config, finished, tmp_path, monkeypatch, during, call, saved
+):
+    run, work, calls = tmp_path / "run", getattr(trainer, during), []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return work(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, during, interrupted)
+        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; the same command continues"):
+            train(config, run)
+    assert checkpoints(run)[-1] == len(rows(run)) == saved
     train(config, run)
     assert differences(run, finished) == []
 

@@ -83,7 +83,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
 
 @contextlib.contextmanager
 def _interrupt_flag() -> Iterator[list[bool]]:
-    """A list that becomes non-empty on the first Ctrl-C, which is read between rollouts; the second one stops at once.
+    """A list that becomes non-empty on the first Ctrl-C, which is read around rollouts; the second one stops at once.
     Updates donate their input, so stopping inside one would lose the state."""
     pressed: list[bool] = []
 
@@ -164,6 +164,7 @@ class _Run:
                 self._save()
             first = self.progress["rollout"]
             while int(self.state.step) < total:
+                self._stop_if_interrupted()
                 first_step = int(self.state.step)
                 tracing = self.profile is not None and self.progress["rollout"] == first + 1
                 with jax.profiler.trace(str(self.profile)) if tracing else contextlib.nullcontext():
@@ -175,12 +176,10 @@ class _Run:
                 step = int(self.state.step)
                 self._stop_if_never_finite()
                 self._evaluate_if_due(first_step)
-                if self.interrupt:
-                    self._save()
-                    raise Interrupted(f"saved at step {step} of {total}; the same command continues {self.folder}")
                 if config.run.save_steps and step - self.saved_at >= config.run.save_steps:
                     self._save()
             self._save()
+            self._stop_if_interrupted()
             after = self._evaluate("after training")
         return self._finish(after)
 
@@ -256,6 +255,12 @@ class _Run:
             self.experiment.policy.tokenizer, [e["prompt"] for e in examples], self.config.data.max_prompt_length
         )
         return Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(places, jnp.int32))
+
+    def _stop_if_interrupted(self) -> None:
+        if self.interrupt:
+            self._save()
+            step, total = int(self.state.step), self.experiment.total_steps
+            raise Interrupted(f"saved at step {step} of {total}; the same command continues {self.folder}")
 
     def _stop_if_never_finite(self) -> None:
         streak, step = self.progress["nonfinite"], int(self.state.step) + 1
