@@ -24,8 +24,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
       global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
       lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None.
       bias: None or [N]; for a list, a list (entries may be None) or None.
-      backend: None (by the table), "mosaic" (the streaming kernel), "dequantize", "dequantize-mosaic" (dequantize +
-        dot, by XLA or by a kernel), or "reference".
+      backend: None (by the table), "mosaic" (the streaming kernel), "triton" (the portable kernel), "dequantize",
+        "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
 
     Returns:
       y_MN in x's dtype; for a list of weights, a tuple of them.
@@ -140,6 +140,10 @@ def _base(backend, count, no_bias, final):
         variant = variants.choose(m, k, tuple(w.n for w in weights), backend)
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
+        elif variant == "triton":
+            from . import triton_kernel  # needs triton, which only this path does
+
+            ys = [triton_kernel.matmul(x, w, s) for w, s in zip(weights, scales, strict=True)]
         elif variant in ("dequantize", "dequantize-mosaic"):
             kernel = variant == "dequantize-mosaic"
             ys = [dequantized.matmul(x, w, s, kernel=kernel) for w, s in zip(weights, scales, strict=True)]

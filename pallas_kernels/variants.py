@@ -15,6 +15,7 @@ import jax
 from .stream_plan import RESIDENT, StreamConfig, make_plan
 
 RANGES = (8, 16, 32, 64)
+BACKENDS = ("mosaic", "triton", "dequantize-mosaic", "dequantize", "reference")
 # Up to this many rows the streaming kernel runs 64 rows at a time; above, dequantize + dot.
 MAX_STREAM_ROWS = 256
 
@@ -70,10 +71,8 @@ def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
 
 def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | StreamConfig:
     """A path's name, or the streaming kernel's configuration."""
-    if backend not in (None, "mosaic", "dequantize", "dequantize-mosaic", "reference"):
-        raise ValueError(
-            f"backend must be None, 'mosaic', 'dequantize', 'dequantize-mosaic' or 'reference', got {backend!r}"
-        )
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
     if backend == "mosaic":
         return config_for(m, k, n)
     if backend is not None:
@@ -91,6 +90,8 @@ def choose_dx(backend: str | None = None) -> str:
     """A path's name for dx = dy W, and for the forward product with many rows."""
     if backend == "mosaic":
         return "dequantize-mosaic"
+    if backend == "triton":  # its kernel is for the forward product
+        return "dequantize"
     if backend is not None:
         return backend
     at = capability()

@@ -112,6 +112,18 @@ def test_wgmma_within_1e_5(rng, m, config, k, n):
     assert (error <= 1e-5 * (np.abs(x64) @ np.abs(w).T)).all()
 
 
+@pytest.mark.parametrize("m", [3, 40, 100])
+def test_triton_kernel(rng, m):
+    pytest.importorskip("jax_triton")
+    k, n, gs = 768, 200, np.float32(300)
+    weight = _random_weight(rng, n, k)
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
+    w, x64 = _dense(weight, gs), np.asarray(x, np.float64)
+    y = np.asarray(fp4_matmul(x, weight, gs, backend="triton"), np.float64)
+    bound = 2**-8 * np.abs(x64 @ w.T) + 1e-5 * (np.abs(x64) @ np.abs(w).T)
+    assert (np.abs(y - x64 @ w.T) <= bound).all()
+
+
 def test_dequantize_kernel_is_exact(rng):
     weight = _random_weight(rng, 80, 1100 // 16 * 16)
     got = dequantize_kernel.dequantize(weight.data)[: weight.n, : weight.k].astype(jnp.float32) * 128
