@@ -98,6 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`qerl generate ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a file or folder that cannot be made, read or written: no permission, a full disk
+        if error.filename is None:
+            raise
+        print(f"qerl {words[0]}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -109,6 +114,10 @@ def _train(arguments: argparse.Namespace) -> None:
         raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
     overrides = [word for word in arguments.words if "=" in word]
     config = load_config(configs[0] if configs else "quickstart", overrides)
+    if arguments.profile is not None and Path(arguments.profile).is_file():
+        raise UserError(
+            f"--profile {arguments.profile} is a file; expected a folder, which is made where there is none"
+        )
 
     from qerl_jax.rl.trainer import train
 

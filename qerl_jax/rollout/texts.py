@@ -90,13 +90,17 @@ def _encode(policy: Policy, prompts: list[Any], max_completion_length: int | Non
     room = positions - (max_completion_length or 1)
     ids: list[list[int]] = []
     for number, prompt in enumerate(prompts, start=1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
         text = prompt_text(policy.tokenizer, prompt)
-        ids.append(policy.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"] if text else [])
-        if not 1 <= len(ids[-1]) <= room:
+        if not text:
+            raise UserError(f"{which} is empty; expected a text")
+        encoded = policy.tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"]
+        if not 1 <= len(encoded) <= room:
             raise UserError(
-                f"prompt {number} of {len(prompts)} has {len(ids[-1])} tokens; allowed: 1 to {room}, of the model's "
-                f"{positions} positions with {positions - room} for the completion; it begins {text[:60]!r}"
+                f"{which} has {len(encoded)} tokens; allowed: 1 to {room} (the model has {positions} positions, and "
+                f"{positions - room} are for the completion); it begins {text[:60]!r}"
             )
+        ids.append(encoded)
     return ids, max_completion_length or min(_LENGTH, positions - max(map(len, ids)))
 
 

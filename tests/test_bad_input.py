@@ -1,0 +1,224 @@
+"""Mistakes at the command line: exit code 2, and one message that says what to mend, without a traceback."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from qerl_jax.cli import main
+from qerl_jax.models.params import Adapter, LoRA
+from qerl_jax.models.peft import save_adapter
+from qerl_jax.models.source import resolve
+
+MODEL = "builtin:quickstart"
+SHAPE = json.loads((resolve(MODEL) / "config.json").read_text())
+POSITIONS = SHAPE["max_position_embeddings"]
+CONFIG = """\
+generation: {num_generations: 2, max_completion_length: 16}
+optimizer: {max_steps: 2, per_device_train_batch_size: 4, gradient_accumulation_steps: 1}
+noise: {num_stages: 2}
+evaluation: {num_problems: 4}
+run: {output_dir: run}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty folder to work in, with a config that is in order."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(capfd):
+    """Runs a command that must fail; gives its message."""
+
+    def run(*words):
+        capfd.readouterr()
+        assert main([str(word) for word in words]) == 2
+        err = capfd.readouterr().err
+        assert err.startswith(f"qerl {words[0]}: ") and "Traceback" not in err
+        assert err.count("\n") == 1, err
+        return err
+
+    return run
+
+
+def policy(folder, **changes):
+    """A copy of the shipped policy with JSON files edited: `tokenizer=lambda values: ...`."""
+    shutil.copytree(resolve(MODEL), folder)
+    for name, change in changes.items():
+        file = folder / f"{name}.json"
+        values = json.loads(file.read_text())
+        change(values)
+        file.write_text(json.dumps(values))
+    return folder
+
+
+def jsonl(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["missing.yaml"], "missing.yaml: no such file, and no shipped recipe of that name"),
+        (["quickstrt"], "did you mean 'quickstart'?"),
+        (["optimizer.learning_rat=1e-3"], "unknown option optimizer.learning_rat (did you mean 'learning_rate'?)"),
+        (["optimizr.learning_rate=1e-3"], "unknown section optimizr (did you mean 'optimizer'?)"),
+        (["my.yaml", "model.model_name_or_path=/no/such/folder"], "/no/such/folder: no such folder; allowed: a folder"),
+        (["my.yaml", "model.model_name_or_path=builtin:quick"], "builtin:quick is unknown; allowed: quickstart"),
+        (["my.yaml", "data.train_dataset=rows.jsonl"], "data set 'rows.jsonl': there is no file"),
+        (["my.yaml", "data.train_dataset=arithmetics"], "'arithmetics' is unknown (did you mean 'arithmetic'?)"),
+        (["my.yaml", "data.max_prompt_length=8"], "prompt 0 has 3"),
+        (["my.yaml", f"data.max_prompt_length={POSITIONS}"], f"is {POSITIONS + 16}; {MODEL} has {POSITIONS} positions"),
+        (["my.yaml", "reward.functions=[{function: acuracy}]"], "'acuracy' is unknown (did you mean 'accuracy'?)"),
+        (["my.yaml", "reward.functions=[{function: mine.py:f}]"], "there is no file"),
+        (["my.yaml", "reward.functions=[{function: no_module_here:f}]"], "there is no module 'no_module_here'"),
+        (["my.yaml", "lora.adapter=/no/such/adapter"], "/no/such/adapter: no such folder"),
+        (["my.yaml", "run.output_dir=my.yaml"], "run.output_dir names a file"),
+        (["my.yaml", "run.output_dir=my.yaml/run"], "my.yaml/run: Not a directory"),
+        (["my.yaml", "--profile", "my.yaml"], "--profile my.yaml is a file; expected a folder"),
+    ],
+)
+def test_train(words, expected, refused):
+    assert expected in refused("train", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: [1\nlora: }", "bad.yaml, line 2, column 5: not readable as YAML"),
+        ("", "bad.yaml: found nothing; expected sections"),
+        (
+            "optimizer: {max_steps: many}",
+            "bad.yaml, line 1: optimizer.max_steps is 'many'; allowed: a whole number",
+        ),
+        ("optimiser: {max_steps: 1}", "bad.yaml, line 1: unknown section optimiser (did you mean 'optimizer'?)"),
+    ],
+)
+def test_train_on_an_unusable_file(text, expected, folder, refused):
+    (folder / "bad.yaml").write_text(text)
+    assert expected in refused("train", "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "rows.jsonl: has no rows"),
+        ('{"prompt": "one"}\n{"prompt": ', "rows.jsonl, line 2: not JSON"),
+        ('{"promt": "one"}\n', "rows.jsonl, line 1: there is no column 'prompt' (did you mean 'promt'?)"),
+        ('{"prompt": ""}\n', "rows.jsonl, line 1: the prompt is empty"),
+    ],
+)
+def test_train_on_unusable_data(content, expected, folder, refused):
+    (folder / "rows.jsonl").write_text(content)
+    assert expected in refused("train", "my.yaml", "data.train_dataset=rows.jsonl")
+
+
+def test_data_without_the_column_that_a_reward_reads(folder, refused):
+    jsonl(folder, {"prompt": "Ann has 10 pens.", "anwser": "10"})
+    said = refused("train", "my.yaml", "data.train_dataset=rows.jsonl", "evaluation.eval_dataset=rows.jsonl")
+    assert "reward function 'accuracy' needs a column 'answer' (did you mean 'anwser'?)" in said
+
+
+def one_token_more(tokenizer):
+    token = {"content": "<more>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    vocabulary = max([*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])])
+    tokenizer["added_tokens"].append(token | {"id": vocabulary + 1, "special": True})
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding(folder, refused):
+    policy(folder / "more", tokenizer=one_token_more)
+    V = SHAPE["vocab_size"]
+    expected = f"the tokenizer has {V + 1} tokens, the largest id {V} ('<more>'); the embedding has {V} rows"
+    assert expected in refused("train", "my.yaml", "model.model_name_or_path=more")
+    assert expected in refused("generate", "more", "--prompt", "x")
+
+
+def test_a_tokenizer_without_an_end(folder, refused):
+    def without(values):
+        values.pop("eos_token_id", None)
+        values.pop("eos_token", None)
+
+    policy(folder / "endless", config=without, generation_config=without, tokenizer_config=without)
+    assert "endless: no EOS" in refused("train", "my.yaml", "model.model_name_or_path=endless")
+    assert "endless: no EOS" in refused("generate", "endless", "--prompt", "x")
+
+
+def test_an_adapter_of_another_model(folder, refused):
+    pair = LoRA(np.zeros((4, 32), np.float32), np.zeros((32, 4), np.float32), 2.0)
+    save_adapter(Adapter(({"q_proj": pair}, {"q_proj": pair}), None), folder / "adapter", "another")
+    train, generate = (
+        ("train", "my.yaml", "lora.adapter=adapter"),
+        ("generate", MODEL, "--prompt", "x", "--adapter", "adapter"),
+    )
+    for words in (train, generate):
+        said = refused(*words)
+        assert (
+            "adapter/adapter_model.safetensors: tensor base_model.model.model.layers.0.self_attn.q_proj.lora_A" in said
+        )
+        assert f"expected shape [4, {SHAPE['hidden_size']}] by the configuration, found [4, 32]" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["/no/such/model", "--prompt", "x"], "/no/such/model: no such folder"),
+        (["my.yaml", "--prompt", "x"], "my.yaml is a file; expected the folder it lies in"),
+        ([MODEL, "--prompt", ""], "the prompt is empty; expected a text"),
+        ([MODEL, "--prompt", " pens" * 200], f"the prompt has 200 tokens; allowed: 1 to {POSITIONS - 1}"),
+        (
+            [MODEL, "--prompt", " pens" * 40, "--max-completion-length", "100"],
+            f"the prompt has 40 tokens; allowed: 1 to {POSITIONS - 100}",
+        ),
+        (
+            [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
+            f"max_completion_length is {POSITIONS}; allowed: less than the model's {POSITIONS} positions",
+        ),
+        (
+            [MODEL, "--prompt", "x", "--max-completion-length", "0"],
+            "max_completion_length is 0; allowed: a whole number",
+        ),
+        ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
+        ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
+        ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number > 0"),
+    ],
+)
+def test_generate(words, expected, refused):
+    assert expected in refused("generate", *words)
+
+
+def test_generate_names_the_row_that_is_too_long_before_it_answers_any(folder, refused, capfd):
+    jsonl(folder, *({"prompt": " pens" * count} for count in (3, 4, 200, 5)))
+    assert f"prompt 3 of 4 has 200 tokens; allowed: 1 to {POSITIONS - 1}" in refused(
+        "generate", MODEL, "--prompts", "rows.jsonl"
+    )
+    assert capfd.readouterr().out == ""
+
+
+def test_generate_from_conversations_without_a_chat_template(folder, refused):
+    policy(folder / "plain", tokenizer_config=lambda values: values.pop("chat_template"))
+    jsonl(folder, {"prompt": [{"role": "user", "content": "x"}]})
+    assert "has no chat template" in refused("generate", "plain", "--prompts", "rows.jsonl")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "plot"])
+def test_a_folder_that_is_no_run(command, folder, refused):
+    (folder / "runs" / "other").mkdir(parents=True)
+    assert "runs/othr: no such run folder (did you mean 'other'?)" in refused(command, "runs/othr")
+    assert "runs/other: holds no " in refused(command, "runs/other")
+    assert "expected the folder that `qerl train` made" in refused(command, "my.yaml")
+
+
+def test_a_run_that_is_not_finished_has_no_adapter_yet(folder, refused):
+    """`run/adapter` has the form of a name on the Hub, which must not be asked for it."""
+    refused("train", "my.yaml", "data.max_prompt_length=8")
+    assert (folder / "run" / "config.yaml").is_file()
+    for words in (("evaluate", "run"), ("generate", "run", "--prompt", "x")):
+        assert "run: holds no adapter/ yet" in refused(*words)
+    assert "run/metrics.jsonl: no step was recorded yet" in refused("plot", "run")
