@@ -23,7 +23,7 @@ from qerl_jax.models.init import init_adapter, init_layer, init_model, quantize_
 from qerl_jax.models.params import Base, Model
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
-from qerl_jax.rl.step import StepSettings, make_batch, reward_metrics, rollout
+from qerl_jax.rl.step import StepSettings, make_batch, reward_metrics, sample_rollout
 from qerl_jax.rl.update import UpdateSettings, init_state, update_step
 from qerl_jax.rollout import Prompts, SamplingSettings
 
@@ -67,7 +67,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     tokens = jax.random.randint(jax.random.key(2), (N, arguments.prompt), 1, config.vocab_size - 1)
     prompts = Prompts(tokens, jnp.full(N, arguments.prompt, jnp.int32), jnp.arange(N))
-    sample = jax.jit(functools.partial(rollout, settings=settings))
+    sample = jax.jit(functools.partial(sample_rollout, settings=settings))
     join = jax.jit(functools.partial(make_batch, settings=settings))
     update = jax.jit(functools.partial(update_step, optimizer=optimizer, settings=settings.update), donate_argnums=0)
 

@@ -7,7 +7,6 @@ import numpy as np
 import qerl_jax as qerl
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import encode_prompts
-from qerl_jax.rl.step import rollout
 
 path, steps = "builtin:quickstart", 12
 model = qerl.load_model(path, weight_format="nvfp4", dtype=jnp.float32)
@@ -20,7 +19,7 @@ settings = qerl.StepSettings(
     update=qerl.UpdateSettings(num_generations=8, temperature=1.0, micro_batch_size=64),
     noise=qerl.NoiseSchedule(num_stages=4, sigma_start=1e-2, sigma_end=5e-4, total_steps=steps),
 )
-sample = jax.jit(functools.partial(rollout, settings=settings))
+sample = jax.jit(functools.partial(qerl.sample_rollout, settings=settings))
 update = jax.jit(functools.partial(qerl.update_step, optimizer=optimizer, settings=settings.update), donate_argnums=0)
 state = qerl.init_state(qerl.init_adapter(jax.random.key(0), model, lora_r=16, lora_alpha=32), optimizer)
 

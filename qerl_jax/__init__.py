@@ -63,7 +63,7 @@ _EXPORTS = {
         "StepSettings",
         "grpo_step",
         "make_batch",
-        "rollout",
+        "sample_rollout",
     ),
     "qerl_jax.rl.update": (
         "Batch",

@@ -18,9 +18,7 @@ from qerl_jax.metrics import LiveLine, MetricsWriter, duration, json_line, read_
 def test_rows_of_any_number_type_become_json(tmp_path):
     with MetricsWriter(tmp_path / "deep" / "run") as writer:
         writer.log({"step": 1, "rollout": 0, "a": np.float32(0.5), "b": jnp.float32(2), "c": jnp.arange(3), "d": "é"})
-        writer.log(
-            {"step": np.int64(2), "rollout": jnp.int32(1), "a": float("nan"), "b": -np.inf, "c": [np.nan, True]}
-        )
+        writer.log({"step": np.int64(2), "rollout": jnp.int32(1), "a": float("nan"), "b": -np.inf, "c": [np.nan, True]})
     first, second = read_rows(tmp_path / "deep" / "run" / "metrics.jsonl")
     assert first == {"step": 1, "rollout": 0, "a": 0.5, "b": 2.0, "c": [0, 1, 2], "d": "é"}
     assert second == {"step": 2, "rollout": 1, "a": None, "b": None, "c": [None, True]}

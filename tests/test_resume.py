@@ -1,8 +1,10 @@
 """A run killed at any instant and started again with the same command ends with bitwise the same result."""
 
+import json
 import shutil
 
 import pytest
+from random_kills import random_kills, summary
 from run_harness import (
     TrainingProcess,
     checkpoints,
@@ -67,5 +69,16 @@ def test_killed_while_compiling_while_updating_and_while_saving(uninterrupted, t
     torn = max(programs.glob("jit_update_step-*"), key=lambda path: path.stat().st_size)
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
     train_to_the_end(config, run, tmp_path / "log", programs=programs)
+    assert "persistent compilation cache entry for 'jit_update_step'" in (tmp_path / "log").read_text()
     assert differences(run, whole) == []
     assert not half_saved(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_killed_at_twenty_random_instants_of_them_five_during_a_save(tmp_path):
+    results = random_kills(tmp_path)
+    figures = summary(results)
+    print(json.dumps(figures, indent=1))
+    assert [run["differences"] for run in results["runs"]] == [[]] * len(results["runs"])
+    assert figures["kills"] >= 20 and figures["kills_during_a_save"] >= 5

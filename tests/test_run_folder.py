@@ -106,7 +106,7 @@ def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     with run_folder.open_run(config(tmp_path)) as (_, continued):
         assert continued.model.dtype == "float32"
-    with pytest.raises(UserError, match="model.dtype was 'float32', is now 'bfloat16'"):
+    with pytest.raises(UserError, match=r"model.dtype was .float32., is now .bfloat16."):
         open_once(config(tmp_path, "model.dtype=bfloat16"))
     with run_folder.open_run(config(tmp_path), fresh=True) as (_, fresh):
         assert fresh.model.dtype == "bfloat16"

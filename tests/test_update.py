@@ -14,7 +14,7 @@ from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec
-from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout, rollout_norms, with_policies
+from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout_norms, sample_rollout, with_policies
 from qerl_jax.rl.update import UpdateSettings, init_state, update_step
 from qerl_jax.rollout import Prompts, SamplingSettings
 
@@ -39,7 +39,7 @@ def few_small_ids(prompts, completions):
 
 def batch_of(settings=SETTINGS, state=None, several=False, step=0):
     state = state_of() if state is None else state
-    out, _ = jax.jit(rollout, static_argnames="settings")(
+    out, _ = jax.jit(sample_rollout, static_argnames="settings")(
         MODEL, state.adapter, PROMPTS, jax.random.key(2), jnp.int32(step), settings=settings
     )
     batch = make_batch(PROMPTS, out, few_small_ids(PROMPTS, out), jnp.int32(0), settings)

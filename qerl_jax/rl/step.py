@@ -1,6 +1,6 @@
 """The RL step, top to bottom: noise -> rollout -> reward -> advantages -> update.
 
-`rollout` and `make_batch` are the halves that the trainer runs around Python reward functions; `grpo_step` joins them
+`sample_rollout` and `make_batch` are the halves that the trainer runs around Python reward functions; `grpo_step` joins them
 under one jit when the reward itself is a JAX function.
 
 Dimension letters: N prompts, G completions per prompt, B = N * G, P prompt slots, C completion slots.
@@ -56,7 +56,7 @@ def rollout_norms(
     return perturb_norms(norms, sigma, noise_key, final_norm=settings.noise.final_norm), sigma
 
 
-def rollout(
+def sample_rollout(
     model: Model, adapter: Adapter | None, prompts: Prompts, key: jax.Array, step: jax.Array, settings: StepSettings
 ) -> tuple[Rollout, jax.Array]:
     """Samples num_generations completions per prompt from the policy with this step's noise on its norms.
@@ -144,7 +144,7 @@ def grpo_step(
       optimizer, loss_fn, advantage_fn: see `update_step`.
       settings: static choices.
     """
-    completions, sigma = rollout(model, state.adapter, prompts, key, state.step, settings)
+    completions, sigma = sample_rollout(model, state.adapter, prompts, key, state.step, settings)
     rewards_B = reward_fn(prompts, completions)
     batch = make_batch(prompts, completions, rewards_B, state.step, settings)
     batch = with_policies(model, state.adapter, batch, settings.update, several_updates=False)

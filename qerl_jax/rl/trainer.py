@@ -37,7 +37,7 @@ from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, decode_completions
 from qerl_jax.rl.optimizer import learning_rate_schedule
-from qerl_jax.rl.step import make_batch, reward_metrics, rollout, with_policies
+from qerl_jax.rl.step import make_batch, reward_metrics, sample_rollout, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
 from qerl_jax.rollout import Prompts
 from qerl_jax.summary import report
@@ -116,7 +116,7 @@ class _Run:
         self.config = experiment.config
         settings, optimizer = experiment.settings, experiment.optimizer
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
-        self.rollout_fn = jax.jit(functools.partial(rollout, settings=settings))
+        self.rollout_fn = jax.jit(functools.partial(sample_rollout, settings=settings))
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings))
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
