@@ -1,7 +1,7 @@
 """The RL step, top to bottom: noise -> rollout -> reward -> advantages -> update.
 
-`sample_rollout` and `make_batch` are the halves that the trainer runs around Python reward functions; `grpo_step` joins them
-under one jit when the reward itself is a JAX function.
+`sample_rollout` and `make_batch` are the halves that the trainer runs around Python reward functions; `grpo_step`
+joins them under one jit when the reward itself is a JAX function.
 
 Dimension letters: N prompts, G completions per prompt, B = N * G, P prompt slots, C completion slots.
 """
