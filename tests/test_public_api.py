@@ -1,0 +1,208 @@
+"""The names that scripts use: complete, documented, quick to import, and usable under jit, grad and vmap."""
+
+import functools
+import importlib
+import inspect
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import CONFIG, tiny_adapter, tiny_model
+
+import qerl_jax as qerl
+from qerl_jax.formats.nvfp4 import NVFP4Weight
+
+MODEL = tiny_model()
+PROMPTS = qerl.Prompts(np.array([[5, 9, 11, 0], [7, 0, 0, 0]], np.int32), np.array([3, 1], np.int32), np.arange(2))
+SETTINGS = qerl.StepSettings(qerl.SamplingSettings(6, (3, 4, 10, 12, 50), 0), qerl.UpdateSettings(4, 1.0, 8))
+
+
+@pytest.mark.parametrize("name", qerl.__all__)
+def test_every_name_is_what_its_module_has_and_is_documented(name):
+    # All of them: a subpackage takes the place of an export of the same name as soon as it is imported.
+    for module in set(qerl._MODULE_OF.values()):
+        importlib.import_module(module)
+    value = getattr(qerl, name)
+    assert value is getattr(importlib.import_module(qerl._MODULE_OF[name]), name)
+    assert inspect.isclass(value) or inspect.isfunction(value)
+    assert inspect.getdoc(value), f"{name} has no docstring"
+    assert not value.__doc__.startswith(f"{name}("), "a signature, which dataclasses write where there is no docstring"
+
+
+def test_the_names_of_the_readme_are_there_and_others_are_not():
+    named = {
+        "load_model", "quantize", "init_adapter", "logits", "sample_rollout", "update_step", "grpo_step", "perturb_norms", "TrainState",
+        "save_checkpoint", "restore_checkpoint",
+    }  # fmt: skip
+    assert named <= set(qerl.__all__) <= set(dir(qerl))
+    with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
+        _ = qerl.load_modle
+
+
+def test_importing_the_package_does_not_import_jax():
+    code = "import sys, qerl_jax; print([n for n in ('jax', 'numpy', 'transformers', 'pydantic') if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def assert_close(a, b, **tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, **tolerance)
+
+
+def test_logits_under_jit_vmap_and_grad():
+    tokens = jnp.array([[5, 9, 11, 20, 3, 1], [7, 8, 2, 2, 40, 6]])
+    adapters = [tiny_adapter(MODEL, seed) for seed in (1, 2, 3)]
+    run = jax.jit(qerl.logits)
+    several = jax.vmap(run, in_axes=(None, None, None, 0))(MODEL, tokens, None, stacked(adapters))
+    assert several.shape == (3, 2, 6, CONFIG.vocab_size) and several.dtype == jnp.float32
+    for adapter, found in zip(adapters, several, strict=True):
+        np.testing.assert_allclose(found, run(MODEL, tokens, None, adapter), rtol=1e-4, atol=1e-4)
+    assert float(jnp.abs(several[0] - several[1]).max()) > 1e-2
+
+    @jax.jit
+    def loss(adapter):
+        return -jax.nn.log_softmax(qerl.logits(MODEL, tokens, adapter=adapter))[:, :-1].mean()
+
+    grads = jax.jit(jax.grad(loss))(adapters[0])
+    assert jax.tree.structure(grads) == jax.tree.structure(adapters[0])
+    steepness = optax.tree.norm(grads)
+
+    def along(h):
+        return loss(jax.tree.map(lambda a, g: a + h * g / steepness, adapters[0], grads))
+
+    np.testing.assert_allclose((along(1e-2) - along(-1e-2)) / 2e-2, steepness, rtol=1e-2)
+
+
+def test_perturb_norms_under_jit_and_vmap_over_keys():
+    norms = qerl.norms_of(MODEL, None)
+    keys = jax.random.split(jax.random.key(0), 5)
+    perturb = jax.jit(qerl.perturb_norms, static_argnames="final_norm")
+    several = jax.vmap(perturb, in_axes=(None, None, 0))(norms, 1e-2, keys)
+    for i, key in enumerate(keys):
+        alone = perturb(norms, 1e-2, key)
+        assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], several.input), alone.input, rtol=1e-6)
+        assert_close(several.post_attention[0][i], alone.post_attention[0], rtol=1e-6)
+    noise = np.concatenate([np.ravel(leaf - clean) for leaf, clean in zip(several.input, norms.input, strict=True)])
+    assert 0.8e-2 < noise.std() < 1.2e-2
+    perturb(norms, 5e-3, keys[0])
+    assert perturb._cache_size() <= 2  # one for the plain call, one inside vmap: sigma is traced
+
+
+def test_quantize_under_jit_equals_quantize():
+    dense = qerl.init_model(jax.random.key(0), CONFIG, std=0.3)
+    eager, jitted = qerl.quantize(dense), jax.jit(qerl.quantize)(dense)
+    weights = jax.tree.leaves(jitted.base.layers, is_leaf=lambda leaf: isinstance(leaf, NVFP4Weight))
+    assert sum(isinstance(weight, NVFP4Weight) for weight in weights) == 7 * CONFIG.num_hidden_layers
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def small_ids(prompts, completions):
+    return -completions.tokens[:, 0].astype(jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Eight completions of unequal lengths, in two groups."""
+    tokens = jax.random.randint(jax.random.key(3), (8, 6), 13, CONFIG.vocab_size)
+    lengths = jnp.array([6, 3, 1, 4, 2, 6, 5, 3])
+    logps = jnp.full((8, 6), -2.0)
+    completions = qerl.Rollout(tokens, lengths, lengths < 6, logps, None)
+    return qerl.make_batch(PROMPTS, completions, small_ids(PROMPTS, completions), jnp.int32(0), SETTINGS)
+
+
+def test_update_step_takes_any_loss_advantage_and_optimizer(batch):
+    """REINFORCE with the batch's mean as baseline, and steps by the gradient's sign: against a gradient by hand."""
+
+    def reinforce(logp, old_logp, ref_logp, advantages, mask):
+        return -jnp.sum(jnp.where(mask, advantages * logp, 0.0)), {"mine": jnp.sum(advantages)}
+
+    def over_the_batch(rewards_NG):
+        return rewards_NG - rewards_NG.mean()
+
+    optimizer = optax.sign_sgd(1e-3)
+    state = qerl.init_state(tiny_adapter(MODEL), optimizer)
+    step = functools.partial(
+        qerl.update_step, optimizer=optimizer, settings=SETTINGS.update, loss_fn=reinforce, advantage_fn=over_the_batch
+    )
+    new, metrics = jax.jit(step)(state, MODEL, batch)
+
+    rows, at, drawn, advantage = [], [], [], []
+    for row in range(8):
+        prompt = batch.prompt[row, : batch.prompt_lengths[row]].tolist()
+        rows.append((prompt + batch.completion[row].tolist() + [0] * 4)[:10])
+        for t in range(int(batch.completion_lengths[row])):
+            at.append((row, len(prompt) + t - 1))
+            drawn.append(int(batch.completion[row, t]))
+            advantage.append(float(batch.rewards[row] - batch.rewards.mean()))
+
+    @jax.jit
+    @jax.value_and_grad
+    def by_hand(adapter):
+        logps = jax.nn.log_softmax(qerl.logits(MODEL, jnp.array(rows), adapter=adapter))
+        return -jnp.vdot(jnp.array(advantage), logps[*jnp.array(at).T, jnp.array(drawn)])
+
+    loss, grads = by_hand(state.adapter)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-3)
+    assert abs(float(metrics["mine"])) < 1e-3
+    for after, before, grad in zip(*map(jax.tree.leaves, (new.adapter, state.adapter, grads)), strict=True):
+        clear = np.abs(grad) > 1e-3 * np.abs(grad).max()
+        np.testing.assert_allclose((after - before)[clear], -1e-3 * np.sign(grad)[clear], rtol=1e-3)
+    assert int(new.step) == 1
+
+
+def test_update_step_under_vmap_over_learning_rates(batch):
+    """A sweep: the learning rate is a traced number of an `optax.inject_hyperparams` state."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    adapter = tiny_adapter(MODEL)
+
+    def one(rate):
+        state = qerl.init_state(adapter, optimizer)
+        state = state.replace(opt_state=state.opt_state._replace(hyperparams={"learning_rate": rate}))
+        new, metrics = qerl.update_step(state, MODEL, batch, optimizer=optimizer, settings=SETTINGS.update)
+        return jax.tree.map(jnp.subtract, new.adapter, adapter), metrics["loss"]
+
+    moved, losses = jax.jit(jax.vmap(one))(jnp.array([0.0, 0.1, 0.2]))
+    assert len(set(np.asarray(losses).tolist())) == 1
+    for leaf in jax.tree.leaves(moved):
+        assert not leaf[0].any()
+        np.testing.assert_allclose(leaf[2], 2 * leaf[1], rtol=1e-2, atol=1e-7)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(moved)) > 1e-4
+
+
+def test_grpo_step_takes_them_too():
+    """Traced only: tests/test_update.py runs it."""
+    seen = {}
+
+    def loss(logp, old_logp, ref_logp, advantages, mask):
+        seen["logp"], seen["reference"] = logp.shape, ref_logp
+        return jnp.sum(advantages * logp * mask), {"mine": jnp.max(advantages)}
+
+    def as_they_are(rewards_NG):
+        seen["rewards"] = rewards_NG.shape
+        return rewards_NG
+
+    optimizer = optax.sgd(1e-2)
+    state = qerl.init_state(tiny_adapter(MODEL), optimizer)
+    step = functools.partial(
+        qerl.grpo_step,
+        reward_fn=small_ids,
+        optimizer=optimizer,
+        settings=SETTINGS,
+        loss_fn=loss,
+        advantage_fn=as_they_are,
+    )
+    new, metrics = jax.eval_shape(step, state, MODEL, PROMPTS, jax.random.key(0))
+    assert seen == {"logp": (8, 6), "reference": None, "rewards": (2, 4)}
+    assert metrics["mine"].shape == () and {"reward", "aqn/sigma", "grad_norm"} <= metrics.keys()
+    assert jax.tree.structure(new) == jax.tree.structure(state)
