@@ -35,8 +35,8 @@ def test_every_name_is_what_its_module_has_and_is_documented(name):
 
 def test_the_names_of_the_readme_are_there_and_others_are_not():
     named = {
-        "load_model", "quantize", "init_adapter", "logits", "sample_rollout", "update_step", "grpo_step", "perturb_norms", "TrainState",
-        "save_checkpoint", "restore_checkpoint",
+        "load_model", "quantize", "init_adapter", "logits", "sample_rollout", "update_step", "grpo_step",
+        "perturb_norms", "TrainState", "save_checkpoint", "restore_checkpoint",
     }  # fmt: skip
     assert named <= set(qerl.__all__) <= set(dir(qerl))
     with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
