@@ -49,10 +49,12 @@ def random_kills(folder, kills=20, saves=5, kills_per_run=6, seed=0):
             if kill is None:
                 break
             results["kills"].append({"run_seed": number} | kill)
+            print(results["kills"][-1], flush=True)
             hits += 1
         train_to_the_end(config, run, log, *words)
         found = differences(run, whole)
         results["runs"].append({"run_seed": number, "kills": hits, "bitwise_equal": not found, "differences": found})
+        print(results["runs"][-1], flush=True)
     return results
 
 

@@ -1,5 +1,6 @@
 """Small training runs for tests: made, started as programs, stopped at chosen instants, and compared bit by bit."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -116,7 +117,8 @@ def train_to_the_end(config, run, log, *words, programs=None):
 def _children(pid):
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += [int(child) for child in task.read_text().split()]
     return found
 
 
