@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.init import init_adapter, init_layer, init_model, quantize_layer
+from qerl_jax.models.init import for_kernels, init_adapter, init_layer, init_model, quantize_layer
 from qerl_jax.models.params import Base, Model
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
@@ -53,6 +54,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[arguments.model]
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = random_packed_model(config, dtype)
+    if arguments.kernels:
+        model = for_kernels(model)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     optimizer = make_optimizer(OptimizerSpec(1e-4, arguments.steps, warmup_ratio=0.0))
     state = init_state(
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     result = measure(arguments)

@@ -3,7 +3,7 @@
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
-from .variants import describe
+from .variants import describe, has_kernels
 
 __all__ = [
     "KernelWeight",
@@ -13,6 +13,7 @@ __all__ = [
     "fp4_matmul_dx",
     "fp4_matmul_dx_reference",
     "fp4_matmul_reference",
+    "has_kernels",
     "repack",
     "unpack",
 ]

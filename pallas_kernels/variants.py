@@ -43,6 +43,11 @@ def describe() -> str:
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
 
+def has_kernels() -> bool:
+    """Whether the default device runs kernels that are better than dequantize + dot in plain XLA."""
+    return capability() == 90
+
+
 @functools.cache
 def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
     """The streaming kernel's configuration for a shape; raises ValueError naming the constraint when none fits."""

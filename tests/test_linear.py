@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from qerl_jax.formats import dequantize, quantize_nvfp4
-from qerl_jax.models.linear import linear
+from pallas_kernels import has_kernels
+from qerl_jax.formats import canonical, dequantize, quantize_nvfp4, repacked
+from qerl_jax.models.linear import linear, linears
 from qerl_jax.models.params import LoRA
 
 KEYS = jax.random.split(jax.random.key(0), 6)
 X = jax.random.normal(KEYS[0], (3, 5, 32))
 W = jax.random.normal(KEYS[1], (24, 32))
 LORA = LoRA(jax.random.normal(KEYS[2], (4, 32)), jax.random.normal(KEYS[3], (24, 4)), 0.5)
+# The GPU kernels multiply in bfloat16; elsewhere their float32 reference stands in.
+KERNEL_TOLERANCE = 2e-2 if has_kernels() else 1e-5
 BIAS = jax.random.normal(KEYS[4], (24,))
 
 
@@ -70,3 +73,28 @@ def test_bfloat16_in_bfloat16_out_and_float32_adapter():
 def test_wrong_width_is_named():
     with pytest.raises(ValueError, match=r"x has 16 inputs, the weight \[24, 32\] takes 32"):
         linear(X[..., :16], quantize_nvfp4(W))
+
+
+def test_the_kernels_layout_holds_the_same_bytes_and_gives_the_same_values_and_gradients():
+    packed = quantize_nvfp4(W)
+    for original, back in zip(jax.tree.leaves(packed), jax.tree.leaves(canonical(repacked(packed))), strict=True):
+        np.testing.assert_array_equal(np.asarray(original), np.asarray(back))
+
+    def value(x, lora, weight):
+        return jnp.sin(linear(x, weight, lora, BIAS)).sum()
+
+    plain = jax.value_and_grad(value, argnums=(0, 1))(X, LORA, packed)
+    kernel = jax.value_and_grad(value, argnums=(0, 1))(X, LORA, repacked(packed))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(kernel), strict=True):
+        np.testing.assert_allclose(a, b, rtol=KERNEL_TOLERANCE, atol=KERNEL_TOLERANCE * float(jnp.abs(a).max()))
+
+
+def test_several_weights_of_one_input():
+    weights = [quantize_nvfp4(W), quantize_nvfp4(2 * W[:16])]
+    for kind in (weights, [repacked(w) for w in weights]):
+        first, second = linears(X, kind, [LORA, None], [None, jnp.ones(16)])
+        for ours, apart in (
+            (first, linear(X, weights[0], LORA)),
+            (second, linear(X, weights[1], None, jnp.ones(16))),
+        ):
+            np.testing.assert_allclose(ours, apart, atol=KERNEL_TOLERANCE * float(jnp.abs(apart).max()))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
+from qerl_jax.formats import FORMATS, NVFP4Weight, Weight, dequantize, global_scale, quantize_nvfp4, repacked
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import PROJECTIONS, Adapter, Base, Layer, LoRA, Model, TrainedNorms, projection_shape
 
@@ -80,6 +80,16 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
         shared = global_scale(amax, next(iter(dense.values())).dtype)
         weights |= {name: quantize_nvfp4(w, shared) for name, w in dense.items()}
     return layer.replace(**weights)
+
+
+def for_kernels(model: Model) -> Model:
+    """The same network with its NVFP4 weights in the order that the GPU kernels read (see `formats.kernel_nvfp4`)."""
+
+    def layer(old: Layer) -> Layer:
+        weights = {name: getattr(old, name) for name in PROJECTIONS}
+        return old.replace(**{n: repacked(w) if isinstance(w, NVFP4Weight) else w for n, w in weights.items()})
+
+    return model.replace(base=model.base.replace(layers=tuple(layer(old) for old in model.base.layers)))
 
 
 def init_adapter(

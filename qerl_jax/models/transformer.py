@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.linear import linear, matmul_rows
+from qerl_jax.models.linear import linears, matmul_rows
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, norms_of
 
 _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
@@ -94,20 +94,19 @@ def _block(
 ) -> tuple[jax.Array, KV]:
     """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays, returns ([B, T, H * E], keys and values)."""
 
-    def project(x: jax.Array, name: str, bias: jax.Array | None = None) -> jax.Array:
-        return linear(x, getattr(layer, name), lora.get(name), bias)
+    def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        biases = [getattr(layer, name.replace("_proj", "_bias"), None) for name in names]
+        return linears(x, [getattr(layer, name) for name in names], [lora.get(name) for name in names], biases)
 
     B, T = positions_BT.shape
     h = rms_norm(x_BTD, scales[0], config.rms_norm_eps)
-    q = project(h, "q_proj", layer.q_bias).reshape(B, T, config.num_attention_heads, config.head_dim)
-    k = project(h, "k_proj", layer.k_bias).reshape(B, T, config.num_key_value_heads, config.head_dim)
-    v = project(h, "v_proj", layer.v_bias).reshape(B, T, config.num_key_value_heads, config.head_dim)
+    q, k, v = (y.reshape(B, T, -1, config.head_dim) for y in project(h, "q_proj", "k_proj", "v_proj"))
     q, k = rotary(q, positions_BT, config.rope_theta), rotary(k, positions_BT, config.rope_theta)
     attended, kv = attend(q, k, v)
-    x_BTD += project(attended, "o_proj")
+    x_BTD += project(attended, "o_proj")[0]
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps)
-    gated = jax.nn.silu(project(h, "gate_proj")) * project(h, "up_proj")
-    return x_BTD + project(gated, "down_proj"), kv
+    gate, up = project(h, "gate_proj", "up_proj")
+    return x_BTD + project(jax.nn.silu(gate) * up, "down_proj")[0], kv
 
 
 def _lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:

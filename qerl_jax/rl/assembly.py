@@ -4,15 +4,17 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
+import pallas_kernels
 from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, load_dataset
 from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model
-from qerl_jax.models.init import init_adapter
+from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer
@@ -27,20 +29,27 @@ from qerl_jax.rollout import Rollout, SamplingSettings
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A frozen model with what turns text into its tokens and back."""
+    """A frozen model with what turns text into its tokens and back.
+
+    Its NVFP4 weights are in the GPU kernels' order where those run; `fingerprint` is that of the weights as loaded.
+    """
 
     model: Model
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
+    fingerprint: str
 
 
 def load_policy(path: str, weight_format: str | None, dtype: Literal["auto"] | DtypeName) -> Policy:
     """Loads model and tokenizer; `weight_format` None keeps the stored one."""
     model = load_model(path, weight_format, settled_dtype(dtype))
+    identity = fingerprint(model)
+    if model.base.embed.dtype == jnp.bfloat16 and pallas_kernels.has_kernels():
+        model = for_kernels(model)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     generation = load_generation_config(path)
-    return Policy(model, tokenizer, generation.eos_token_ids, generation.pad_token_id)
+    return Policy(model, tokenizer, generation.eos_token_ids, generation.pad_token_id, identity)
 
 
 def configured_policy(config: Config) -> Policy:
@@ -86,7 +95,7 @@ class Experiment:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint belongs to, besides its config: a run on anything else must not continue it."""
         return {
-            "base weights": fingerprint(self.policy.model),
+            "base weights": self.policy.fingerprint,
             "training data": self.dataset.fingerprint,
             "total optimizer steps": self.total_steps,
         }

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.formats import dequantize
+from qerl_jax.formats import KernelNVFP4, Weight, dequantize
 from qerl_jax.models.params import PROJECTIONS, Adapter, Model, Norms, norms_of
 from qerl_jax.models.transformer import KVCache, decode_step, head, prefill
 from qerl_jax.rollout.sampling import SamplingSettings, sample
@@ -48,11 +48,15 @@ class _Decode(flax.struct.PyTreeNode):
 
 def unpacked(model: Model) -> Model:
     """The model with its linear layers dequantized to its compute dtype: XLA does not fuse the decoding of 4-bit codes
-    into its matmuls, so the plain path decodes them once before a loop instead of once a token."""
+    into its matmuls, so the plain path decodes them once before a loop instead of once a token. Weights in the kernels'
+    layout stay packed: the kernels decode them on the way."""
     dtype = model.base.embed.dtype
+
+    def plain(weight: Weight) -> Weight:
+        return weight if isinstance(weight, KernelNVFP4) else dequantize(weight, dtype)
+
     layers = tuple(
-        layer.replace(**{name: dequantize(getattr(layer, name), dtype) for name in PROJECTIONS})
-        for layer in model.base.layers
+        layer.replace(**{name: plain(getattr(layer, name)) for name in PROJECTIONS}) for layer in model.base.layers
     )
     return model.replace(base=model.base.replace(layers=layers))
 

@@ -1,0 +1,33 @@
+"""NVFP4 in the order in which the GPU kernels read it: the same bytes as `NVFP4Weight`, repacked once after loading.
+
+Files, digests and exports use the canonical order (`canonical`); the kernel's own is described in
+`pallas_kernels.layout`.
+"""
+
+import flax.struct
+import jax
+
+import pallas_kernels
+from qerl_jax.formats.nvfp4 import NVFP4Weight
+
+
+class KernelNVFP4(flax.struct.PyTreeNode):
+    """A packed weight [N, K]: its tiles and the float32 global scale []."""
+
+    tiles: pallas_kernels.KernelWeight
+    global_scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tiles.n, self.tiles.k
+
+
+def repacked(weight: NVFP4Weight) -> KernelNVFP4:
+    """The weight in the kernels' order."""
+    return KernelNVFP4(pallas_kernels.repack(weight.packed, weight.scale), weight.global_scale)
+
+
+def canonical(weight: KernelNVFP4) -> NVFP4Weight:
+    """The inverse of `repacked`, byte for byte."""
+    packed, scale = pallas_kernels.unpack(weight.tiles)
+    return NVFP4Weight(packed, scale, weight.global_scale)
