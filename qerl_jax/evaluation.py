@@ -1,6 +1,6 @@
 """Held-out evaluation: the clean policy, sampled and greedy, on problems that training never sees.
 
-Its randomness is a stream of its own, so that evaluating more or less often changes nothing in training. The same key
+Its randomness is a stream of its own, so that evaluating more or less often changes nothing in training. The same seed
 before and after a run gives the same problems and the same draws.
 """
 
@@ -23,28 +23,26 @@ from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, 
 from qerl_jax.rollout import Prompts, generate
 
 _SAMPLES = 3
-# The stream of a run's root key that the trainer evaluates with, so that the run's own seed measures the same again.
-_STREAM = 2
+# The stream of a run's root key that evaluation draws from; training uses others.
+STREAM = 2
 
 _generate = jax.jit(generate, static_argnames=("settings", "num_generations"))
 
 
-def evaluate(
-    config: Config, policy: Policy, adapter: Adapter, rewards: RewardFunctions, key: jax.Array, seed: int
-) -> dict[str, Any]:
+def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFunctions, seed: int) -> dict[str, Any]:
     """Means of every reward function over the held-out problems, one completion each, sampled and greedy.
 
     Args:
       config: `evaluation`, `generation` (lengths) and `data` (prompt limit) are read.
       policy, adapter: what is measured; no noise.
       rewards: scores the completions; `accuracy` and `format` are among them in the shipped recipes.
-      key: PRNG key of the sampling.
-      seed: chooses the problems of a generated data set; a file's first rows are taken whatever it is.
+      seed: of the sampling, and of the problems of a generated data set; of a file the first rows are taken.
 
     Returns:
       {"sampled": {name: mean}, "greedy": {name: mean}, "samples": the first greedy completions with their prompts}.
     """
     options = config.evaluation
+    key = jax.random.fold_in(jax.random.key(seed), STREAM)
     dataset = load_dataset(options.eval_dataset, split="eval", seed=seed)
     examples = [dataset[i] for i in range(min(options.num_problems, len(dataset)))]
     prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
@@ -88,9 +86,8 @@ def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
     config = load_config(str(run / run_folder.CONFIG))
     policy = configured_policy(config)
     adapter = trained_adapter(run, policy.model)
-    key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     with RewardFunctions(config.reward) as rewards:
-        measured = evaluate(config, policy, adapter, rewards, key, seed)
+        measured = evaluate(config, policy, adapter, rewards, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 

@@ -44,15 +44,14 @@ def _divide(a: jax.Array, b: jax.Array | float) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`x` with the precision of `dtype`, in its own dtype. A pair of conversions (there and back) will not do: XLA drops
-    it on a GPU, which moved 32 of the quickstart policy's 400 thousand code bytes."""
+    """`x` with the precision of `dtype`, in its own dtype. A pair of conversions (there and back) will not do: XLA
+    drops it on a GPU, which moved 32 of the quickstart policy's 400 thousand code bytes."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def global_scale(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The float32 global scale [] for a largest magnitude `amax` of a weight in `dtype`; 1 for an all-zero weight."""
-
     top = jnp.maximum(amax.astype(jnp.float32), jnp.float32(jnp.finfo(dtype).tiny))
     scale = _rounded(_rounded(_divide(jnp.float32(1), top), dtype) * jnp.float32(_E2M1_MAX * _E4M3_MAX), dtype)
     return jnp.where(jnp.isfinite(scale), scale, 1.0)

@@ -9,12 +9,10 @@ import contextlib
 import functools
 import json
 import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import flax.struct
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.config import Config
@@ -30,6 +29,8 @@ from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
+from qerl_jax.formats import KernelNVFP4
+from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
@@ -42,12 +43,8 @@ from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
 from qerl_jax.rollout import Prompts
 from qerl_jax.summary import report
 
-# Streams of the run's root key; evaluation never shares draws with training.
-_INIT, _ROLLOUTS, _EVALUATION = 0, 1, 2
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C: the state was saved; the message says how to continue."""
+# Streams of the run's root key; `evaluation.STREAM` is another one.
+_INIT, _ROLLOUTS = 0, 1
 
 
 class Saved(flax.struct.PyTreeNode):
@@ -72,32 +69,13 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       UserError: bad input, by name. Interrupted: after Ctrl-C, with the state saved.
     """
     try:
-        with run_folder.open_run(config, fresh) as (folder, config), _interrupt_flag() as interrupt:
+        with run_folder.open_run(config, fresh) as (folder, config), interrupt_flag() as interrupt:
             _keep_compiled_programs(folder)
             return _Run(assemble(config), folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         print(finished)
         assert config.run.output_dir is not None
         return Path(config.run.output_dir)
-
-
-@contextlib.contextmanager
-def _interrupt_flag() -> Iterator[list[bool]]:
-    """A list that becomes non-empty on the first Ctrl-C, which is read around rollouts; the second one stops at once.
-    Updates donate their input, so stopping inside one would lose the state."""
-    pressed: list[bool] = []
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        if pressed:
-            raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint")
-        pressed.append(True)
-        print("\nCtrl-C: saving after this rollout (again to stop at once)", file=sys.stderr)
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _keep_compiled_programs(folder: Path) -> None:
@@ -156,6 +134,8 @@ class _Run:
         config, total = self.config, self.experiment.total_steps
         writer = MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step))
         live = LiveLine(total)
+        if isinstance(self.experiment.policy.model.base.layers[0].q_proj, KernelNVFP4):
+            live.note(pallas_kernels.describe())
         with RewardFunctions(config.reward) as rewards, contextlib.closing(writer), contextlib.closing(live):
             self.rewards, self.writer, self.live = rewards, writer, live
             if self.progress["before"] is None:
@@ -284,10 +264,8 @@ class _Run:
 
     def _evaluate(self, when: str) -> dict[str, Any]:
         self.live.note(f"evaluating {when}, on held-out problems")
-        key = jax.random.fold_in(self.root, _EVALUATION)
-        return evaluate(
-            self.config, self.experiment.policy, self.state.adapter, self.rewards, key, self.config.run.seed
-        )
+        policy, seed = self.experiment.policy, self.config.run.seed
+        return evaluate(self.config, policy, self.state.adapter, self.rewards, seed)
 
     def _save(self) -> None:
         step = int(self.state.step)

@@ -1,0 +1,30 @@
+"""Ctrl-C as a flag that a loop reads where it can stop without loss."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C: the state was saved; the message says how to continue."""
+
+
+@contextlib.contextmanager
+def interrupt_flag() -> Iterator[list[bool]]:
+    """A list that becomes non-empty on the first Ctrl-C; the second one stops at once. Updates donate their input, so
+    stopping inside one would lose the state."""
+    pressed: list[bool] = []
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint")
+        pressed.append(True)
+        print("\nCtrl-C: saving after this rollout (again to stop at once)", file=sys.stderr)
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)
