@@ -40,25 +40,28 @@ settings = qerl.StepSettings(
 step = functools.partial(qerl.grpo_step, reward_fn=equations, optimizer=optimizer, settings=settings)
 
 
-@jax.jit
 def begin(root: jax.Array) -> qerl.TrainState:
     return qerl.init_state(qerl.init_adapter(root, model, lora_r=8, lora_alpha=16), optimizer)
 
 
+def of(seed: int, states: qerl.TrainState) -> qerl.TrainState:
+    return jax.tree.map(lambda leaf: leaf[seed], states)
+
+
 roots = jax.vmap(jax.random.key)(jnp.arange(SEEDS))
-four, four_steps = jax.vmap(begin)(roots), jax.jit(jax.vmap(step, in_axes=(0, None, None, 0)), donate_argnums=0)
+start = four = jax.jit(jax.vmap(begin))(roots)
+four_steps = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0)))
 for i in range(STEPS):
     four, metrics = four_steps(four, model, prompts, jax.vmap(jax.random.fold_in, (0, None))(roots, i))
     print(f"step {i + 1}  equations by seed {[round(float(r), 2) for r in metrics['reward']]}")
 
 one_step = jax.jit(step)
-for seed, root in enumerate(roots):
-    start = state = begin(root)
+for seed in range(SEEDS):
+    alone = of(seed, start)
     for i in range(STEPS):
-        state, _ = one_step(state, model, prompts, jax.random.fold_in(root, i))
-    alone, among_four = state.adapter, jax.tree.map(lambda leaf, seed=seed: leaf[seed], four.adapter)
+        alone, _ = one_step(alone, model, prompts, jax.random.fold_in(roots[seed], i))
     moved, gap = (
-        max(jnp.abs(a - b).max().item() for a, b in zip(*map(jax.tree.leaves, pair), strict=True))
-        for pair in ((alone, start.adapter), (alone, among_four))
+        optax.tree.norm(jax.tree.map(jnp.subtract, alone.adapter, other.adapter))
+        for other in (of(seed, start), of(seed, four))
     )
     print(f"seed {seed}  the adapter moved by {moved:.1e}; alone and among four it differs by {gap:.1e}")
