@@ -44,6 +44,7 @@ def fresh() -> qerl.TrainState:
 def train(folder: str, until: int) -> qerl.TrainState:
     """Goes on from the newest undamaged checkpoint in the folder, or from the start."""
     state, progress, _ = qerl.restore_checkpoint(folder, fresh()) or (fresh(), {"cursor": 0}, 0)
+    print(f"from step {state.step} to {until}")
     for step in range(int(state.step), until):
         places = np.arange(progress["cursor"], progress["cursor"] + 4)
         tokens, lengths = encode_prompts(tokenizer, [problems[i]["prompt"] for i in places], max_prompt_length=48)
@@ -58,4 +59,4 @@ with tempfile.TemporaryDirectory() as folder:
     resumed = train(f"{folder}/stopped", until=6)
     unbroken = train(f"{folder}/unbroken", until=6)
 same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(unbroken), strict=True))
-print(f"step {resumed.step}, bitwise the same as an unbroken run: {same}")
+print(f"bitwise the same as the unbroken run: {same}")
