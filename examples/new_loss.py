@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import optax
 
 import qerl_jax as qerl
-from qerl_jax.data.dataset import load_dataset
-from qerl_jax.data.prompts import encode_prompts
 
 
 def winners_only(logp, old_logp, ref_logp, advantages, mask):
@@ -35,8 +33,8 @@ model = qerl.load_model("builtin:quickstart", weight_format="nvfp4", dtype=jnp.f
 tokenizer = qerl.load_tokenizer("builtin:quickstart", model.config.vocab_size)
 ends = qerl.load_generation_config("builtin:quickstart")
 equals = tokenizer.convert_tokens_to_ids("=")
-problems = load_dataset("arithmetic", split="train")
-tokens, lengths = encode_prompts(tokenizer, [problems[i]["prompt"] for i in range(8)], max_prompt_length=48)
+problems = qerl.load_dataset("arithmetic", split="train")
+tokens, lengths = qerl.encode_prompts(tokenizer, [problems[i]["prompt"] for i in range(8)], max_prompt_length=48)
 prompts = qerl.Prompts(tokens, lengths, jnp.arange(8))
 
 

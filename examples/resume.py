@@ -13,14 +13,12 @@ import numpy as np
 import optax
 
 import qerl_jax as qerl
-from qerl_jax.data.dataset import load_dataset
-from qerl_jax.data.prompts import encode_prompts
 
 model = qerl.load_model("builtin:quickstart", weight_format="nvfp4", dtype=jnp.float32)
 tokenizer = qerl.load_tokenizer("builtin:quickstart", model.config.vocab_size)
 ends = qerl.load_generation_config("builtin:quickstart")
 equals = tokenizer.convert_tokens_to_ids("=")
-problems = load_dataset("arithmetic", split="train")
+problems = qerl.load_dataset("arithmetic", split="train")
 
 
 def equations(prompts: qerl.Prompts, completions: qerl.Rollout) -> jax.Array:
@@ -47,7 +45,7 @@ def train(folder: str, until: int) -> qerl.TrainState:
     print(f"from step {state.step} to {until}")
     for step in range(int(state.step), until):
         places = np.arange(progress["cursor"], progress["cursor"] + 4)
-        tokens, lengths = encode_prompts(tokenizer, [problems[i]["prompt"] for i in places], max_prompt_length=48)
+        tokens, lengths = qerl.encode_prompts(tokenizer, [problems[i]["prompt"] for i in places], max_prompt_length=48)
         state, _ = rl_step(state, model, qerl.Prompts(tokens, lengths, places), jax.random.key(step))
         progress["cursor"] += 4
     qerl.save_checkpoint(folder, until, state, progress)

@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import qerl_jax as qerl
-from qerl_jax.data.dataset import load_dataset
-from qerl_jax.data.prompts import encode_prompts
 
 path, steps = "builtin:quickstart", 12
 model = qerl.load_model(path, weight_format="nvfp4", dtype=jnp.float32)
 tokenizer = qerl.load_tokenizer(path, model.config.vocab_size)
 ends = qerl.load_generation_config(path)
-problems = load_dataset("arithmetic", split="train")
+problems = qerl.load_dataset("arithmetic", split="train")
 optimizer = qerl.make_optimizer(qerl.OptimizerSpec(learning_rate=3e-3, total_steps=steps, max_grad_norm=1.0))
 settings = qerl.StepSettings(
     sampling=qerl.SamplingSettings(48, ends.eos_token_ids, ends.pad_token_id),
@@ -25,7 +23,7 @@ state = qerl.init_state(qerl.init_adapter(jax.random.key(0), model, lora_r=16, l
 
 for step in range(steps):
     rows = [problems[i] for i in range(8 * step, 8 * step + 8)]
-    tokens, lengths = encode_prompts(tokenizer, [row["prompt"] for row in rows], max_prompt_length=48)
+    tokens, lengths = qerl.encode_prompts(tokenizer, [row["prompt"] for row in rows], max_prompt_length=48)
     prompts = qerl.Prompts(tokens, lengths, np.arange(8 * step, 8 * step + 8))
     completions, sigma = sample(model, state.adapter, prompts, jax.random.key(step), step)
     texts = tokenizer.batch_decode(np.asarray(completions.tokens), skip_special_tokens=True)

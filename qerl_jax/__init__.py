@@ -16,6 +16,8 @@ _EXPORTS = {
         "restore_checkpoint",
         "save_checkpoint",
     ),
+    "qerl_jax.data.dataset": ("load_dataset",),
+    "qerl_jax.data.prompts": ("encode_prompts",),
     "qerl_jax.errors": ("UserError",),
     "qerl_jax.models.config": ("ModelConfig",),
     "qerl_jax.models.hub": (

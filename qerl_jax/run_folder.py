@@ -7,6 +7,7 @@ stored one in anything the run's course depends on is refused with both values.
 import contextlib
 import dataclasses
 import fcntl
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -60,7 +61,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
     model.dtype `auto` is settled when a run begins and stays, so a run may go on where another backend began it.
 
-    As long as the folder has no checkpoint, another config takes the stored one's place.
+    Until the first step has been saved, another config takes the stored one's place.
 
     Args:
       config: its run.output_dir names the folder.
@@ -85,12 +86,20 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another process is working on this run; wait for it or use --fresh") from None
-        if checkpoint_steps(folder / CHECKPOINTS):
-            begun = load_config(str(stored))
-            if config.model.dtype == "auto":
-                config = _with_dtype(config, begun.model.dtype)
-            _refuse_changes(folder, begun, config)
-        else:  # Nothing depends on the stored config yet: a mistake in it may be corrected.
+        begun = load_config(str(stored)) if checkpoint_steps(folder / CHECKPOINTS) else None
+        if begun is not None and config.model.dtype == "auto":
+            config = _with_dtype(config, begun.model.dtype)
+        changes = [] if begun is None else _changes(begun, config)
+        if changes and any(checkpoint_steps(folder / CHECKPOINTS)):
+            raise UserError(
+                f"{folder} was begun with another config:\n  "
+                + "\n  ".join(changes)
+                + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
+                "or run.output_dir=NAME"
+            )
+        if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
+            shutil.rmtree(folder / CHECKPOINTS)
+        if changes or begun is None:
             config = _with_dtype(config, settled_dtype(config.model.dtype))
             save_yaml(config, stored)
         if (folder / SUMMARY).is_file():
@@ -105,20 +114,14 @@ def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
 
-def _refuse_changes(folder: Path, stored: Config, given: Config) -> None:
+def _changes(stored: Config, given: Config) -> list[str]:
+    """What differs and matters to the run's course, a line each."""
     old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
-    changed = [
+    return [
         f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
         if name not in _FREE and old.get(name) != new.get(name)
     ]
-    if changed:
-        raise UserError(
-            f"{folder} was begun with another config:\n  "
-            + "\n  ".join(changed)
-            + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
-            "or run.output_dir=NAME"
-        )
 
 
 def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ Prints the figures; the file holds every kill and every run besides.
 import argparse
 import collections
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -21,51 +22,54 @@ from run_harness import TrainingProcess, checkpoints, differences, half_saved, r
 LAST_STEP = 12
 
 
-def random_kills(folder, kills=20, saves=5, kills_per_run=6, seed=0):
-    """Kills runs of one config, each with a seed of its own, until there were `kills`, of them `saves` during a save.
+def random_kills(folder, kills=20, saves=5, kills_per_seed=6, seed=0):
+    """Kills runs of one config until there were `kills`, of them `saves` during a save.
 
-    Every other kill comes at an instant drawn uniformly from the length of an undisturbed run, the others while a
-    save that was chosen at random goes on, after a random share of the time that a save takes.
+    Kills come by turns at an instant drawn uniformly from the length of an undisturbed run, and during a save chosen at
+    random, after a random share of the time that a save takes. A run that ends before its kill comes is compared as it
+    is, and another one begun; after `kills_per_seed` kills the next seed's turn comes, with a new undisturbed run.
 
     Returns:
       What happened: a row per kill and a row per run, with the differences of its end from the undisturbed one's.
     """
     draw = random.Random(seed)
     results = {"kills": [], "runs": []}
-    config = small_config(folder)
+    config = small_config(folder, run={"save_steps": 2})
 
     def enough():
         during = [kill["phase"] == "saving" for kill in results["kills"]]
         return len(during) >= kills and sum(during) >= saves
 
-    while not enough():
-        number = len(results["runs"])
-        whole, run, log = folder / f"whole-{number}", folder / f"killed-{number}", folder / f"log-{number}"
-        words = [f"run.seed={number}"]
+    for run_seed in itertools.count():
+        if enough():
+            return results
+        whole, log, words = folder / f"whole-{run_seed}", folder / f"log-{run_seed}", [f"run.seed={run_seed}"]
         length = train_to_the_end(config, whole, log, *words)
         hits = 0
-        while hits < kills_per_run and not enough():
-            kill = _kill_once(config, run, log, words, draw, length, aim_at_save=hits % 2 == 1)
-            if kill is None:
-                break
-            results["kills"].append({"run_seed": number} | kill)
-            print(results["kills"][-1], flush=True)
-            hits += 1
-        train_to_the_end(config, run, log, *words)
-        found = differences(run, whole)
-        results["runs"].append({"run_seed": number, "kills": hits, "bitwise_equal": not found, "differences": found})
-        print(results["runs"][-1], flush=True)
-    return results
+        while hits < kills_per_seed and not enough():
+            run, before = folder / f"killed-{len(results['runs'])}", hits
+            while hits < kills_per_seed and not enough():
+                kill = _kill_once(config, run, log, words, draw, length, aim_at_save=hits % 2 == 1)
+                if kill is None:
+                    break
+                results["kills"].append({"run_seed": run_seed} | kill)
+                print(results["kills"][-1], flush=True)
+                hits += 1
+            train_to_the_end(config, run, log, *words)
+            found = differences(run, whole)
+            ended = {"kills": hits - before, "bitwise_equal": not found, "differences": found}
+            results["runs"].append({"run_seed": run_seed} | ended)
+            print(results["runs"][-1], flush=True)
 
 
 def _kill_once(config, run, log, words, draw, length, aim_at_save):
     """Starts the run and kills it; None if it reached its end first."""
     with TrainingProcess(config, run, log, *words) as process:
         if aim_at_save:
-            for _ in range(draw.randint(1, 2)):
+            for _ in range(draw.randint(1, 3)):
                 process.until(lambda: not half_saved(run))
                 process.until(lambda: half_saved(run))
-            instant = time.monotonic() - process.began + draw.uniform(0, 0.2)
+            instant = time.monotonic() - process.began + draw.uniform(0, 0.1)
         else:
             instant = draw.uniform(0, length)
         if not process.until(lambda: time.monotonic() - process.began >= instant):
@@ -100,7 +104,7 @@ def summary(results):
         "phases": dict(phases.most_common()),
         "rows_cut": sum(kill["rows_cut"] for kill in results["kills"]),
         "runs": len(results["runs"]),
-        "run_seeds": [run["run_seed"] for run in results["runs"]],
+        "run_seeds": sorted({run["run_seed"] for run in results["runs"]}),
         "bitwise_equal": all(run["bitwise_equal"] for run in results["runs"]),
     }
 

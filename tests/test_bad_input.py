@@ -75,7 +75,7 @@ def jsonl(folder, *rows):
         (["my.yaml", "model.model_name_or_path=builtin:quick"], "builtin:quick is unknown; allowed: quickstart"),
         (["my.yaml", "data.train_dataset=rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         (["my.yaml", "data.train_dataset=arithmetics"], "'arithmetics' is unknown (did you mean 'arithmetic'?)"),
-        (["my.yaml", "data.max_prompt_length=8"], "prompt 0 has 3"),
+        (["my.yaml", "data.max_prompt_length=8"], "arithmetic: row 0 has 3"),
         (["my.yaml", f"data.max_prompt_length={POSITIONS}"], f"is {POSITIONS + 16}; {MODEL} has {POSITIONS} positions"),
         (["my.yaml", "reward.functions=[{function: acuracy}]"], "'acuracy' is unknown (did you mean 'accuracy'?)"),
         (["my.yaml", "reward.functions=[{function: mine.py:f}]"], "there is no file"),
@@ -221,4 +221,4 @@ def test_a_run_that_is_not_finished_has_no_adapter_yet(folder, refused):
     assert (folder / "run" / "config.yaml").is_file()
     for words in (("evaluate", "run"), ("generate", "run", "--prompt", "x")):
         assert "run: holds no adapter/ yet" in refused(*words)
-    assert "run/metrics.jsonl: no step was recorded yet" in refused("plot", "run")
+    assert "run: holds no metrics.jsonl" in refused("plot", "run")

@@ -40,7 +40,7 @@ def test_the_same_config_continues_and_free_options_may_change(tmp_path):
     ],
 )
 def test_a_changed_config_is_refused_with_both_values(tmp_path, override, message):
-    (open_once(config(tmp_path)) / "checkpoints" / "step_00000000").mkdir(parents=True)
+    (open_once(config(tmp_path)) / "checkpoints" / "step_00000010").mkdir(parents=True)
     with pytest.raises(UserError, match=message):
         open_once(config(tmp_path, override))
 
@@ -102,7 +102,7 @@ def test_a_changed_identity_is_refused_with_both_values(tmp_path):
 def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
     with run_folder.open_run(config(tmp_path)) as (folder, settled):
         assert settled.model.dtype == load_config(str(folder / "config.yaml")).model.dtype == "float32"
-    (folder / "checkpoints" / "step_00000000").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     with run_folder.open_run(config(tmp_path)) as (_, continued):
         assert continued.model.dtype == "float32"
@@ -110,3 +110,11 @@ def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
         open_once(config(tmp_path, "model.dtype=bfloat16"))
     with run_folder.open_run(config(tmp_path), fresh=True) as (_, fresh):
         assert fresh.model.dtype == "bfloat16"
+
+
+def test_before_the_first_step_a_config_may_still_be_corrected(tmp_path):
+    checkpoint = open_once(config(tmp_path)) / "checkpoints" / "step_00000000"
+    checkpoint.mkdir(parents=True)
+    assert open_once(config(tmp_path)) == tmp_path / "run" and checkpoint.exists()
+    folder = open_once(config(tmp_path, "run.seed=1"))
+    assert not checkpoint.exists() and load_config(str(folder / "config.yaml")).run.seed == 1

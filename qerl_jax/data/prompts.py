@@ -6,6 +6,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from qerl_jax.data.dataset import Dataset
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import Tokenizer
 
@@ -33,13 +34,41 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
     return text
 
 
-def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], max_prompt_length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of prompts, which are never cut.
+def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of one prompt, none for an empty text.
 
     A text gets the special tokens that the tokenizer puts around texts (a BOS, for some); messages get those of the
     chat template alone.
+    """
+    text = prompt_text(tokenizer, prompt)
+    # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
+    return tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"] if text else []
+
+
+def check_prompts(tokenizer: Tokenizer, dataset: Dataset, name: str, max_prompt_length: int) -> None:
+    """Refuses a data set with a prompt of no tokens or too many, before anything is trained on it.
+
+    Raises:
+      UserError: naming the data set, the row (from 0), its length and its beginning.
+    """
+    for row in range(len(dataset)):
+        prompt = dataset[row]["prompt"]
+        _check_length(len(prompt_ids(tokenizer, prompt)), f"{name}: row {row}", prompt, max_prompt_length)
+
+
+def _check_length(length: int, which: str, prompt: Prompt, max_prompt_length: int) -> None:
+    if not 1 <= length <= max_prompt_length:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        raise UserError(
+            f"{which} has {length} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it begins "
+            f"{text[:60]!r}"
+        )
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], max_prompt_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of prompts (see `prompt_ids`), which are never cut.
 
     Args:
       tokenizer: the model's.
@@ -56,13 +85,8 @@ def encode_prompts(
     tokens = np.full((len(prompts), max_prompt_length), pad, np.int32)
     lengths = np.zeros(len(prompts), np.int32)
     for row, prompt in enumerate(prompts):
-        text = prompt_text(tokenizer, prompt)
-        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"] if text else []
-        if not 1 <= len(ids) <= max_prompt_length:
-            raise UserError(
-                f"prompt {row} has {len(ids)} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it "
-                f"begins {text[:60]!r}"
-            )
+        ids = prompt_ids(tokenizer, prompt)
+        _check_length(len(ids), f"prompt {row}", prompt, max_prompt_length)
         tokens[row, : len(ids)] = ids
         lengths[row] = len(ids)
     return tokens, lengths

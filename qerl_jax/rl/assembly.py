@@ -10,6 +10,7 @@ import optax
 import pallas_kernels
 from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, load_dataset
+from qerl_jax.data.prompts import check_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
@@ -117,6 +118,7 @@ def assemble(config: Config) -> Experiment:
     dataset = load_dataset(config.data.train_dataset, split="train")
     total_steps = config.total_steps(len(dataset))
     policy = configured_policy(config)
+    check_prompts(policy.tokenizer, dataset, config.data.train_dataset, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     correction = SamplerCorrection(**dataclasses.asdict(grpo.sampler_correction))
     update = UpdateSettings(

@@ -60,7 +60,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
     Args:
       config: see `qerl_jax.config.load_config`.
       fresh: start over in a folder beside an existing one.
-      profile: folder for a JAX profiler trace of the second rollout of this process, the first without compilation.
+      profile: folder for a JAX profiler trace of the second rollout of this process (the only one, if one is left).
 
     Returns:
       The run folder.
@@ -142,11 +142,13 @@ class _Run:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:
                 self._save()
-            first = self.progress["rollout"]
+            # Trace a rollout that compiles nothing, if more than one is left.
+            rollouts_left = (total - int(self.state.step)) / config.updates_per_rollout
+            traced = self.progress["rollout"] + (1 if rollouts_left > 1 else 0)
             while int(self.state.step) < total:
                 self._stop_if_interrupted()
                 first_step = int(self.state.step)
-                tracing = self.profile is not None and self.progress["rollout"] == first + 1
+                tracing = self.profile is not None and self.progress["rollout"] == traced
                 with jax.profiler.trace(str(self.profile)) if tracing else contextlib.nullcontext():
                     for row in self._one_rollout():
                         writer.log(row)

@@ -11,7 +11,7 @@ import numpy as np
 
 from qerl_jax import run_folder
 from qerl_jax.config import load_config
-from qerl_jax.data.prompts import prompt_text
+from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import load_adapter
@@ -94,7 +94,7 @@ def _encode(policy: Policy, prompts: list[Any], max_completion_length: int | Non
         text = prompt_text(policy.tokenizer, prompt)
         if not text:
             raise UserError(f"{which} is empty; expected a text")
-        encoded = policy.tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"]
+        encoded = prompt_ids(policy.tokenizer, prompt)
         if not 1 <= len(encoded) <= room:
             raise UserError(
                 f"{which} has {len(encoded)} tokens; allowed: 1 to {room} (the model has {positions} positions, and "
