@@ -228,7 +228,7 @@ def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path,
 
 
 def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, tmp_path):
-    with pytest.raises(UserError, match="prompt 0 has"):
+    with pytest.raises(UserError, match="row 0 has"):
         train(config, tmp_path / "run", "data.max_prompt_length=8")
     train(config, tmp_path / "run")
     assert differences(tmp_path / "run", finished) == []
