@@ -12,7 +12,7 @@ quickstart: .venv/.installed
 	$(PYTHON) -m qerl_jax.cli train quickstart $(ARGS)
 
 test: .venv/.installed
-	$(PYTHON) -m pytest $(TEST_ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 check: .venv/.installed
 	$(PYTHON) -m ruff check .
