@@ -51,12 +51,20 @@ def test_killed_while_compiling_while_updating_and_while_saving(uninterrupted, t
         process.kill()
     assert not rows(run)
 
-    with start() as process:
-        assert process.until(lambda: len(rows(run)) >= 6)
-        process.kill()
-    assert checkpoints(run)[-1] < rows(run)[-1]["step"], "the kill came too late to lose rows"
+    def has_rows_to_lose():
+        return len(rows(run)) >= 6 and rows(run)[-1]["step"] > checkpoints(run)[-1]
 
-    for _ in range(5):
+    # On a busy machine a kill may come late; then there is another chance.
+    for _ in range(2):
+        with start() as process:
+            assert process.until(has_rows_to_lose)
+            process.kill()
+        if has_rows_to_lose():
+            break
+    assert has_rows_to_lose(), "no kill lost rows"
+    assert checkpoints(run)[-1] > 0
+
+    for _ in range(3):
         with start() as process:
             assert process.until(lambda: checkpoints(run)[-1] > 0 and half_saved(run))
             process.kill()

@@ -23,6 +23,7 @@ from run_harness import (
 
 from qerl_jax import cli
 from qerl_jax.config import load_config
+from qerl_jax.data.dataset import load_dataset
 from qerl_jax.errors import UserError
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.rl import trainer
@@ -70,8 +71,13 @@ def config(policy, tmp_path_factory):
 
 
 def config_in(folder, policy, **sections):
-    """The config of this file with `sections` laid over it."""
+    """The config of this file with `sections` laid over it; a file of few rows, since a run checks all of them."""
+    data = folder / "problems.jsonl"
+    problems = load_dataset("arithmetic", size=64)
+    folder.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps(problems[index]) + "\n" for index in range(64)))
     base = {
+        "data": {"train_dataset": str(data)},
         "optimizer": {"max_steps": 6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         "run": {"save_steps": 2, "save_total_limit": 9},
     }
@@ -194,7 +200,7 @@ def test_no_whole_checkpoint_left_is_an_error_that_deletes_nothing(config, stopp
         ("run.seed=1", "run.seed was 0", "is now 1"),
         ("lora.lora_r=8", "lora.lora_r was 4", "is now 8"),
         ("model.model_name_or_path=builtin:quickstart", "one-layer'", "is now 'builtin:quickstart'"),
-        ("data.train_dataset=other.jsonl", "data.train_dataset was 'arithmetic'", "is now 'other.jsonl'"),
+        ("data.train_dataset=other.jsonl", "problems.jsonl'", "is now 'other.jsonl'"),
         ("optimizer.max_steps=12", "optimizer.max_steps was 6", "is now 12"),
     ],
 )
