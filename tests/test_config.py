@@ -38,8 +38,10 @@ def test_quickstart_loads_by_name_and_path_from_any_folder(name, tmp_path, monke
 
 
 def test_every_shipped_recipe_is_valid():
-    for path in (Path(__file__).parent.parent / "configs").glob("*.yaml"):
-        load_config(str(path))
+    recipes = list((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        assert load_config(str(path)).run.output_dir == f"runs/{path.stem}"
 
 
 def test_defaults_of_the_method():
@@ -166,7 +168,7 @@ def test_an_option_without_effect_is_an_error(overrides):
     ],
 )
 def test_the_same_option_with_effect_is_not(overrides):
-    load_config("quickstart", overrides)
+    assert load_config("quickstart", overrides) != load_config("quickstart")
 
 
 def test_an_override_may_silence_options_of_the_file(tmp_path):
