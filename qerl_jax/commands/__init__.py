@@ -1,0 +1,1 @@
+"""The commands of `qerl`, a module each: its help, its arguments, and the function that carries it out."""

@@ -1,0 +1,43 @@
+"""What the commands share: how a parser is made, and how a run folder is named."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl_jax.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(
+    commands: "Commands", name: str, summary: str, description: str, examples: str
+) -> argparse.ArgumentParser:
+    """A command's parser, whose help keeps the line ends of both texts.
+
+    Args:
+      commands: what `add_subparsers` returned.
+      name: the word that calls it.
+      summary: the line beside it in the list of commands.
+      description: what it does, for its own help.
+      examples: shown below its arguments.
+    """
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def run_folder(name: str, file: str) -> Path:
+    """The folder of a run, which must hold `file`."""
+    folder = Path(name)
+    if not folder.is_dir():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        hint = nearest(folder.name, [path.name for path in beside if path.is_dir()])
+        raise UserError(f"{name}: no such run folder{hint}; expected the folder that `qerl train` made")
+    if not (folder / file).is_file():
+        raise UserError(f"{name}: holds no {file}; expected the folder that `qerl train` made")
+    return folder

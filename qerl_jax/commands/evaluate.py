@@ -1,0 +1,36 @@
+"""`qerl evaluate`: measures a run on held-out problems."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from qerl_jax.commands.command import add_command, run_folder
+
+if TYPE_CHECKING:
+    from qerl_jax.commands.command import Commands
+
+_DESCRIPTION = """\
+Measures the accuracy of a run's policy on held-out problems, sampled and greedy, and prints it. The run itself is
+not changed; its summary.json holds what was measured when it ended.
+"""
+_EXAMPLES = """\
+example:
+  qerl evaluate runs/quickstart --seed 7
+"""
+
+
+def add(commands: "Commands") -> None:
+    """Adds the command's parser."""
+    parser = add_command(commands, "evaluate", "measure a run", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("run", metavar="RUN", help="the run folder")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses problems and samples (default: 0)")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints what it measured."""
+    folder = run_folder(arguments.run, "config.yaml")
+
+    from qerl_jax.evaluation import evaluate_run
+
+    for name, value in evaluate_run(folder, arguments.seed).items():
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -1,0 +1,40 @@
+"""`qerl plot`: draws runs."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl_jax.commands.command import add_command, run_folder
+
+if TYPE_CHECKING:
+    from qerl_jax.commands.command import Commands
+
+_DESCRIPTION = """\
+Draws reward, accuracy, entropy, sigma and completion lengths of one run, or of several in the same axes, as PNG files.
+"""
+_EXAMPLES = """\
+examples:
+  qerl plot runs/quickstart
+  qerl plot runs/with_noise runs/without_noise --output compared
+"""
+
+
+def add(commands: "Commands") -> None:
+    """Adds the command's parser."""
+    parser = add_command(commands, "plot", "draw runs", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--output", metavar="DIR", help="where the pictures go (default: RUN/plots; several runs: plots)"
+    )
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the paths of the pictures."""
+    folders = [run_folder(run, "metrics.jsonl") for run in arguments.runs]
+    default = folders[0] / "plots" if len(folders) == 1 else Path("plots")
+
+    from qerl_jax.plots import plot_runs
+
+    for path in plot_runs(folders, Path(arguments.output) if arguments.output else default):
+        print(path)
