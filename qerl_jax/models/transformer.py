@@ -91,10 +91,14 @@ def _block(
     scales: tuple[jax.Array, jax.Array],
     x_BTD: jax.Array,
     positions_BT: jax.Array,
+    observe: Callable[[str, jax.Array], None] | None = None,
 ) -> tuple[jax.Array, KV]:
-    """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays, returns ([B, T, H * E], keys and values)."""
+    """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays, returns ([B, T, H * E], keys and values);
+    `observe(name, x)` is told what the projection `name`, and those beside it, read."""
 
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+        if observe is not None:
+            observe(names[0], x)
         biases = [getattr(layer, name.replace("_proj", "_bias"), None) for name in names]
         return linears(x, [getattr(layer, name) for name in names], [lora.get(name) for name in names], biases)
 
@@ -107,6 +111,34 @@ def _block(
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps)
     gate, up = project(h, "gate_proj", "up_proj")
     return x_BTD + project(jax.nn.silu(gate) * up, "down_proj")[0], kv
+
+
+def run_layer(
+    config: ModelConfig,
+    layer: Layer,
+    x_BTD: jax.Array,
+    observe: Callable[[str, jax.Array], None] | None = None,
+) -> jax.Array:
+    """One layer alone on whole rows, without an adapter: for what goes through a network layer by layer.
+
+    Args:
+      config: the network's.
+      layer: its weights.
+      x_BTD: the residual stream before it, rows padded on the right.
+      observe: called once for each group of projections that read the same input, as it is traced: the name of the
+        first of them (q_proj, o_proj, gate_proj, down_proj) and that input [B, T, inputs].
+
+    Returns:
+      The residual stream after it [B, T, D].
+    """
+    B, T, _ = x_BTD.shape
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+        return causal_attention(q, k, v, None).reshape(B, T, -1), (k, v)
+
+    scales = layer.input_norm, layer.post_attention_norm
+    return _block(config, attend, layer, {}, scales, x_BTD, positions_BT, observe)[0]
 
 
 def _lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
