@@ -20,10 +20,7 @@ _EXPORTS = {
     "qerl_jax.data.prompts": ("encode_prompts",),
     "qerl_jax.errors": ("UserError",),
     "qerl_jax.models.config": ("ModelConfig",),
-    "qerl_jax.models.hub": (
-        "load_model",
-        "save_model",
-    ),
+    "qerl_jax.models.hub": ("load_model",),
     "qerl_jax.models.init": (
         "init_adapter",
         "init_model",
@@ -41,6 +38,7 @@ _EXPORTS = {
         "load_adapter",
         "save_adapter",
     ),
+    "qerl_jax.models.saving": ("save_model",),
     "qerl_jax.models.tokenizer": (
         "load_generation_config",
         "load_tokenizer",

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
@@ -73,6 +74,20 @@ def random_arrays(dtype=ml_dtypes.bfloat16, tied=True, seed=0):
     return {name: array.astype(dtype) for name, array in arrays.items()}
 
 
+def packed_arrays(tied=True):
+    """A folder's arrays with its projections packed, and the model they came from."""
+    arrays = random_arrays(tied=tied)
+    packed = {name: array for name, array in arrays.items() if "proj.weight" not in name}
+    rng = np.random.default_rng(3)
+    for name, array in arrays.items():
+        if "proj.weight" in name:
+            N, K = array.shape
+            packed[f"{name}_packed"] = rng.integers(0, 256, (N, K // 2), np.uint8)
+            packed[f"{name}_scale"] = rng.integers(1, 0x7F, (N, K // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
+            packed[f"{name}_global_scale"] = rng.uniform(100, 900, 1).astype(np.float32)
+    return packed
+
+
 def write_file(path, arrays):
     safetensors.numpy.save_file(arrays, path, {"format": "pt"})
 
@@ -106,3 +121,10 @@ def write_tokenizer(folder, words=20, eos="<eos>", pad="<pad>", more=()):
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": eos, "pad_token": pad, **dict(more)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def assert_equal(a, b):
+    """Same trees, dtypes and bytes."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import HF, NVFP4, V4, V5, random_arrays, write_file, write_folder, write_tokenizer
+from folders import HF, NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, write_file, write_folder
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import NVFP4Weight, dequantize
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.hub import load_model, save_model, tensor_table
+from qerl_jax.models.hub import load_model, tensor_table
 from qerl_jax.models.init import quantize
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.transformer import logits
@@ -34,13 +34,6 @@ PLACES = {
     "k_bias": "self_attn.k_proj.bias",
     "v_bias": "self_attn.v_proj.bias",
 }
-
-
-def assert_equal(a, b):
-    """Same trees, dtypes and bytes."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 @pytest.mark.parametrize(("tied", "shards"), [(True, 1), (False, 3)])
@@ -84,20 +77,6 @@ def test_quantizing_while_loading_equals_quantizing_what_is_stored(tmp_path, sou
     assert float(layer.q_proj.global_scale) == pytest.approx(448 * 6 / largest, rel=0.01)  # bf16 rounds it twice
 
 
-def packed_arrays(tied=True):
-    """A folder's arrays with its projections packed, and the model they came from."""
-    arrays = random_arrays(tied=tied)
-    packed = {name: array for name, array in arrays.items() if "proj.weight" not in name}
-    rng = np.random.default_rng(3)
-    for name, array in arrays.items():
-        if "proj.weight" in name:
-            N, K = array.shape
-            packed[f"{name}_packed"] = rng.integers(0, 256, (N, K // 2), np.uint8)
-            packed[f"{name}_scale"] = rng.integers(1, 0x7F, (N, K // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
-            packed[f"{name}_global_scale"] = rng.uniform(100, 900, 1).astype(np.float32)
-    return packed
-
-
 @pytest.mark.parametrize("weight_format", [None, "nvfp4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_folders_keep_their_bytes(tmp_path, weight_format, tied):
@@ -128,58 +107,6 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(found[right], stored[f"{name}/right_logits"][right], atol=5e-5)
     found = logits(model, stored[f"{name}/left_ids"], stored[f"{name}/left_mask"])
     np.testing.assert_allclose(found[left], stored[f"{name}/left_logits"][left], atol=5e-5)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_save_and_load_again(tmp_path, tied, dtype):
-    model = load_model(write_folder(tmp_path / "a", random_arrays(tied=tied), V4, tied), dtype=dtype)
-    write_tokenizer(tmp_path / "a")
-    (tmp_path / "a" / "generation_config.json").write_text('{"eos_token_id": 21}')
-    save_model(model, tmp_path / "b", tokenizer_from=tmp_path / "a")
-    assert_equal(load_model(tmp_path / "b"), model)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert config["dtype"] == config["torch_dtype"] == dtype
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_packed_weights_are_saved_unpacked(tmp_path):
-    model = load_model(write_folder(tmp_path / "a", random_arrays()), "nvfp4", "bfloat16")
-    save_model(model, tmp_path / "b")
-    saved = load_model(tmp_path / "b")
-    assert np.array_equal(saved.base.layers[1].up_proj, dequantize(model.base.layers[1].up_proj, jnp.bfloat16))
-
-
-def test_saving_replaces_a_model_but_nothing_else(tmp_path):
-    model = load_model(write_folder(tmp_path / "a", random_arrays()))
-    save_model(model, tmp_path / "b")
-    other = load_model(write_folder(tmp_path / "a", random_arrays(seed=1)))
-    save_model(other, tmp_path / "b")
-    assert_equal(load_model(tmp_path / "b"), other)
-    (tmp_path / "b" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"b holds thesis.tex, which would be lost"):
-        save_model(model, tmp_path / "b")
-    with pytest.raises(UserError, match=r"thesis.tex is a file"):
-        save_model(model, tmp_path / "b" / "thesis.tex")
-    with pytest.raises(UserError, match=r"tokenizer.json is missing; tokenizer_from"):
-        save_model(model, tmp_path / "c", tokenizer_from=tmp_path / "a")
-    assert not (tmp_path / "c").exists()
-
-
-def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    model = load_model(write_folder(tmp_path / "a", random_arrays()))
-    save_model(model, tmp_path / "b")
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("qerl_jax.models.hub.write_safetensors", full)
-    with pytest.raises(OSError, match="No space"):
-        save_model(model, tmp_path / "b")
-    assert_equal(load_model(tmp_path / "b"), model)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_loaded_arrays_do_not_depend_on_the_file(tmp_path):

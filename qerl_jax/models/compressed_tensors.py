@@ -4,14 +4,17 @@ Beside the name of the plain weight there are `_packed`, `_scale` and `_global_s
 `qerl_jax.formats.nvfp4`. The global scale is read, never recomputed: q/k/v share one, and gate/up.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.formats import NVFP4Weight
+from qerl_jax.formats import KernelNVFP4, NVFP4Weight, Weight, canonical
+from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
 
 _SUPPORTED: dict[str, Any] = {
@@ -85,3 +88,61 @@ def packed_weight(tensors: Tensors, name: str) -> NVFP4Weight:
         raise UserError(f"{where}: tensor {name}_global_scale: expected a positive number, found {whole}")
     packed = tensors[f"{name}_packed"][1]
     return NVFP4Weight(jnp.array(packed, copy=True), jnp.array(scale, copy=True), jnp.float32(whole))
+
+
+def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
+    """config.json's `quantization_config` of a folder whose linear layers are NVFP4, as llm-compressor spells it.
+
+    Args:
+      ignore: names of the linear modules that are plain.
+    """
+    weights = _WEIGHTS | {
+        "actorder": None,
+        "block_structure": None,
+        "observer": "memoryless_minmax",
+        "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": None,
+    }
+    return {
+        "config_groups": {"group_0": _GROUP | {"format": _SUPPORTED["format"], "weights": weights}},
+        "format": _SUPPORTED["format"],
+        "global_compression_ratio": None,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "quant_method": _SUPPORTED["quant_method"],
+        "quantization_status": _SUPPORTED["quantization_status"],
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.20.0",
+    }
+
+
+def to_store(name: str, weight: Weight) -> dict[str, Stored]:
+    """What stands for the packed weight `name` ([N, K], "....weight") in a folder; arrays are made when asked for.
+
+    Raises:
+      UserError: a weight of another format.
+    """
+    if not isinstance(weight, NVFP4Weight | KernelNVFP4):
+        raise UserError(
+            f"{name}: a compressed-tensors folder is written of NVFP4 weights; found {type(weight).__name__}"
+        )
+
+    def stored(suffix: str, of: Callable[[NVFP4Weight], jax.Array]) -> Stored:
+        shape, [dtype] = packed_slots(*weight.shape)[suffix]
+        return Stored(
+            jax.ShapeDtypeStruct(shape, dtype),
+            lambda: of(canonical(weight) if isinstance(weight, KernelNVFP4) else weight),
+        )
+
+    return {
+        f"{name}_packed": stored("_packed", lambda w: w.packed),
+        f"{name}_scale": stored("_scale", lambda w: w.scale),
+        f"{name}_global_scale": stored("_global_scale", lambda w: w.global_scale.reshape(1)),
+    }
+
+
+def stored_tensors(name: str, weight: Weight) -> dict[str, np.ndarray]:
+    """`to_store`, made: the arrays by their names in the folder, byte for byte those of the weight."""
+    return {stored: np.asarray(tensor.make()) for stored, tensor in to_store(name, weight).items()}

@@ -1,4 +1,4 @@
-"""Models in Hugging Face folders: one flat table of tensor names, read and written one tensor at a time.
+"""Models in Hugging Face folders: one flat table of tensor names, read one tensor at a time (written: `saving`).
 
 Projections may be plain (`...q_proj.weight`) or packed by compressed-tensors' `nvfp4-pack-quantized` (`.weight_packed`,
 `.weight_scale`, `.weight_global_scale`; see `qerl_jax.formats.nvfp4`). Every name, shape and dtype is compared with the
@@ -6,8 +6,7 @@ table before the first byte goes to the device.
 """
 
 import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,25 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
 from qerl_jax.models.compressed_tensors import is_packed, packed_slots, packed_weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape
-from qerl_jax.models.safetensors import write_safetensors
-from qerl_jax.models.source import (
-    CONFIG,
-    GENERATION_CONFIG,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    Tensors,
-    open_tensors,
-    read_json,
-    resolve,
-    write_json,
-)
+from qerl_jax.models.source import CONFIG, Tensors, open_tensors, read_json, resolve
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _COMPUTE = ("float32", "bfloat16")
@@ -86,6 +73,21 @@ def tensor_table(config: ModelConfig, packed: bool = False) -> dict[str, Slot]:
             for name in "qkv":
                 table[layer_name(i, f"{name}_bias")] = Slot(projection_shape(config, f"{name}_proj")[:1])
     return table
+
+
+def named_weights(model: Model) -> dict[str, Weight]:
+    """Every weight of a model by its name in a folder, in the order of the network; packed ones under the name of the
+    plain weight that they stand for."""
+    base = model.base
+    weights: dict[str, Weight] = {_EMBED: base.embed}
+    for i, layer in enumerate(base.layers):
+        for field in _LAYER_NAMES:
+            if (weight := getattr(layer, field)) is not None:
+                weights[layer_name(i, field)] = weight
+    weights[_NORM] = base.final_norm
+    if base.lm_head is not None:
+        weights[_HEAD] = base.lm_head
+    return weights
 
 
 def load_model(path: str | os.PathLike[str], weight_format: str | None = None, dtype: Any = None) -> Model:
@@ -222,50 +224,3 @@ def _quantized(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Weight]:
             raise UserError(f"{where}: tensor {name}: expected finite weights, found NaN or infinity")
     shared = global_scale(jnp.stack(amaxes).max(), dtype)
     return {field: _quantize(source(name), shared) for field, name in names.items()}
-
-
-def save_model(
-    model: Model, path: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None = None
-) -> None:
-    """Writes a folder that transformers, vLLM and `load_model` read: plain weights in the embeddings' dtype.
-
-    Packed weights are unpacked. The folder appears whole or not at all.
-
-    Args:
-      model: the network.
-      path: the folder; one that holds a model already is replaced.
-      tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
-
-    Raises:
-      UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
-    """
-    base, config = model.base, model.config
-    dtype = base.embed.dtype
-
-    def array_of(name: str) -> np.ndarray:
-        return np.asarray(dequantize(weights[name], dtype))
-
-    weights: dict[str, Weight] = {_EMBED: base.embed, _NORM: base.final_norm}
-    if base.lm_head is not None:
-        weights[_HEAD] = base.lm_head
-    for i, layer in enumerate(base.layers):
-        for field in _LAYER_NAMES:
-            if (weight := getattr(layer, field)) is not None:
-                weights[layer_name(i, field)] = weight
-    specs = {name: jax.ShapeDtypeStruct(weight.shape, dtype) for name, weight in weights.items()}
-    copied = _companions(tokenizer_from)
-    with whole_folder(Path(path), [CONFIG, WEIGHTS, GENERATION_CONFIG, *TOKENIZER_FILES]) as folder:
-        write_json(folder / CONFIG, config.to_hf() | {"dtype": dtype.name, "torch_dtype": dtype.name})
-        write_safetensors(folder / WEIGHTS, specs, array_of, {"format": "pt"})
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
-
-
-def _companions(source: str | os.PathLike[str] | None) -> Iterable[Path]:
-    """Tokenizer files and generation_config.json of another model."""
-    if source is None:
-        return ()
-    folder = resolve(source)
-    if not (folder / TOKENIZER_FILES[0]).is_file():
-        raise UserError(f"{folder / TOKENIZER_FILES[0]} is missing; tokenizer_from must name a model with a tokenizer")
-    return [folder / name for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if (folder / name).is_file()]

@@ -1,0 +1,116 @@
+"""Models written as Hugging Face folders: plain weights, or NVFP4 as compressed-tensors stores it."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.durable import whole_folder
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.formats import Weight, dequantize
+from qerl_jax.models.compressed_tensors import quantization_config, to_store
+from qerl_jax.models.hub import named_weights
+from qerl_jax.models.params import PROJECTIONS, Model
+from qerl_jax.models.shards import Stored, weight_files, write_shards
+from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
+
+SAVED_FORMATS = ("bf16", "nvfp4")
+
+
+def save_model(
+    model: Model,
+    path: str | os.PathLike[str],
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    weight_format: str | None = None,
+) -> None:
+    """Writes a folder that transformers, vLLM and `load_model` read, one tensor in memory at a time.
+
+    The folder appears whole or not at all. Above 5 GB the weights are several files with an index.
+
+    Args:
+      model: the network.
+      path: the folder; one that holds a model already is replaced.
+      tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
+      weight_format: None or "bf16" writes plain weights in the embeddings' dtype, unpacking packed ones; "nvfp4" writes
+        the packed bytes as they are, in compressed-tensors' `nvfp4-pack-quantized`. Linear layers that are plain beside
+        packed ones stay plain and are named in the configuration's `ignore`.
+
+    Raises:
+      UserError: an unknown format, "nvfp4" for linear layers of another format, `path` holds other files, or
+        `tokenizer_from` has no tokenizer.
+    """
+    if weight_format not in (None, *SAVED_FORMATS):
+        known = ", ".join(SAVED_FORMATS)
+        raise UserError(
+            f"weight_format is {weight_format!r}; written are {known}{nearest(weight_format, SAVED_FORMATS)}"
+        )
+    dtype = model.base.embed.dtype
+    hf = model.config.to_hf() | {"dtype": dtype.name, "torch_dtype": dtype.name}
+    weights = named_weights(model)
+    tensors: dict[str, Stored] = {}
+    for name, weight in weights.items():
+        if weight_format == "nvfp4" and not isinstance(weight, jax.Array):
+            tensors |= to_store(name, weight)
+        else:
+            tensors[name] = Stored(jax.ShapeDtypeStruct(weight.shape, dtype), _unpacked(weight, dtype))
+    if weight_format == "nvfp4":
+        hf["quantization_config"] = quantization_config(ignore=["lm_head", *_plain_linears(weights)])
+    write_model_folder(path, hf, tensors, tokenizer_from)
+
+
+def write_model_folder(
+    path: str | os.PathLike[str],
+    hf: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes config.json, weights and the files copied from another model; whole or not at all.
+
+    Raises:
+      UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
+    """
+    copied = companions(tokenizer_from)
+    target = Path(path)
+    with whole_folder(target, [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, *weight_files(target)]) as folder:
+        write_json(folder / CONFIG, dict(hf))
+        write_shards(folder, tensors)
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+
+
+def companions(source: str | os.PathLike[str] | None) -> Iterable[Path]:
+    """Tokenizer files and generation_config.json of another model; none for None.
+
+    Raises:
+      UserError: it has no tokenizer.
+    """
+    if source is None:
+        return ()
+    folder = resolve(source)
+    if not (folder / TOKENIZER_FILES[0]).is_file():
+        raise UserError(f"{folder / TOKENIZER_FILES[0]} is missing; tokenizer_from must name a model with a tokenizer")
+    return [folder / name for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if (folder / name).is_file()]
+
+
+def _unpacked(weight: Weight, dtype: jnp.dtype) -> Callable[[], jax.Array]:
+    return lambda: dequantize(weight, dtype)
+
+
+def _plain_linears(weights: Mapping[str, Weight]) -> list[str]:
+    """Module names of the linear layers that are not packed.
+
+    Raises:
+      UserError: none is.
+    """
+    linears = [name for name in weights if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight")]
+    plain = [name.removesuffix(".weight") for name in linears if isinstance(weights[name], jax.Array)]
+    if len(plain) == len(linears):
+        raise UserError(
+            "weight_format is 'nvfp4', but the model's linear layers are plain; quantize them first, with "
+            "load_model(path, 'nvfp4') or quantize(model, 'nvfp4')"
+        )
+    return plain

@@ -1,0 +1,90 @@
+"""Models written to folders: what comes back, what is refused, and what a failure leaves."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from folders import NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, write_folder, write_tokenizer
+
+from qerl_jax.errors import UserError
+from qerl_jax.formats import dequantize
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.init import for_kernels
+from qerl_jax.models.safetensors import read_safetensors
+from qerl_jax.models.saving import save_model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_save_and_load_again(tmp_path, tied, dtype):
+    model = load_model(write_folder(tmp_path / "a", random_arrays(tied=tied), V4, tied), dtype=dtype)
+    write_tokenizer(tmp_path / "a")
+    (tmp_path / "a" / "generation_config.json").write_text('{"eos_token_id": 21}')
+    save_model(model, tmp_path / "b", tokenizer_from=tmp_path / "a")
+    assert_equal(load_model(tmp_path / "b"), model)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == dtype
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_packed_weights_are_saved_unpacked(tmp_path):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()), "nvfp4", "bfloat16")
+    save_model(model, tmp_path / "b")
+    saved = load_model(tmp_path / "b")
+    assert np.array_equal(saved.base.layers[1].up_proj, dequantize(model.base.layers[1].up_proj, jnp.bfloat16))
+
+
+def test_saving_replaces_a_model_but_nothing_else(tmp_path):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()))
+    save_model(model, tmp_path / "b")
+    other = load_model(write_folder(tmp_path / "a", random_arrays(seed=1)))
+    save_model(other, tmp_path / "b")
+    assert_equal(load_model(tmp_path / "b"), other)
+    (tmp_path / "b" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"b holds thesis.tex, which would be lost"):
+        save_model(model, tmp_path / "b")
+    with pytest.raises(UserError, match=r"thesis.tex is a file"):
+        save_model(model, tmp_path / "b" / "thesis.tex")
+    with pytest.raises(UserError, match=r"tokenizer.json is missing; tokenizer_from"):
+        save_model(model, tmp_path / "c", tokenizer_from=tmp_path / "a")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()))
+    save_model(model, tmp_path / "b")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qerl_jax.models.shards.write_safetensors", full)
+    with pytest.raises(OSError, match="No space"):
+        save_model(model, tmp_path / "b")
+    assert_equal(load_model(tmp_path / "b"), model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_packed_bytes_come_back(tmp_path, tied, kernels):
+    arrays = packed_arrays(tied)
+    model = load_model(write_folder(tmp_path / "a", arrays, V5 | {"quantization_config": NVFP4}, tied))
+    save_model(for_kernels(model) if kernels else model, tmp_path / "b", weight_format="nvfp4")
+    assert_equal(load_model(tmp_path / "b"), model)
+    saved = read_safetensors(tmp_path / "b" / "model.safetensors")
+    assert saved.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert (saved[name].dtype, saved[name].shape) == (array.dtype, array.shape), name
+        assert saved[name].tobytes() == array.tobytes(), name
+
+
+def test_plain_models_are_not_written_as_nvfp4(tmp_path):
+    model = load_model(write_folder(tmp_path / "a", random_arrays()))
+    with pytest.raises(UserError, match="weight_format is 'nvfp4', but the model's linear layers are plain; quantize"):
+        save_model(model, tmp_path / "b", weight_format="nvfp4")
+    with pytest.raises(UserError, match=r"weight_format is 'nvfp'; written are bf16, nvfp4 \(did you mean 'nvfp4'"):
+        save_model(model, tmp_path / "b", weight_format="nvfp")
+    assert not (tmp_path / "b").exists()
