@@ -15,6 +15,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.formats.row_blocks import in_row_blocks
+
 BLOCK = 16
 _E2M1_MAX, _E4M3_MAX = 6.0, 448.0
 _ZERO_SCALE = 0.125  # what compressed-tensors writes for a block whose scale rounds to zero
@@ -85,18 +87,28 @@ def quantize_nvfp4(w_NK: jax.Array, shared_global_scale: jax.Array | None = None
     """
     if w_NK.ndim != 2 or w_NK.shape[1] % BLOCK or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"NVFP4 takes float32 or bfloat16 [N, K] with K % {BLOCK} == 0; got {w_NK.dtype}{w_NK.shape}")
-    N, K = w_NK.shape
-    blocks = w_NK.astype(jnp.float32).reshape(N, K // BLOCK, BLOCK)
-    amax = jnp.abs(blocks).max(-1)
+    return _quantize(w_NK, shared_global_scale)
+
+
+@jax.jit
+def _quantize(w_NK: jax.Array, shared_global_scale: jax.Array | None) -> NVFP4Weight:
     if shared_global_scale is None:
-        shared_global_scale = global_scale(amax.max(), w_NK.dtype)
-    block_scale = _rounded(_divide(amax, _E2M1_MAX), w_NK.dtype) * shared_global_scale
-    scale = jax.lax.optimization_barrier(jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn))
-    scale = jnp.where(scale.astype(jnp.float32) == 0, jnp.float32(_ZERO_SCALE).astype(jnp.float8_e4m3fn), scale)
-    step = _divide(scale.astype(jnp.float32), shared_global_scale)
-    codes = encode_e2m1(_divide(blocks, step[..., None])).reshape(N, K)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return NVFP4Weight(packed, scale, jnp.asarray(shared_global_scale, jnp.float32).reshape(()))
+        shared_global_scale = global_scale(jnp.abs(w_NK).max(), w_NK.dtype)
+    whole = jnp.asarray(shared_global_scale, jnp.float32).reshape(())
+
+    def rows(w_nK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        n, K = w_nK.shape
+        blocks = w_nK.astype(jnp.float32).reshape(n, K // BLOCK, BLOCK)
+        amax = jnp.abs(blocks).max(-1)
+        block_scale = _rounded(_divide(amax, _E2M1_MAX), w_nK.dtype) * whole
+        scale = jax.lax.optimization_barrier(jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn))
+        scale = jnp.where(scale.astype(jnp.float32) == 0, jnp.float32(_ZERO_SCALE).astype(jnp.float8_e4m3fn), scale)
+        step = _divide(scale.astype(jnp.float32), whole)
+        codes = encode_e2m1(_divide(blocks, step[..., None])).reshape(n, K)
+        return codes[:, 0::2] | (codes[:, 1::2] << 4), scale
+
+    packed, scale = in_row_blocks(rows, w_NK)
+    return NVFP4Weight(packed, scale, whole)
 
 
 def dequantize_nvfp4(weight: NVFP4Weight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
