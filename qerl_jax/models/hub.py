@@ -90,6 +90,42 @@ def named_weights(model: Model) -> dict[str, Weight]:
     return weights
 
 
+class Opened(NamedTuple):
+    """A model's folder, checked and not yet loaded.
+
+    Attributes:
+      folder: where it is.
+      hf: its config.json.
+      config: what that describes.
+      packed: whether the projections are stored as NVFP4.
+      tensors: by name, without those that follow from others.
+    """
+
+    folder: Path
+    hf: dict[str, Any]
+    config: ModelConfig
+    packed: bool
+    tensors: Tensors
+
+
+def open_model(path: str | os.PathLike[str]) -> Opened:
+    """Opens a model's folder and compares names, shapes and dtypes with its configuration; no weight is read yet.
+
+    Args:
+      path: as for `load_model`.
+
+    Raises:
+      UserError: naming file and tensor, what was expected and what was found.
+    """
+    folder = resolve(path)
+    hf = read_json(folder / CONFIG)
+    config = ModelConfig.from_hf(hf, str(folder / CONFIG))
+    packed = is_packed(hf.get("quantization_config"), folder / CONFIG)
+    tensors = _without_implied(open_tensors(folder), config.tie_word_embeddings)
+    check_tensors(tensors, tensor_table(config, packed), folder)
+    return Opened(folder, hf, config, packed, tensors)
+
+
 def load_model(path: str | os.PathLike[str], weight_format: str | None = None, dtype: Any = None) -> Model:
     """Loads a model, quantizing its linear layers on the way if asked; tensors go to the device one at a time.
 
@@ -107,12 +143,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     if weight_format is not None and weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
-    folder = resolve(path)
-    hf = read_json(folder / CONFIG)
-    config = ModelConfig.from_hf(hf, str(folder / CONFIG))
-    packed = is_packed(hf.get("quantization_config"), folder / CONFIG)
-    tensors = _without_implied(open_tensors(folder), config.tie_word_embeddings)
-    check_tensors(tensors, tensor_table(config, packed), folder)
+    folder, _, config, packed, tensors = open_model(path)
     if dtype is None:
         dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
     if jnp.dtype(dtype).name not in _COMPUTE:
