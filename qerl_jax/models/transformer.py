@@ -4,14 +4,12 @@ Rows are contiguous: prompt, completion, then padding on the right, so causal at
 row's values do not depend on its neighbours. Left-padded batches are accepted through an attention mask.
 
 Dimension letters: B rows, T positions, D hidden size, V vocabulary, H query heads, K key-value heads, Q = H / K query
-heads per key-value head, E head size; for decoding N prompts, G completions per prompt, P prompt slots, C slots of a
-completion.
+heads per key-value head, E head size.
 """
 
 import functools
 from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -19,20 +17,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import linears, matmul_rows
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, norms_of
 
-_NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
-
 KV = tuple[jax.Array, jax.Array]
-
-
-class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of one decode batch, a tuple entry per layer.
-
-    The prompt part is stored once per prompt and read by its whole group; the completion part has one row per sample.
-    """
-
-    prompt: tuple[KV, ...]  # each [N, P, K, E]
-    completion: tuple[KV, ...]  # each [N, G, C, K, E]
-    prompt_lengths_N: jax.Array  # int32
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -66,24 +51,7 @@ def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, ma
     )
 
 
-def cached_attention(
-    q_NGKQE: jax.Array, prompt: KV, completion: KV, lengths_N: jax.Array, step: jax.Array
-) -> jax.Array:
-    """One query per sample over its prompt's keys and its own completion's keys 0..step, [N, G, K, Q, E]."""
-    (prompt_k, prompt_v), (own_k, own_v) = prompt, completion
-    P, C, E = prompt_k.shape[1], own_k.shape[2], q_NGKQE.shape[-1]
-    scores_P = jnp.einsum("ngkqe,npke->ngkqp", q_NGKQE, prompt_k, preferred_element_type=jnp.float32)
-    scores_C = jnp.einsum("ngkqe,ngcke->ngkqc", q_NGKQE, own_k, preferred_element_type=jnp.float32)
-    live_P = jnp.arange(P) < lengths_N[:, None, None, None, None]
-    live_C = jnp.arange(C) <= step
-    scores = jnp.concatenate([jnp.where(live_P, scores_P, _NEGATIVE), jnp.where(live_C, scores_C, _NEGATIVE)], axis=-1)
-    weights = jax.nn.softmax(scores * E**-0.5, axis=-1).astype(q_NGKQE.dtype)
-    return jnp.einsum("ngkqp,npke->ngkqe", weights[..., :P], prompt_v) + jnp.einsum(
-        "ngkqc,ngcke->ngkqe", weights[..., P:], own_v
-    )
-
-
-def _block(
+def block(
     config: ModelConfig,
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]],
     layer: Layer,
@@ -138,10 +106,10 @@ def run_layer(
         return causal_attention(q, k, v, None).reshape(B, T, -1), (k, v)
 
     scales = layer.input_norm, layer.post_attention_norm
-    return _block(config, attend, layer, {}, scales, x_BTD, positions_BT, observe)[0]
+    return block(config, attend, layer, {}, scales, x_BTD, positions_BT, observe)[0]
 
 
-def _lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
+def lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
     return {} if adapter is None else adapter.lora[layer]
 
 
@@ -178,13 +146,13 @@ def forward(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
         return causal_attention(q, k, v, attention_mask_BT).reshape(B, T, -1), (k, v)
 
-    plain = functools.partial(_block, config, attend)
-    block = jax.checkpoint(plain) if gradient_checkpointing else plain
+    plain = functools.partial(block, config, attend)
+    run = jax.checkpoint(plain) if gradient_checkpointing else plain
     x_BTD = base.embed[tokens_BT]
     caches = []
     for i, layer in enumerate(base.layers):
         scales = norms.input[i], norms.post_attention[i]
-        x_BTD, kv = block(layer, _lora_of(adapter, i), scales, x_BTD, positions_BT)
+        x_BTD, kv = run(layer, lora_of(adapter, i), scales, x_BTD, positions_BT)
         caches.append(kv)
     return rms_norm(x_BTD, norms.final, config.rms_norm_eps), tuple(caches)
 
@@ -202,53 +170,3 @@ def logits(
     hidden_BTD, _ = forward(model, adapter, tokens_BT, attention_mask_BT=attention_mask)
     B, T, D = hidden_BTD.shape
     return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)
-
-
-def prefill(
-    model: Model,
-    adapter: Adapter | None,
-    tokens_NP: jax.Array,
-    lengths_N: jax.Array,
-    num_generations: int,
-    max_completion_length: int,
-    norms: Norms | None = None,
-) -> tuple[jax.Array, KVCache]:
-    """Runs the prompts (padded on the right) once each; returns the last token's hidden state [N, D] and the cache."""
-    hidden_NPD, prompt = forward(model, adapter, tokens_NP, norms=norms)
-    last_ND = jnp.take_along_axis(hidden_NPD, (lengths_N - 1)[:, None, None], axis=1)[:, 0]
-    N, _, K, E = prompt[0][0].shape
-    empty = jnp.zeros((N, num_generations, max_completion_length, K, E), hidden_NPD.dtype)
-    return last_ND, KVCache(prompt, tuple((empty, empty) for _ in prompt), lengths_N)
-
-
-def decode_step(
-    model: Model,
-    adapter: Adapter | None,
-    tokens_NG: jax.Array,
-    cache: KVCache,
-    step: jax.Array,
-    norms: Norms,
-) -> tuple[jax.Array, KVCache]:
-    """Feeds each sample's completion token number `step` (0-based); returns hidden states [N * G, D] and the cache."""
-    config = model.config
-    N, G = tokens_NG.shape
-    K, E = config.num_key_value_heads, config.head_dim
-    positions_BT = jnp.repeat(cache.prompt_lengths_N + step, G)[:, None]
-    x_BTD = model.base.embed[tokens_NG.reshape(N * G, 1)]
-    updated = []
-    for i, layer in enumerate(model.base.layers):
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
-            own_k, own_v = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.reshape(N, G, 1, K, E), step, axis=2)
-                for old, new in zip(cache.completion[i], (k, v), strict=True)
-            )
-            q_NGKQE = q.reshape(N, G, K, -1, E)
-            out = cached_attention(q_NGKQE, cache.prompt[i], (own_k, own_v), cache.prompt_lengths_N, step)
-            return out.reshape(N * G, 1, -1), (own_k, own_v)
-
-        scales = norms.input[i], norms.post_attention[i]
-        x_BTD, kv = _block(config, attend, layer, _lora_of(adapter, i), scales, x_BTD, positions_BT)
-        updated.append(kv)
-    hidden_BD = rms_norm(x_BTD, norms.final, config.rms_norm_eps)[:, 0]
-    return hidden_BD, cache.replace(completion=tuple(updated))

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize
 from qerl_jax.models.params import PROJECTIONS, Adapter, Model, Norms, norms_of
-from qerl_jax.models.transformer import KVCache, decode_step, head, prefill
+from qerl_jax.models.transformer import head
+from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.decode import decode_step, prefill
 from qerl_jax.rollout.sampling import SamplingSettings, sample
 
 
