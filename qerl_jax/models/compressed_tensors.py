@@ -14,6 +14,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import KernelNVFP4, NVFP4Weight, Weight, canonical
+from qerl_jax.models.mapped import to_device
 from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
 
@@ -87,7 +88,7 @@ def packed_weight(tensors: Tensors, name: str) -> NVFP4Weight:
     if not (np.isfinite(whole) and whole > 0):
         raise UserError(f"{where}: tensor {name}_global_scale: expected a positive number, found {whole}")
     packed = tensors[f"{name}_packed"][1]
-    return NVFP4Weight(jnp.array(packed, copy=True), jnp.array(scale, copy=True), jnp.float32(whole))
+    return NVFP4Weight(to_device(packed), to_device(scale), jnp.float32(whole))
 
 
 def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:

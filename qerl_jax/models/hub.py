@@ -6,7 +6,7 @@ table before the first byte goes to the device.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,10 @@ from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize
 from qerl_jax.models.compressed_tensors import is_packed, packed_slots, packed_weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import SHARED_SCALE
+from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape
 from qerl_jax.models.source import CONFIG, Tensors, open_tensors, read_json, resolve
+from qerl_jax.progress import Progress
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _COMPUTE = ("float32", "bfloat16")
@@ -143,7 +145,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     if weight_format is not None and weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
-    folder, _, config, packed, tensors = open_model(path)
+    _, _, config, packed, tensors = open_model(path)
     if dtype is None:
         dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
     if jnp.dtype(dtype).name not in _COMPUTE:
@@ -151,8 +153,9 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     dtype = jnp.dtype(dtype)
 
     def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:
-        # A copy: on CPU the device array would otherwise be the mapped file itself.
-        return jnp.array(tensors[name][1], copy=True).astype(as_dtype)
+        array = to_device(tensors[name][1], as_dtype)
+        progress.advance(tensors[name][1].nbytes)
+        return array
 
     def layer(i: int) -> Layer:
         fields: dict[str, Any] = {f"{name}_bias": None for name in "qkv"}
@@ -166,18 +169,23 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
                 for field, name in names.items():
                     weight = packed_weight(tensors, name)
                     fields[field] = dequantize(weight, dtype) if weight_format == "bf16" else weight
+                    for suffix in packed_slots(*weight.shape):
+                        progress.advance(tensors[name + suffix][1].nbytes)
             elif weight_format == "nvfp4":
-                fields |= _quantized(tensors, names)
+                for field, fields[field] in _quantized(tensors, names):
+                    progress.advance(tensors[names[field]][1].nbytes)
             else:
                 fields |= {field: plain(name, dtype) for field, name in names.items()}
         return Layer(**fields)
 
-    base = Base(
-        embed=plain(_EMBED, dtype),
-        layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
-        final_norm=plain(_NORM, jnp.dtype(jnp.float32)),
-        lm_head=None if config.tie_word_embeddings else plain(_HEAD, dtype),
-    )
+    total = sum(array.nbytes for _, array in tensors.values())
+    with Progress(f"loading {path}", len(tensors), total) as progress:
+        base = Base(
+            embed=plain(_EMBED, dtype),
+            layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
+            final_norm=plain(_NORM, jnp.dtype(jnp.float32)),
+            lm_head=None if config.tie_word_embeddings else plain(_HEAD, dtype),
+        )
     return Model(base, config)
 
 
@@ -187,7 +195,7 @@ def _without_implied(found: Tensors, tied: bool) -> Tensors:
     if tied and _HEAD in found and _EMBED in found:
         where, head = found.pop(_HEAD)
         embed = found[_EMBED][1]
-        if head.dtype != embed.dtype or not np.array_equal(head.view(np.uint8), embed.view(np.uint8)):
+        if head.dtype != embed.dtype or not same_bytes(head, embed):
             raise UserError(
                 f"{where}: tensor {_HEAD} differs from {_EMBED}; expected none or the same, for {CONFIG} has "
                 "tie_word_embeddings true"
@@ -229,29 +237,21 @@ def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> No
 _quantize = jax.jit(quantize_nvfp4)
 
 
-@jax.jit
-def _amax(w: jax.Array) -> jax.Array:
-    return jnp.abs(w).max().astype(jnp.float32)
-
-
-def _quantized(tensors: Tensors, names: Mapping[str, str]) -> dict[str, Weight]:
-    """NVFP4 weights of the projections that share one global scale. Each is on the device alone, twice: for its largest
-    magnitude and for its codes."""
-
-    def source(name: str) -> jax.Array:
-        array = tensors[name][1]
-        return jnp.array(array.astype(np.float32) if array.dtype == np.float16 else array, copy=True)
-
+def _quantized(tensors: Tensors, names: Mapping[str, str]) -> Iterator[tuple[str, Weight]]:
+    """NVFP4 weights of the projections that share one global scale, each alone on the device in 16 or 32 bits."""
     amaxes = []
-    dtype = jnp.dtype(jnp.float32)
+    dtype = np.dtype(np.float32)
     for name in names.values():
         where, array = tensors[name]
         if array.shape[1] % 16:
             raise UserError(f"{where}: tensor {name}: NVFP4 needs inputs in multiples of 16, found {list(array.shape)}")
-        weight = source(name)
-        dtype = weight.dtype
-        amaxes.append(_amax(weight))
+        dtype = np.dtype(np.float32) if array.dtype == np.float16 else array.dtype
+        amaxes.append(largest_magnitude(array).astype(np.float32))
         if not np.isfinite(amaxes[-1]):
             raise UserError(f"{where}: tensor {name}: expected finite weights, found NaN or infinity")
-    shared = global_scale(jnp.stack(amaxes).max(), dtype)
-    return {field: _quantize(source(name), shared) for field, name in names.items()}
+    shared = global_scale(jnp.float32(max(amaxes)), dtype)
+    for field, name in names.items():
+        array = tensors[name][1]
+        weight = to_device(array, np.dtype(np.float32) if array.dtype == np.float16 else array.dtype)
+        # Waited for: calls that are only queued would hold their inputs, a whole layer's.
+        yield field, jax.block_until_ready(_quantize(weight, shared))

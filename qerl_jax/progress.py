@@ -1,0 +1,69 @@
+"""A line on stderr that says how far something long has come: redrawn on a terminal, in a log a new one now and
+then."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+_QUIET = 2.0  # seconds; what is over by then says nothing
+_EVERY = {True: 0.2, False: 10.0}  # seconds between two lines, on a terminal and elsewhere
+
+
+class Progress:
+    """Counts bytes and items of a known total. As a context manager it ends the line; use it from one thread.
+
+    Args:
+      title: what is going on.
+      items, total_bytes: how much there is.
+      noun: what the items are.
+      stream: None is stderr.
+    """
+
+    def __init__(
+        self, title: str, items: int, total_bytes: int, noun: str = "tensors", stream: TextIO | None = None
+    ) -> None:
+        self._title, self._items, self._bytes, self._noun = title, items, total_bytes, noun
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._begin = time.monotonic()
+        self._next = self._begin + _QUIET
+        self._done_items = self._done_bytes = self._width = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def advance(self, nbytes: int, items: int = 1) -> None:
+        """Counts what is done, and shows it if it is time to."""
+        self._done_bytes += nbytes
+        self._done_items += items
+        if time.monotonic() >= self._next:
+            self._show()
+            self._next = time.monotonic() + _EVERY[self._terminal]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Where nothing was shown there is no line to end; where something was, its last state is the final one.
+        if self._width:
+            self._show()
+            if self._terminal:
+                self._stream.write("\n")
+                self._stream.flush()
+
+    def _show(self) -> None:
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        rate = self._done_bytes / seconds
+        left = (self._bytes - self._done_bytes) / rate if rate else 0.0
+        line = (
+            f"{self._title}: {self._done_items}/{self._items} {self._noun}, {self._done_bytes / 1e9:.2f}/"
+            f"{self._bytes / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {_clock(seconds)} gone, {_clock(left)} left"
+        )
+        self._stream.write(f"\r{line:<{self._width}}" if self._terminal else f"{line}\n")
+        self._stream.flush()
+        self._width = len(line)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

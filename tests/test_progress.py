@@ -1,0 +1,57 @@
+"""What the line of progress says, when, and where."""
+
+import io
+
+import pytest
+
+from qerl_jax import progress
+from qerl_jax.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def run(stream, clock, seconds):
+    with Progress("loading m", 4, 8_000_000_000, stream=stream) as bar:
+        for _ in range(4):
+            clock[0] += seconds / 4
+            bar.advance(2_000_000_000)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_what_is_quick_says_nothing(stream, clock):
+    assert run(stream(), clock, 1.9) == ""
+
+
+def test_lines_in_a_log(clock):
+    lines = run(io.StringIO(), clock, 32).splitlines()
+    assert lines[0] == "loading m: 1/4 tensors, 2.00/8.00 GB, 250 MB/s, 0:08 gone, 0:24 left"
+    assert lines[-1] == "loading m: 4/4 tensors, 8.00/8.00 GB, 250 MB/s, 0:32 gone, 0:00 left"
+    assert len(lines) == 3  # at 8 and 24 seconds, for 16 comes too soon, and at the end
+
+
+def test_one_line_on_a_terminal(clock):
+    text = run(Terminal(), clock, 400)
+    assert text.endswith("\n") and text.count("\n") == 1
+    *_, before, last = text.rstrip("\n").split("\r")
+    assert before.rstrip() == last.rstrip() == "loading m: 4/4 tensors, 8.00/8.00 GB, 20 MB/s, 6:40 gone, 0:00 left"
+    assert "1/4 tensors, 2.00/8.00 GB, 20 MB/s, 1:40 gone, 5:00 left" in text
+
+
+def test_an_interrupted_line_is_ended(clock):
+    stream = Terminal()
+    with pytest.raises(KeyboardInterrupt), Progress("x", 2, 10, stream=stream) as bar:
+        clock[0] += 3
+        bar.advance(5)
+        raise KeyboardInterrupt
+    assert stream.getvalue().endswith("1/2 tensors, 0.00/0.00 GB, 0 MB/s, 0:03 gone, 0:03 left\n")
