@@ -1,11 +1,39 @@
 """The shape of a decoder-only transformer, read from a Hugging Face `config.json` (v4 or v5 spelling)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.fields import Fields
+from qerl_jax.models.rope import RopeScaling, read_rope, rope_to_hf
 
-_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM"}
+_QKV = ("q_proj", "k_proj", "v_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Family(NamedTuple):
+    """What distinguishes one family of networks from another. All else is a number of its `config.json`."""
+
+    architecture: str
+    attention_biases: tuple[str, ...]  # projections that have a bias where attention_bias is true
+    options: tuple[str, ...] = ()  # which biases its config.json can switch on; otherwise the family settles them
+    qk_norm: bool = False  # an RMSNorm over each head's queries and keys, before they are rotated
+    head_dim: int | None = None  # where config.json has none; None is hidden_size / num_attention_heads
+    max_position_embeddings: int = 32768  # where config.json has none
+    sliding_window: bool = True  # whether config.json can ask for it
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", _QKV),
+    "qwen3": Family("Qwen3ForCausalLM", (*_QKV, "o_proj"), ("attention_bias",), qk_norm=True, head_dim=128),
+    "llama": Family(
+        "LlamaForCausalLM",
+        (*_QKV, "o_proj"),
+        ("attention_bias", "mlp_bias"),
+        max_position_embeddings=2048,
+        sliding_window=False,
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,56 +53,60 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     max_position_embeddings: int
+    mlp_bias: bool = False
+    rope_scaling: RopeScaling | None = None
+
+    def __repr__(self) -> str:
+        # Without options at their default: a base's fingerprint holds this text, and an option added later must not
+        # change the fingerprints of runs that never had it.
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given = [f"{f.name}={values[f.name]!r}" for f in dataclasses.fields(self) if values[f.name] != f.default]
+        return f"ModelConfig({', '.join(given)})"
+
+    @property
+    def family(self) -> Family:
+        """What the network has besides its numbers."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """The projections that have a bias."""
+        attention = self.family.attention_biases if self.attention_bias else ()
+        return attention + (_MLP if self.mlp_bias else ())
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], where: str = "config.json") -> "ModelConfig":
-        """Reads the dictionary of a `config.json`.
+        """Reads the dictionary of a `config.json`. Keys that are absent have transformers' defaults.
 
         Raises:
           UserError: naming `where`, the key, what was found and what is allowed.
         """
         kind = hf.get("model_type")
-        if kind not in _ARCHITECTURES:
-            raise UserError(f"{where}: model_type is {kind!r}; supported are {sorted(_ARCHITECTURES)}")
-
-        def get(key: str, kind: type, default: Any = None) -> Any:
-            value: Any = hf.get(key, default)
-            if value is None:
-                raise UserError(f"{where}: {key} is missing")
-            if kind is float and type(value) is int:
-                value = float(value)
-            positive = isinstance(value, int | float) and value > 0
-            if type(value) is not kind or not (positive or kind is bool):
-                allowed = {int: "a positive integer", float: "a positive number", bool: "true or false"}[kind]
-                raise UserError(f"{where}: {key} is {value!r}; expected {allowed}")
-            return value
-
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise UserError(f"{where}: rope parameters are {rope!r}; expected a mapping")
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise UserError(f"{where}: rope_type is {rope_type!r}; supported is 'default'")
-        if hf.get("use_sliding_window"):
-            raise UserError(f"{where}: use_sliding_window is true; sliding-window attention is not supported")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise UserError(f"{where}: model_type is {kind!r}; supported are {sorted(FAMILIES)}")
+        family, fields = FAMILIES[kind], Fields(hf, where)
         if hf.get("hidden_act", "silu") != "silu":
             raise UserError(f"{where}: hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
-        heads = get("num_attention_heads", int)
-        hidden = get("hidden_size", int)
+        heads, hidden = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
+        positions = fields.get("max_position_embeddings", int, family.max_position_embeddings)
+        theta, scaling = read_rope(hf, where, positions)
         config = cls(
             model_type=kind,
-            vocab_size=get("vocab_size", int),
+            vocab_size=fields.get("vocab_size", int),
             hidden_size=hidden,
-            intermediate_size=get("intermediate_size", int),
-            num_hidden_layers=get("num_hidden_layers", int),
+            intermediate_size=fields.get("intermediate_size", int),
+            num_hidden_layers=fields.get("num_hidden_layers", int),
             num_attention_heads=heads,
-            num_key_value_heads=get("num_key_value_heads", int, heads),
-            head_dim=get("head_dim", int, hidden // heads),
-            rms_norm_eps=get("rms_norm_eps", float, 1e-6),
-            rope_theta=float(rope.get("rope_theta") or get("rope_theta", float, 10000.0)),
-            tie_word_embeddings=get("tie_word_embeddings", bool, False),
-            attention_bias=True,  # Qwen2 always has biases on q, k and v, and its config does not say so
-            max_position_embeddings=get("max_position_embeddings", int, 32768),
+            num_key_value_heads=fields.get("num_key_value_heads", int, heads),
+            head_dim=fields.get("head_dim", int, family.head_dim or hidden // heads),
+            rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+            rope_theta=theta,
+            tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
+            # A family that does not ask has them always: Qwen2's config does not mention its biases.
+            attention_bias="attention_bias" not in family.options or fields.get("attention_bias", bool, False),
+            max_position_embeddings=positions,
+            mlp_bias="mlp_bias" in family.options and fields.get("mlp_bias", bool, False),
+            rope_scaling=scaling,
         )
         if heads % config.num_key_value_heads:
             raise UserError(
@@ -83,15 +115,36 @@ class ModelConfig:
             )
         if config.head_dim % 2:
             raise UserError(f"{where}: head_dim {config.head_dim} is odd; rotary embeddings need an even one")
+        if family.sliding_window and _slides(hf, fields, config):
+            raise UserError(
+                f"{where}: use_sliding_window is true for layers that would then see {hf.get('sliding_window', 4096)} "
+                f"positions of {positions}; sliding-window attention is not supported"
+            )
         return config
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` that transformers (v4 and v5) reads back as this network."""
-        fields = dataclasses.asdict(self)
-        del fields["attention_bias"]
-        return fields | {
-            "architectures": [_ARCHITECTURES[self.model_type]],
-            "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "use_sliding_window": False,
-        }
+        values = dataclasses.asdict(self)
+        del values["rope_theta"], values["rope_scaling"]
+        for name in ("attention_bias", "mlp_bias"):
+            if name not in self.family.options:
+                del values[name]
+        if self.family.sliding_window:
+            values["use_sliding_window"] = False
+        return (
+            values
+            | {"architectures": [self.family.architecture], "hidden_act": "silu"}
+            | rope_to_hf(self.rope_theta, self.rope_scaling)
+        )
+
+
+def _slides(hf: dict[str, Any], fields: Fields, config: ModelConfig) -> bool:
+    """Whether a layer's attention would miss a position that plain attention sees (transformers' rules)."""
+    if not fields.get("use_sliding_window", bool, False) or hf.get("sliding_window", 4096) is None:
+        return False
+    if fields.get("sliding_window", int, 4096) >= config.max_position_embeddings:
+        return False
+    if hf.get("layer_types") is not None:
+        return hf["layer_types"] != ["full_attention"] * config.num_hidden_layers
+    # The layers from max_window_layers on, counted from 0, slide.
+    return hf.get("max_window_layers") == 0 or (fields.get("max_window_layers", int, 28) < config.num_hidden_layers)

@@ -20,7 +20,7 @@ from qerl_jax.models.compressed_tensors import is_packed, packed_slots, packed_w
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
-from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape
+from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
 from qerl_jax.models.source import CONFIG, Tensors, open_tensors, read_json, resolve
 from qerl_jax.progress import Progress
 
@@ -32,7 +32,9 @@ _LAYER_NAMES = {
     "post_attention_norm": "post_attention_layernorm.weight",
     **{f"{name}_proj": f"self_attn.{name}_proj.weight" for name in "qkvo"},
     **{f"{name}_proj": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
-    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"},
+    **{f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
+    **{f"{name}_bias": f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
+    **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},
 }
 # Buffers that old exports carry; they follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
@@ -62,8 +64,7 @@ def tensor_table(config: ModelConfig, packed: bool = False) -> dict[str, Slot]:
     if not config.tie_word_embeddings:
         table[_HEAD] = Slot((V, D))
     for i in range(config.num_hidden_layers):
-        for field in ("input_norm", "post_attention_norm"):
-            table[layer_name(i, field)] = Slot((D,))
+        table |= {layer_name(i, field): Slot(shape) for field, shape in small_shapes(config).items()}
         for name in PROJECTIONS:
             N, K = projection_shape(config, name)
             weight = layer_name(i, name)
@@ -71,9 +72,6 @@ def tensor_table(config: ModelConfig, packed: bool = False) -> dict[str, Slot]:
                 table |= {weight + suffix: Slot(*slot) for suffix, slot in packed_slots(N, K).items()}
             else:
                 table[weight] = Slot((N, K))
-        if config.attention_bias:
-            for name in "qkv":
-                table[layer_name(i, f"{name}_bias")] = Slot(projection_shape(config, f"{name}_proj")[:1])
     return table
 
 
@@ -158,11 +156,10 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         return array
 
     def layer(i: int) -> Layer:
-        fields: dict[str, Any] = {f"{name}_bias": None for name in "qkv"}
-        for field in ("input_norm", "post_attention_norm"):
-            fields[field] = plain(layer_name(i, field), jnp.dtype(jnp.float32))
-        if config.attention_bias:
-            fields |= {f"{name}_bias": plain(layer_name(i, f"{name}_bias"), dtype) for name in "qkv"}
+        fields: dict[str, Any] = {
+            field: plain(layer_name(i, field), jnp.dtype(jnp.float32) if field.endswith("norm") else dtype)
+            for field in small_shapes(config)
+        }
         for group in SHARED_SCALE:
             names = {field: layer_name(i, field) for field in group}
             if packed:

@@ -1,6 +1,7 @@
 """Fresh parameters: a random network of a given shape, a LoRA adapter, and the change of a network's weight format."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,17 @@ import jax.numpy as jnp
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, NVFP4Weight, Weight, dequantize, global_scale, quantize_nvfp4, repacked
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.params import PROJECTIONS, Adapter, Base, Layer, LoRA, Model, TrainedNorms, projection_shape
+from qerl_jax.models.params import (
+    PROJECTIONS,
+    Adapter,
+    Base,
+    Layer,
+    LoRA,
+    Model,
+    TrainedNorms,
+    projection_shape,
+    small_shapes,
+)
 
 # Projections that read the same input share one NVFP4 global scale, as llm-compressor writes them.
 SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -16,22 +27,14 @@ SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_p
 
 def init_layer(key: jax.Array, config: ModelConfig, dtype: jnp.dtype, std: float) -> Layer:
     """One random layer: weights N(0, std^2) in `dtype`, norm scales 1, biases 0."""
-    weights: dict[str, Weight] = {
+    fields: dict[str, Any] = {
         name: std * jax.random.normal(k, projection_shape(config, name), dtype)
         for name, k in zip(PROJECTIONS, jax.random.split(key, len(PROJECTIONS)), strict=True)
     }
 
-    def bias(name: str) -> jax.Array | None:
-        return jnp.zeros(projection_shape(config, name)[0], dtype) if config.attention_bias else None
-
-    return Layer(
-        input_norm=jnp.ones(config.hidden_size, jnp.float32),
-        post_attention_norm=jnp.ones(config.hidden_size, jnp.float32),
-        q_bias=bias("q_proj"),
-        k_bias=bias("k_proj"),
-        v_bias=bias("v_proj"),
-        **weights,
-    )
+    for name, shape in small_shapes(config).items():
+        fields[name] = jnp.ones(shape, jnp.float32) if name.endswith("norm") else jnp.zeros(shape, dtype)
+    return Layer(**fields)
 
 
 def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float32, std: float = 0.02) -> Model:

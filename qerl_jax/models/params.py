@@ -1,6 +1,6 @@
 """The two trees of the library: the frozen `Model` and the trainable `Adapter`.
 
-Dimension letters: V vocabulary, D hidden size, K inputs and N outputs of a linear layer, R LoRA rank.
+Dimension letters: V vocabulary, D hidden size, E head size, K inputs and N outputs of a linear layer, R LoRA rank.
 A projection is [N, K] (out, in), as files store it: a plain array, or a packed weight of `qerl_jax.formats`.
 """
 
@@ -16,7 +16,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 class Layer(flax.struct.PyTreeNode):
-    """One transformer block. Norm scales [D] are float32; biases are None where the family has none."""
+    """One transformer block. Norm scales are float32: [D], and [E] for those of queries and keys. What the network
+    has not (see `small_shapes`) is None."""
 
     input_norm: jax.Array
     post_attention_norm: jax.Array
@@ -27,9 +28,15 @@ class Layer(flax.struct.PyTreeNode):
     gate_proj: Weight
     up_proj: Weight
     down_proj: Weight
-    q_bias: jax.Array | None
-    k_bias: jax.Array | None
-    v_bias: jax.Array | None
+    q_bias: jax.Array | None = None
+    k_bias: jax.Array | None = None
+    v_bias: jax.Array | None = None
+    o_bias: jax.Array | None = None
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
 
 
 class Base(flax.struct.PyTreeNode):
@@ -49,7 +56,8 @@ class Model(flax.struct.PyTreeNode):
 
 
 class Norms(flax.struct.PyTreeNode):
-    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one."""
+    """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one. Those of
+    queries and keys are not among them: they are neither trained nor noisy."""
 
     input: tuple[jax.Array, ...]
     post_attention: tuple[jax.Array, ...]
@@ -93,6 +101,22 @@ def projection_shape(config: ModelConfig, name: str) -> tuple[int, int]:
         "down_proj": (hidden, inner),
     }
     return shapes[name]
+
+
+def bias_name(projection: str) -> str:
+    """The field of `Layer` with the bias of `projection`."""
+    return projection.removesuffix("_proj") + "_bias"
+
+
+def small_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every field of a `Layer` besides the projections: norm scales, whose names end in "norm", and biases."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (config.hidden_size,),
+        "post_attention_norm": (config.hidden_size,),
+    }
+    if config.family.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    return shapes | {bias_name(name): projection_shape(config, name)[:1] for name in config.biases}
 
 
 def norms_of(model: Model, adapter: Adapter | None) -> Norms:

@@ -15,31 +15,18 @@ import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import linears, matmul_rows
-from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, norms_of
+from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
+from qerl_jax.models.rope import rotary
 
 KV = tuple[jax.Array, jax.Array]
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    """`x` in float32 or wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale in float32; only the product is rounded to x's dtype, so that AQN's small noise survives."""
-    wide = _wide(x)
+    """x / rms(x) * scale over the last axis in float32; only the product is rounded to x's dtype, so that AQN's small
+    noise survives."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(variance + eps) * scale_D).astype(x.dtype)
-
-
-def rotary(x_BTHE: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding with the halves convention of Hugging Face (Su et al. 2021, arXiv 2104.09864)."""
-    half = x_BTHE.shape[-1] // 2
-    frequencies = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions_BT[..., None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(_wide(x_BTHE), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)
 
 
 def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
@@ -67,13 +54,15 @@ def block(
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         if observe is not None:
             observe(names[0], x)
-        biases = [getattr(layer, name.replace("_proj", "_bias"), None) for name in names]
+        biases = [getattr(layer, bias_name(name)) for name in names]
         return linears(x, [getattr(layer, name) for name in names], [lora.get(name) for name in names], biases)
 
     B, T = positions_BT.shape
     h = rms_norm(x_BTD, scales[0], config.rms_norm_eps)
     q, k, v = (y.reshape(B, T, -1, config.head_dim) for y in project(h, "q_proj", "k_proj", "v_proj"))
-    q, k = rotary(q, positions_BT, config.rope_theta), rotary(k, positions_BT, config.rope_theta)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    q, k = (rotary(y, positions_BT, config.rope_theta, config.rope_scaling) for y in (q, k))
     attended, kv = attend(q, k, v)
     x_BTD += project(attended, "o_proj")[0]
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps)

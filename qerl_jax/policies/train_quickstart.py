@@ -37,8 +37,9 @@ from qerl_jax.formats import dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_model, quantize
 from qerl_jax.models.params import PROJECTIONS, Layer, Model, parameter_count
+from qerl_jax.models.rope import rotary
 from qerl_jax.models.saving import save_model
-from qerl_jax.models.transformer import causal_attention, rms_norm, rotary
+from qerl_jax.models.transformer import causal_attention, rms_norm
 from qerl_jax.policies.tokenizer import EOS, PAD, PieceEncoder, build_tokenizer, save_tokenizer
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 

@@ -1,0 +1,33 @@
+"""Typed reading of a JSON object: whatever does not fit is named with its file and its key."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qerl_jax.errors import UserError
+
+_ALLOWED = {int: "a positive integer", float: "a positive number", bool: "true or false"}
+
+
+class Fields:
+    """The values of a JSON object. Null is the same as absent."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values, self._where = values, where
+
+    def get[T: (int, float, bool)](self, key: str, kind: type[T], default: T | None = None) -> T:
+        """The value of `key`, `default` where it is absent. Numbers must be positive; an integer serves as a number.
+
+        Raises:
+          UserError: absent without a default, of another type, zero or negative, infinite or NaN.
+        """
+        value: Any = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise UserError(f"{self._where}: {key} is missing")
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        positive = isinstance(value, int | float) and 0 < value < float("inf")
+        if type(value) is not kind or not (positive or kind is bool):
+            raise UserError(f"{self._where}: {key} is {value!r}; expected {_ALLOWED[kind]}")
+        return value
