@@ -1,12 +1,18 @@
 """GPU kernels behind plain functions, each with a pure-JAX reference beside it."""
 
+from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
 from .variants import describe, has_kernels
 
 __all__ = [
+    "HeadNorms",
     "KernelWeight",
+    "OwnKV",
+    "PromptKV",
+    "decode_attention",
+    "decode_attention_reference",
     "dequantize",
     "describe",
     "fp4_matmul",

@@ -144,6 +144,44 @@ def mma_bf16(acc, a, b0, b1):
     )
 
 
+def exp2(x):
+    return ptx("ex2.approx.ftz.f32 $0, $1;", x, results=[f32_t()])[0]
+
+
+def rsqrt(x):
+    """1 / sqrt(x), correctly rounded twice."""
+    return ptx("{ .reg .f32 r;\nsqrt.rn.f32 r, $1;\nrcp.rn.f32 $0, r; }", x, results=[f32_t()])[0]
+
+
+def over_quad(join, x):
+    """`join` of a value over the four lanes 4 g .. 4 g + 3; every one of them gets it."""
+    for distance in (1, 2):
+        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+        x = join(x, ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0])
+    return x
+
+
+def unpack_bf16(word):
+    """A word's two BF16 numbers in float32, the lower half first."""
+    code = "{ .reg .b32 a;\nshl.b32 a, $2, 16;\nmov.b32 $0, a;\nand.b32 a, $2, 0xffff0000;\nmov.b32 $1, a; }"
+    return ptx(code, word, results=[f32_t()] * 2)
+
+
+def pack_bf16(lo, hi):
+    return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", lo, hi, results=[i32_t()])[0]
+
+
+def round_bf16(x):
+    """A float32 number rounded to BF16's precision."""
+    code = "{ .reg .b16 h, z;\ncvt.rn.bf16.f32 h, $1;\nmov.b16 z, 0;\nmov.b32 $0, {z, h}; }"
+    return ptx(code, x, results=[f32_t()])[0]
+
+
+def pack_halves(lo, hi):
+    """The lower halves of two words in one."""
+    return ptx("prmt.b32 $0, $1, $2, 0x5410;", lo, hi, results=[i32_t()])[0]
+
+
 def wgmma_fence():
     ptx("wgmma.fence.sync.aligned;", convergent=True)
 
@@ -214,3 +252,13 @@ def if_else(cond, body, otherwise):
     with ir.InsertionPoint(branch.else_block):
         otherwise()
         scf.YieldOp([])
+
+
+def if_values(cond, body, otherwise):
+    """The values of `body()` where cond holds, else the values `otherwise`, of the same types."""
+    branch = scf.IfOp(cond, [v.type for v in otherwise], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.YieldOp(body())
+    with ir.InsertionPoint(branch.else_block):
+        scf.YieldOp(otherwise)
+    return list(branch.results)

@@ -108,6 +108,20 @@ def store_shared_f32(address, value, byte_offset: int):
     ptx(f"st.shared.f32 [$0+{byte_offset}], $1;", address, value)
 
 
+def load_shared_f32(address, byte_offset: int):
+    return ptx(f"ld.shared.f32 $0, [$1+{byte_offset}];", address, results=[f32_t()], effects=True)[0]
+
+
+def load_cluster_f32(address, byte_offset: int):
+    return ptx(f"ld.shared::cluster.f32 $0, [$1+{byte_offset}];", address, results=[f32_t()], effects=True)[0]
+
+
+def load_matrices_transposed(address, byte_offset: int):
+    """Four 8 x 8 matrices of 16-bit numbers, each transposed; lane l gives the address of row l % 8 of matrix l / 8."""
+    code = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0, $1, $2, $3}}, [$4+{byte_offset}];"
+    return ptx(code, address, results=[i32_t()] * 4, effects=True, convergent=True)
+
+
 def load_shared_f32x2(address):
     return ptx("ld.shared.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
 
@@ -136,6 +150,17 @@ def load_global_v4(address, byte_offset: int):
         results=[i32_t()] * 4,
         effects=True,
     )
+
+
+def load_global_f32x4(address, byte_offset: int):
+    code = f"ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];"
+    return ptx(code, address, results=[f32_t()] * 4, effects=True)
+
+
+def load_global_u16(address, byte_offset: int):
+    """Two bytes, in the lower half of a word."""
+    code = f"{{ .reg .b16 h;\nld.global.nc.b16 h, [$1+{byte_offset}];\ncvt.u32.u16 $0, h; }}"
+    return ptx(code, address, results=[i32_t()], effects=True)[0]
 
 
 def store_global_v4(address, values, byte_offset: int):

@@ -1,0 +1,138 @@
+"""decode_attention: one decoding step's attention over a shared prompt and each sample's own keys, with the new key's
+rotation and its writing to the cache. The kernel on Hopper, plain JAX elsewhere.
+
+Letters: B samples, H query heads, K key-value heads, E head size, N prompts of P slots, C slots of a completion.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import attention_kernel
+from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig
+from .stream_plan import RESIDENT
+from .variants import capability
+
+
+class PromptKV(NamedTuple):
+    """Keys and values of the prompts [N, P, K, E], rotated; which one each sample continues [B], its length [B]."""
+
+    k: jax.Array
+    v: jax.Array
+    of: jax.Array
+    lengths: jax.Array
+
+
+class OwnKV(NamedTuple):
+    """Keys and values of the completions [B, C, K, E], rotated; how many each sample has so far [B], -1 if it ended."""
+
+    k: jax.Array
+    v: jax.Array
+    lengths: jax.Array
+
+
+class HeadNorms(NamedTuple):
+    """Qwen3's RMSNorm of every query and key head: scales [E] in float32, and epsilon."""
+
+    q: jax.Array
+    k: jax.Array
+    eps: float
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    prompt: PromptKV,
+    own: OwnKV,
+    norms: HeadNorms | None = None,
+    *,
+    paired: bool = False,
+    config: AttentionConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """softmax(q K^T / sqrt(E)) V for one new token per sample, over its prompt, its own keys, and its new key.
+
+    Args:
+      q, k, v: [B, H * E], [B, K * E], [B, K * E], as the projections gave them: neither normed nor rotated.
+      cos, sin: float32 [B, E / 2], of the new token's angles.
+      prompt, own: the caches. The new key and value are written at each sample's `own.lengths`, in place where the
+        caller gives the caches away.
+      norms: per-head norms, where the family has them.
+      paired: samples 2 i and 2 i + 1 continue the same prompt, so that the kernel may read it once for both.
+      config: a configuration of the kernel; None chooses one, or the plain path where the kernel does not run.
+
+    Returns:
+      [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions.
+
+    Raises:
+      ValueError: the given configuration does not take the shape.
+    """
+    B, E = q.shape[0], prompt.k.shape[-1]
+    H, K = q.shape[1] // E, prompt.k.shape[2]
+    runs = capability() == 90 and q.dtype == jnp.bfloat16 and E in HEAD_SIZES and H // K <= MAX_GROUP
+    if config is None and not runs:
+        return decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
+    N, P = prompt.k.shape[:2]
+    config = config or choose_attention(B, K, paired)
+    kernel = attention_kernel.build(B, H, K, E, N, P, own.k.shape[1], config, None if norms is None else norms.eps)
+    scales = [] if norms is None else [norms.q, norms.k]
+    positions = [prompt.of, prompt.lengths, own.lengths]
+    return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
+
+
+def choose_attention(B: int, K: int, paired: bool) -> AttentionConfig:
+    """The kernel's configuration: two samples to a unit where that still gives every multiprocessor several, then the
+    largest cluster that one wave holds, and small CTAs where several share a multiprocessor."""
+    slots = 2 if paired and B % 2 == 0 and 4 * RESIDENT[1] <= B // 2 * K else 1
+    units = B // slots * K
+    cluster = max((c for c in RESIDENT if units <= RESIDENT[c]), default=1)
+    return AttentionConfig(slots, cluster, warps=8 if units <= RESIDENT[1] else 4)
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of [..., E] by angles [..., E / 2], halves convention, in float32; x's dtype."""
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+def decode_attention_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    prompt: PromptKV,
+    own: OwnKV,
+    norms: HeadNorms | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`decode_attention` in plain JAX."""
+    B, (P, K, E), C = q.shape[0], prompt.k.shape[1:], own.k.shape[1]
+    q, k, v = (x.reshape(B, -1, E) for x in (q, k, v))
+    if norms is not None:
+        q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
+    q, k = (rotated(x, cos[:, None], sin[:, None]) for x in (q, k))
+    place = jnp.maximum(own.lengths, 0)
+    here = (jnp.arange(C) == place[:, None]) & (own.lengths >= 0)[:, None]
+    own_k, own_v = (
+        jnp.where(here[:, :, None, None], new[:, None], old).astype(old.dtype) for old, new in ((own.k, k), (own.v, v))
+    )
+    keys, values = (
+        jnp.concatenate([shared[prompt.of], mine], axis=1) for shared, mine in ((prompt.k, own_k), (prompt.v, own_v))
+    )
+    live = jnp.concatenate(
+        [jnp.arange(P) < prompt.lengths[:, None], jnp.arange(C) <= own.lengths[:, None]], axis=1
+    )  # [B, P + C]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bkqe,bpke->bkqp", q.reshape(B, K, -1, E), keys, preferred_element_type=wide)
+    scores = jnp.where(live[:, None, None], scores * E**-0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.einsum("bkqp,bpke->bkqe", weights, values).reshape(B, -1)
+    return jnp.where((own.lengths >= 0)[:, None], out, 0), own_k, own_v

@@ -1,0 +1,127 @@
+"""What a warp of the attention kernel reads (see attention_kernel.py): its samples' lengths, where their context lies,
+and the queries and the new key, normed and rotated on the way."""
+
+import functools
+
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from .attention_plan import KEYS, AttentionPlan
+
+
+class AttentionInputs:
+    """One warp's view of the kernel's arguments."""
+
+    def __init__(self, plan: AttentionPlan, refs, eps: float):
+        self.plan, self.eps = plan, eps
+        c = plan.config
+        *named, shared = refs
+        names = ["q", "k", "v", "cos", "sin", "prompt_k", "prompt_v", "prompt_of", "prompt_lengths", "own_lengths"]
+        names += ["q_norm", "k_norm"] if plan.has_norms else []
+        at = {name: mem.global_address(ref) for name, ref in zip([*names, "own_k", "own_v", "out"], named, strict=True)}
+        self.at = at
+        self.base = mem.shared_address(shared)
+        self.tid = p.sreg("tid.x")
+        self.lane = p.and_(self.tid, 31)
+        self.warp = p.uniform(p.shr(self.tid, 5))
+        self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
+        cta = p.sreg("ctaid.x")
+        self.rank, unit = p.rem(cta, c.cluster), p.div(cta, c.cluster)
+        self.head = p.rem(unit, plan.K)
+        first = p.mul(p.div(unit, plan.K), c.slots)
+        self.samples = [p.add(first, i) for i in range(c.slots)]
+        # What must come first is under way together: the queries before the lengths are looked at.
+        self.angles = [self.angles_of(sample) for sample in self.samples]
+        head = p.add(p.mul(self.head, plan.Q), p.minimum(self.g, plan.Q - 1))
+        self.query_rows = [
+            self.row_of(mem.wide_offset(at["q"], p.add(p.mul(sample, plan.H), head), plan.row_bytes))
+            for sample in self.samples
+        ]
+        lengths = [self.scalar("own_lengths", sample) for sample in self.samples]
+        self.live = [p.select(arith.cmpi(arith.CmpIPredicate.sge, n, p.i32(0)), 1, 0) for n in lengths]
+        self.own_lengths = [p.mul(n, alive) for n, alive in zip(lengths, self.live, strict=True)]
+        any_live = functools.reduce(arith.ori, self.live)
+        prompt = self.scalar("prompt_of", first)
+        self.prompt_length = p.mul(self.scalar("prompt_lengths", first), any_live)
+        head_bytes = p.mul(self.head, plan.row_bytes)
+        sample_stride, prompt_stride = (n * plan.K * plan.row_bytes for n in (plan.C, plan.P))
+        # Where the keys and the values of each region of the context begin: the prompt, then each sample's own.
+        places = [("prompt", prompt, prompt_stride)] + [("own", sample, sample_stride) for sample in self.samples]
+        self.regions = [
+            [mem.offset(mem.wide_offset(at[f"{part}_{kv}"], index, stride), head_bytes) for kv in "kv"]
+            for part, index, stride in places
+        ]  # fmt: skip
+        self.lengths = [self.prompt_length, *self.own_lengths]
+        self.tiles = [p.shr(p.add(n, KEYS - 1), 4) for n in self.lengths]
+        self.ring = p.add(self.base, p.mul(self.warp, plan.ring_bytes))
+
+    def scalar(self, name: str, index):
+        return mem.load_global_b32(mem.offset(self.at[name], p.mul(index, 4)), 0)
+
+    def region(self, index):
+        """Which region a tile of the unit's list belongs to, its keys' and values' addresses, length, and first key."""
+        *addresses, length = [*self.regions[0], self.lengths[0]]
+        which, first = p.i32(0), p.i32(0)
+        before = self.tiles[0]
+        for i in range(1, len(self.regions)):
+            past = p.lt(index, before)  # then the region found so far stays
+            new = [*self.regions[i], self.lengths[i]]
+            *addresses, length = [arith.select(past, a, b) for a, b in zip([*addresses, length], new, strict=True)]
+            which, first = p.select(past, which, i), p.select(past, first, before)
+            before = p.add(before, self.tiles[i])
+        return which, addresses, length, p.mul(p.sub(index, first), KEYS)
+
+    def row_of(self, address):
+        """This lane's numbers of a row of E BF16 ones, as float32: [chunk][8]."""
+        out = []
+        for chunk in range(self.plan.E // 32):
+            words = mem.load_global_v4(mem.offset(address, p.mul(self.t, 16)), 64 * chunk)
+            out.append([value for word in words for value in p.unpack_bf16(word)])
+        return out
+
+    def _floats(self, address, chunks: int):
+        """The same of a float32 row."""
+        lane = mem.offset(address, p.mul(self.t, 32))
+        quads = [mem.load_global_f32x4(lane, 128 * chunk + 16 * half) for chunk in range(chunks) for half in range(2)]
+        return [quads[2 * chunk] + quads[2 * chunk + 1] for chunk in range(chunks)]
+
+    def prepared(self, row, norm: str, angles):
+        """Norm and rotation of a row of queries or keys, as packed BF16 words [chunk][4]."""
+        plan = self.plan
+        chunks = plan.E // 32
+        if plan.has_norms:
+            squares = [arith.mulf(x, x) for chunk in row for x in chunk]
+            total = p.over_quad(arith.addf, functools.reduce(arith.addf, squares))
+            mean = arith.addf(arith.mulf(total, p.f32(1 / plan.E)), p.f32(self.eps))
+            inverse = p.rsqrt(mean)
+            scales = self._floats(self.at[norm], chunks)
+            row = [
+                [p.round_bf16(arith.mulf(arith.mulf(x, inverse), w)) for x, w in zip(*pair, strict=True)]
+                for pair in zip(row, scales, strict=True)
+            ]
+        cos, sin = angles
+        half = chunks // 2
+        out = [[None] * 8 for _ in range(chunks)]
+        for chunk in range(half):
+            for j in range(8):
+                a, b, co, si = row[chunk][j], row[chunk + half][j], cos[chunk][j], sin[chunk][j]
+                out[chunk][j] = arith.subf(arith.mulf(a, co), arith.mulf(b, si))
+                out[chunk + half][j] = arith.addf(arith.mulf(b, co), arith.mulf(a, si))
+        return [[p.pack_bf16(chunk[2 * j], chunk[2 * j + 1]) for j in range(4)] for chunk in out]
+
+    def angles_of(self, sample):
+        at = [mem.offset(self.at[name], p.mul(sample, 2 * self.plan.E)) for name in ("cos", "sin")]
+        return [self._floats(address, self.plan.E // 64) for address in at]
+
+    def query_fragments(self):
+        """The A operand of every k-step: row g is query head g of the first sample, row g + 8 of the second."""
+        plan = self.plan
+        rows = [self.prepared(row, "q_norm", angles) for row, angles in zip(self.query_rows, self.angles, strict=True)]
+        zero = p.i32(0)
+        second = rows[1] if len(rows) > 1 else [[zero] * 4] * (plan.E // 32)
+        return [
+            [row[chunk][2 * half + word] for word in range(2) for row in (rows[0], second)]
+            for chunk in range(plan.E // 32)
+            for half in range(2)
+        ]  # fmt: skip

@@ -1,0 +1,202 @@
+"""One decoding step's attention: a query per sample over its prompt's keys and values and over its own.
+
+Letters: B samples, H query heads, K key-value heads, Q = H / K query heads on each, E head size, N prompts of P slots,
+C slots of a completion.
+
+A cluster of CTAs does one unit, `slots` samples (with a common prompt) x one key-value head; their Q <= 8 queries each
+are the 16 rows of a tensor-core tile. The unit's context, first the prompt's tiles of 16 keys, then each sample's own,
+is dealt out to the warps of all CTAs in turn. A warp streams its tiles through a ring in shared memory (cp.async), and
+keeps a running maximum, sum and weighted sum of values (Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022,
+arXiv 2205.14135). Then the partial results meet, first in the CTA, then in the cluster, and are added in a fixed order.
+
+The queries and the step's own key come as the projections left them: their per-head norm (Qwen3) and their rotation
+happen here, and the step's key and value are written to the cache in place, which nothing else of this step reads.
+
+Fragments (m16n8k16; lane = 4 g + t): a row of E numbers is cut into chunks of 32; lane t holds numbers 8 t .. 8 t + 7
+of each chunk, the same for queries and keys, so that a lane's 16-byte load is two k-steps, and a rotation's two halves
+(E / 2 apart) are in one lane. Values come through ldmatrix, transposed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from .attention_plan import AttentionConfig, make_attention_plan
+from .attention_tiles import LOWEST, AttentionTiles
+
+
+class _Warp(AttentionTiles):
+    """One warp's program, from its share of the context to the outputs."""
+
+    def run(self):
+        plan, c = self.plan, self.plan.config
+        stride = c.cluster * c.warps
+        first = p.add(p.mul(self.rank, c.warps), self.warp)
+        total = functools.reduce(p.add, self.tiles)
+        count = p.select(p.lt(first, total), p.div(p.add(p.sub(total, first), stride - 1), stride), 0)
+        self.copy_places()
+        for d in range(c.depth - 1):
+            self.fetch(p.add(first, d * stride), p.lt(d, count), p.i32(d))
+            mem.copy_commit()
+        self.queries = self.query_fragments()
+        state = [p.f32(LOWEST), p.f32(0.0)] * c.slots + [p.f32(0.0)] * (plan.E // 2)
+        last = p.eq(p.add(first, 1), stride)  # of all warps it has the fewest tiles
+        state = p.if_values(last, lambda: self.newest(state), state)
+
+        def step(i, carry):
+            slot, spare, *state = carry
+            mem.copy_wait(c.depth - 2)
+            p.warp_sync()
+            ahead = p.add(i, c.depth - 1)
+            self.fetch(p.add(first, p.mul(ahead, stride)), p.lt(ahead, count), spare)
+            mem.copy_commit()
+            state = self.tile(p.add(first, p.mul(i, stride)), slot, state)
+            after = p.add(slot, 1)
+            return [p.select(p.eq(after, c.depth), 0, after), slot, *state]
+
+        state = p.for_range(0, count, 1, [p.i32(0), p.i32(c.depth - 1), *state], step)[2:]
+        mem.copy_wait_all()
+        p.warp_sync()
+        self.leave(state)
+        p.cta_sync()
+        self.merge_warps()
+        if c.cluster > 1:
+            p.cluster_sync()
+            self.merge_ctas()
+            p.cluster_sync()  # nobody leaves while another CTA may still read its shared memory
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def leave(self, state):
+        """This warp's partial result to the place of its ring."""
+        plan, c = self.plan, self.plan.config
+        for i in range(c.slots):
+            row = p.add(self.g, 8 * i)
+            at = p.add(p.add(self.ring, p.mul(row, plan.partial_stride)), p.mul(self.t, 8))
+            for d in range(plan.E // 8):
+                sums = state[2 * c.slots + 4 * d + 2 * i :][:2]
+                mem.store_shared_f32x2(p.add(at, 32 * d), sums)
+            total = p.over_quad(arith.addf, state[2 * i + 1])
+
+            def write(row=row, i=i, total=total):
+                at = p.add(self.ring, p.add(p.mul(row, 4), plan.rows * plan.partial_stride))
+                mem.store_shared_f32(at, state[2 * i], 0)
+                mem.store_shared_f32(at, total, 4 * plan.rows)
+
+            p.when(p.eq(self.t, 0), write)
+
+    def _joined(self, places, load, row, pair):
+        """Partial results of one output pair, added in order: (maximum, sum of weights, weighted sums)."""
+        plan = self.plan
+        heads = [p.add(place, p.add(p.mul(row, 4), plan.rows * plan.partial_stride)) for place in places]
+        tops = [load(head, 0) for head in heads]
+        totals = [load(head, 4 * plan.rows) for head in heads]
+        at = p.add(p.mul(row, plan.partial_stride), p.mul(pair, 8))
+        sums = [[load(p.add(place, at), 4 * e) for e in range(2)] for place in places]
+        top = functools.reduce(arith.maximumf, tops)
+        scales = [p.exp2(arith.subf(t, top)) for t in tops]
+        total, a, b = (
+            functools.reduce(arith.addf, [arith.mulf(s, v) for s, v in zip(scales, values, strict=True)])
+            for values in (totals, [s[0] for s in sums], [s[1] for s in sums])
+        )
+        return top, total, [a, b]
+
+    def merge_warps(self):
+        """The CTA's warps' results become one; alone, it is the output."""
+        plan, c = self.plan, self.plan.config
+        pairs = plan.E // 2
+        places = [p.add(self.base, w * plan.ring_bytes) for w in range(c.warps)]
+
+        def one(index, _):
+            row, pair = p.div(index, pairs), p.rem(index, pairs)
+            top, total, sums = self._joined(places, mem.load_shared_f32, row, pair)
+            if c.cluster == 1:
+                self.store(row, pair, total, sums)
+                return []
+            merged = p.add(self.base, plan.merged_at)
+            mem.store_shared_f32x2(p.add(merged, p.add(p.mul(row, plan.partial_stride), p.mul(pair, 8))), sums)
+
+            def write():
+                at = p.add(merged, p.add(p.mul(row, 4), plan.rows * plan.partial_stride))
+                mem.store_shared_f32(at, top, 0)
+                mem.store_shared_f32(at, total, 4 * plan.rows)
+
+            p.when(p.eq(pair, 0), write)
+            return []
+
+        p.for_range(self.tid, plan.rows * pairs, c.warps * 32, [], one)
+
+    def merge_ctas(self):
+        """Each CTA adds up an equal share of the cluster's outputs."""
+        plan, c = self.plan, self.plan.config
+        pairs = plan.E // 2
+        places = [mem.map_rank(p.add(self.base, plan.merged_at), p.i32(r)) for r in range(c.cluster)]
+
+        def one(index, _):
+            row, pair = p.div(index, pairs), p.rem(index, pairs)
+            _, total, sums = self._joined(places, mem.load_cluster_f32, row, pair)
+            self.store(row, pair, total, sums)
+            return []
+
+        first = p.add(p.mul(self.rank, c.warps * 32), self.tid)
+        p.for_range(first, plan.rows * pairs, c.cluster * c.warps * 32, [], one)
+
+    def store(self, row, pair, total, sums):
+        """A pair of outputs; zeros for a sample that has ended."""
+        plan, c = self.plan, self.plan.config
+        head, i = p.and_(row, 7), p.shr(row, 3)
+        sample = p.add(self.samples[0], i) if c.slots > 1 else self.samples[0]
+
+        def write():
+            inverse = arith.divf(p.f32(1.0), arith.maximumf(total, p.f32(1e-30)))
+            index = p.add(p.mul(sample, plan.H), p.add(p.mul(self.head, plan.Q), head))
+            at = mem.offset(mem.wide_offset(self.at["out"], index, plan.row_bytes), p.mul(pair, 4))
+            mem.store_global_bf16x2(at, *(arith.mulf(s, inverse) for s in sums))
+
+        p.when(p.lt(head, plan.Q), write)
+
+
+@functools.cache
+def build(B: int, H: int, K: int, E: int, N: int, P: int, C: int, config: AttentionConfig, eps: float | None = None):
+    """The kernel as a function (q [B, H * E], k [B, K * E], v [B, K * E], cos [B, E / 2], sin [B, E / 2],
+    prompt_k [N, P, K, E], prompt_v, prompt_of [B], prompt_lengths [B], own_lengths [B], [q_norm [E], k_norm [E]],
+    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` comes with the norms.
+    """
+    plan = make_attention_plan(B, H, K, E, N, P, C, eps is not None, config)
+    count = 14 + (2 if plan.has_norms else 0)
+
+    def decode_attention(*refs):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)
+        def body(ctx, *refs):
+            _Warp(plan, refs, eps or 0.0).run()
+
+        body(*refs)
+
+    call = plgpu.kernel(
+        decode_attention,
+        out_type=jax.ShapeDtypeStruct((B, H * E), jnp.bfloat16),
+        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
+        grid=(plan.units * K,),
+        grid_names=("units",),
+        cluster=(config.cluster,),
+        cluster_names=("rank",),
+        num_threads=config.warps // 4,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+
+    def run(*arrays):
+        *inputs, own_k, own_v = arrays
+        own_k, own_v = jax.new_ref(own_k), jax.new_ref(own_v)
+        out = call(*inputs, own_k, own_v)
+        return out, jax.freeze(own_k), jax.freeze(own_v)
+
+    return jax.jit(run)

@@ -1,0 +1,102 @@
+"""How the decode attention kernel cuts its work: the configuration, and the shared memory that it needs."""
+
+import dataclasses
+
+from .stream_plan import RESIDENT, SMEM_LIMIT
+
+KEYS = 16  # keys of a tile, the depth of one tensor-core step over them
+HEAD_SIZES = (64, 128)
+MAX_GROUP = 8  # query heads of one key-value head: half of the 16 rows of a tensor-core tile
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """One cut of the work.
+
+    Attributes:
+      slots: samples whose queries share a tensor-core tile and read their common prompt together, 1 or 2.
+      cluster: CTAs that split the context of a unit (those slots, one key-value head).
+      warps: warps of a CTA, which split it further; a multiple of 4.
+      depth: tiles of 16 keys in a warp's ring.
+    """
+
+    slots: int = 1
+    cluster: int = 1
+    warps: int = 8
+    depth: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """Shapes (see attention_kernel.py for the letters) and places in shared memory, in bytes."""
+
+    B: int
+    H: int
+    K: int
+    E: int
+    N: int
+    P: int
+    C: int
+    has_norms: bool
+    config: AttentionConfig
+
+    @property
+    def Q(self) -> int:
+        return self.H // self.K
+
+    @property
+    def units(self) -> int:
+        return self.B // self.config.slots
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.E
+
+    @property
+    def tile_bytes(self) -> int:
+        """Keys and values of one tile."""
+        return 2 * KEYS * self.row_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """A warp's ring; its partial result takes the ring's place at the end."""
+        return max(self.config.depth * self.tile_bytes, self.partial_bytes)
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.config.slots
+
+    @property
+    def partial_stride(self) -> int:
+        return 4 * (self.E + 8)  # 8 more floats: then the 8 rows of a tile fall in different banks
+
+    @property
+    def partial_bytes(self) -> int:
+        """Weighted sums [rows, E + 8], then maxima and sums of weights [2, rows], in float32."""
+        return self.rows * self.partial_stride + 8 * self.rows
+
+    @property
+    def merged_at(self) -> int:
+        return self.config.warps * self.ring_bytes
+
+    @property
+    def total(self) -> int:
+        return self.merged_at + self.partial_bytes
+
+
+def make_attention_plan(
+    B: int, H: int, K: int, E: int, N: int, P: int, C: int, has_norms: bool, config: AttentionConfig
+) -> AttentionPlan:
+    """Raises ValueError naming the constraint when the kernel does not take the shape."""
+    if E not in HEAD_SIZES:
+        raise ValueError(f"head size {E}: the kernel takes {HEAD_SIZES}")
+    if H % K or H // K > MAX_GROUP:
+        raise ValueError(f"{H} query heads on {K} key-value heads: the kernel takes up to {MAX_GROUP} on each")
+    if config.slots not in (1, 2) or B % config.slots:
+        raise ValueError(f"slots must be 1, or 2 with an even number of samples; got {config.slots} and B = {B}")
+    if config.warps % 4 or not 4 <= config.warps <= 32 or config.depth < 2 or config.cluster not in RESIDENT:
+        raise ValueError(f"{config}: warps must be 4, 8, .. 32, depth at least 2, cluster one of {list(RESIDENT)}")
+    plan = AttentionPlan(B, H, K, E, N, P, C, has_norms, config)
+    if plan.total > SMEM_LIMIT:
+        raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
+    return plan
