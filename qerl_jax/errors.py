@@ -8,6 +8,14 @@ class UserError(ValueError):
     """What was wrong, where, what is allowed and what to do. The command line prints it without a traceback."""
 
 
+def shown(value: object, length: int = 200) -> str:
+    """Text from a file for a message: on one line whatever is in it, and cut where it is long."""
+    text = str(value)
+    if len(text) > length:
+        text = f"{text[:length]}..."
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string when none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -21,7 +21,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
+from qerl_jax.models.files import file_size, parse_json
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)
@@ -61,6 +62,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
       UserError: the file is missing, or not a well-formed safetensors file of exactly the length its header states.
     """
     path = Path(path)
+    file_size(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -116,8 +118,8 @@ def _header(path: Path, data: Any, size: int) -> tuple[dict[str, dict[str, Any]]
     if length > min(_MAX_HEADER, size - 8):
         raise refuse(f"its header claims {length} bytes; the file has {size}, and a header at most {_MAX_HEADER}")
     try:
-        header = json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        header = parse_json(data[8 : 8 + length])
+    except ValueError as error:
         raise refuse(f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise refuse("its header is not a JSON object")
@@ -126,10 +128,12 @@ def _header(path: Path, data: Any, size: int) -> tuple[dict[str, dict[str, Any]]
     expected = 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1])):
         if (problem := _problem(entry, available)) is not None:
-            raise refuse(f"tensor {name}: {problem}")
+            raise refuse(f"tensor {shown(name)}: {problem}")
         begin, end = entry["data_offsets"]
         if begin != expected:
-            raise refuse(f"tensor {name} begins at byte {begin}; expected {expected}, where the one before it ends")
+            raise refuse(
+                f"tensor {shown(name)} begins at byte {begin}; expected {expected}, where the one before it ends"
+            )
         expected = end
     if expected != available:
         raise refuse(f"its tensors have {expected} bytes by the header; the file has {available} for them")
@@ -142,13 +146,6 @@ def _lookalike(begin: bytes) -> str:
     if begin[:1] == b"\x80" and begin[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and begin[8:9] != b"{":
         return f"; {_PICKLE}"
     return next((f"; {hint}" for start, hint in _LOOKALIKES.items() if begin.startswith(start)), "")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _is_sizes(value: Any) -> bool:
@@ -166,14 +163,14 @@ def _offsets(entry: Any) -> tuple[int, int]:
 def _problem(entry: Any, available: int) -> str | None:
     """What is wrong with one entry of the header."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        return f"expected dtype, shape and data_offsets; found {str(entry)[:100]}"
+        return f"expected dtype, shape and data_offsets; found {shown(entry, 100)}"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        return f"dtype is {str(dtype)[:100]!r}; known are {', '.join(DTYPES)}"
+        return f"dtype is '{shown(dtype, 100)}'; known are {', '.join(DTYPES)}"
     if not _is_sizes(shape) or len(shape) > 32:
-        return f"shape is {str(shape)[:100]}; expected a list of sizes"
+        return f"shape is {shown(shape, 100)}; expected a list of sizes"
     if not _is_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
-        return f"data_offsets are {str(offsets)[:100]}; expected two within the {available} bytes of the file"
+        return f"data_offsets are {shown(offsets, 100)}; expected two within the {available} bytes of the file"
     stated, needed = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
     if stated != needed:
         return f"{dtype}{shape} needs {needed} bytes; data_offsets give {stated}"

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest, shown
+from qerl_jax.models.files import file_size, parse_json
 from qerl_jax.models.safetensors import read_safetensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +30,7 @@ GENERATION_CONFIG = "generation_config.json"
 # Tensors by name: the file and a view of its bytes.
 Tensors = dict[str, tuple[Path, np.ndarray]]
 
+_MAX_JSON = 200_000_000  # the largest tokenizer.json is a fifth of it
 _BUILTIN = "builtin:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -94,13 +96,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       UserError: the file is missing, unreadable, or holds something else.
     """
+    size = file_size(path)
+    if size > _MAX_JSON:
+        raise UserError(f"{path}: expected a JSON file of at most {_MAX_JSON} bytes, found {size}")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
+        value = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -128,20 +131,29 @@ def open_tensors(folder: Path) -> Tensors:
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: weight_map is missing; expected an object of tensor and file names")
     tensors: Tensors = {}
+    if not weight_map:
+        raise UserError(f"{index}: weight_map is empty; expected an object of tensor and file names")
     for shard in sorted({_shard_name(index, value) for value in weight_map.values()}):
         if not (folder / shard).is_file():
             raise UserError(f"{folder / shard} is missing; {index.name} names it")
         for name, array in read_safetensors(folder / shard).items():
-            if weight_map.get(name) != shard:
-                raise UserError(f"{folder / shard}: holds tensor {name}; {index.name} has it in {weight_map.get(name)}")
+            if (said := weight_map.get(name)) != shard:
+                raise UserError(f"{folder / shard}: holds tensor {shown(name)}; {index.name} has it in {said}")
             tensors[name] = (folder / shard, array)
     for name, shard in weight_map.items():
         if name not in tensors:
-            raise UserError(f"{folder / shard}: tensor {name} is missing; {index.name} says it is there")
+            raise UserError(f"{folder / shard}: tensor {shown(name)} is missing; {index.name} says it is there")
     return tensors
 
 
 def _shard_name(index: Path, value: Any) -> str:
-    if not isinstance(value, str) or Path(value).name != value or not value.endswith(".safetensors"):
-        raise UserError(f"{index}: {value!r} is not allowed; expected the name of a .safetensors file beside it")
+    if (
+        not isinstance(value, str)
+        or not value.endswith(".safetensors")
+        or not value.isprintable()
+        or Path(value).name != value
+    ):
+        raise UserError(
+            f"{index}: {shown(repr(value))} is not allowed; expected the name of a .safetensors file beside it"
+        )
     return value

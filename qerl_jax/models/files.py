@@ -1,0 +1,48 @@
+"""Files from elsewhere, before anything in them is believed: what they are, how long, and whether they are JSON."""
+
+import collections
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.errors import UserError, shown
+
+
+def file_size(path: Path) -> int:
+    """Bytes of an ordinary file. Reading from a pipe or a device might never end.
+
+    Raises:
+      UserError: there is none, or something else stands there.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(status.st_mode):
+        found = "folder" if stat.S_ISDIR(status.st_mode) else "pipe, socket or device"
+        raise UserError(f"{path}: cannot be read (expected a file, found a {found})")
+    return status.st_size
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text in UTF-8, in which no object has a name twice.
+
+    Raises:
+      ValueError: it is something else; the message is one line and says what.
+    """
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(shown(error)) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return found
