@@ -53,16 +53,16 @@ def test_help_is_quick_because_it_does_not_import_jax():
     code = "import sys, qerl_jax.cli as c\ntry: c.main(['--help'])\nfinally: print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False\n")
-    for command in ("train", "generate", "evaluate", "plot"):
+    for command in ("train", "generate", "evaluate", "plot", "quantize"):
         assert command in result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "plot"])
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "plot", "quantize"])
 def test_help_of_each_command_gives_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
-    assert f"  qerl {command} runs/quickstart" in capsys.readouterr().out or command == "train"
+    assert f"  qerl {command}" in capsys.readouterr().out.split("example")[1]
 
 
 def test_train_takes_config_overrides_and_switches_in_any_order(calls):

@@ -1,0 +1,57 @@
+"""`qerl quantize`: a model's folder with 4-bit weights."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from qerl_jax.commands.command import add_command
+
+if TYPE_CHECKING:
+    from qerl_jax.commands.command import Commands
+
+_DESCRIPTION = """\
+Writes a model with NVFP4 linear layers, as a compressed-tensors folder that qerl, transformers and vLLM read. --method
+rtn rounds every weight to nearest, as `qerl train` does when it loads a plain model; awq first searches scales for the
+input channels, on calibration text, that lower the error of what the layers compute. Errors of every layer, perplexity
+and entropy of held-out text go to DST/quantization_report.json, and a table is printed. Layers are read, quantized and
+written one at a time; the same command continues one that was interrupted.
+"""
+_EXAMPLES = """\
+examples:
+  qerl quantize Qwen/Qwen2.5-7B-Instruct qwen2.5-7b-nvfp4
+  qerl quantize Qwen/Qwen2.5-7B-Instruct qwen2.5-7b-awq --method awq --calibration thoughts.jsonl --length 2048
+  qerl quantize builtin:quickstart quickstart-awq --method awq
+"""
+
+
+def add(commands: "Commands") -> None:
+    """Adds the command's parser."""
+    parser = add_command(commands, "quantize", "write a model with 4-bit weights", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("source", metavar="SRC", help="a model with plain weights: folder, hub name or builtin:NAME")
+    parser.add_argument("destination", metavar="DST", help="the folder to write")
+    parser.add_argument("--format", default="nvfp4", metavar="NAME", help="weight format: nvfp4 (the default)")
+    parser.add_argument("--method", default="rtn", metavar="NAME", help="rtn (the default) or awq")
+    parser.add_argument(
+        "--calibration", metavar="FILE.jsonl", help="rows with `text`, `messages`, or `prompt` and `completion`"
+    )
+    parser.add_argument("--sequences", type=int, metavar="N", help="rows of it to take (default: 256, or all it has)")
+    parser.add_argument("--length", type=int, metavar="N", help="most tokens of a row (default: 2048)")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a line for each layer to standard error, and the table."""
+    from qerl_jax.quantization import quantize_folder
+    from qerl_jax.quantization.report import table
+
+    report = quantize_folder(
+        arguments.source,
+        arguments.destination,
+        arguments.format,
+        arguments.method,
+        arguments.calibration,
+        arguments.sequences,
+        arguments.length,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(table(report))

@@ -1,0 +1,187 @@
+"""AWQ: scales that move quantization error to the input channels that matter least (Lin et al. 2023, arXiv 2306.00978).
+
+A weight W [N, K] is quantized as Q(W diag(s)) and its inputs are divided by s, which a preceding operation does for
+free: the network's function stays the same, and the error of channel k weighs 1 / s_k. Four places can take a scale:
+
+    input_norm -> q, k, v        v -> o        post_attention_norm -> gate, up        up -> down
+
+The norm's scale, or the rows of v or up and their bias, are divided by s. v's channels are shared by all query heads
+of its group, so s is one per key-value head and channel, from the mean over the heads that read it.
+
+The scale is searched per place: s = x^a / u^(1-a) or x^a, a = 0, 0.05, ..., 0.95, with x the mean magnitude of the
+input channel and u the weights' mean magnitude there, each 16 inputs relative to their largest (the `duo` scaling of
+llm-compressor). The best has the least sum of relative squared output errors of the place's projections, on all
+calibration tokens (see `observation`). v and up are quantized with the rows that o and down gave them.
+
+Files hold norm scales and biases in 16 bit, where w / s would be rounded and the function with it. So s is moved to
+where w / s is a number of that type: by at most its rounding, and the folder's function is unchanged to float32.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.formats import NVFP4Weight, dequantize, global_scale, quantize_nvfp4
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import Layer
+from qerl_jax.quantization.observation import GROUPS, Seen, squared_output
+
+GRID = 20
+# What divides by a scale in place of a projection's inputs, beside the rows of v and up.
+_VECTORS = ("input_norm", "post_attention_norm", "v_bias", "up_bias")
+_BLOCK = 16
+
+
+class Choice(NamedTuple):
+    """The scale of one place: s by input channel of the group [K], and how it was found."""
+
+    columns: np.ndarray
+    alpha: float
+    duo: bool
+
+
+class Smoothed(NamedTuple):
+    """A layer after the search.
+
+    Attributes:
+      layer: packed projections, and the norm scales and biases that took the scales, in the dtypes they came in.
+      plain: what the packed projections stand for in the clean layer's own coordinates, float32 [N, K] by name.
+      rows: what the rows of each projection were divided by [N], 1 where nothing was.
+      choices: by group.
+    """
+
+    layer: Layer
+    plain: dict[str, jax.Array]
+    rows: dict[str, np.ndarray]
+    choices: dict[str, Choice]
+
+
+def candidates(x_K: np.ndarray, u_K: np.ndarray) -> list[tuple[np.ndarray, float, bool]]:
+    """The scales [K] to try, each with its exponent and whether it counts the weights too.
+
+    Args:
+      x_K: mean magnitude of each input channel.
+      u_K: mean relative magnitude of the weights that read it.
+    """
+    live = (x_K > 0) & (u_K > 0)
+    result = []
+    for duo in (False, True):
+        for alpha in np.arange(GRID) / GRID:
+            scale = np.ones(x_K.shape, np.float64)
+            scale[live] = x_K[live] ** alpha / (u_K[live] ** (1 - alpha) if duo else 1)
+            if live.any():
+                scale[live] /= np.sqrt(scale[live].max() * scale[live].min())
+            result.append((scale, float(alpha), duo))
+    return result
+
+
+def representable(scale: np.ndarray, vector: np.ndarray | None) -> np.ndarray:
+    """The scale nearest to `scale` for which vector / scale is a number of the vector's own dtype; 1 where there is
+    none (a vector's entry 0, or one that would become 0)."""
+    if vector is None:
+        return scale.astype(np.float32)
+    wide = vector.astype(np.float64)
+    divided = (wide / scale).astype(vector.dtype).astype(np.float64)
+    usable = (divided != 0) & np.isfinite(divided)
+    return np.where(usable, wide / np.where(usable, divided, 1), 1).astype(np.float32)
+
+
+@jax.jit
+def _relative_magnitude(weights: list[jax.Array]) -> jax.Array:
+    """Mean over all rows of |w| / (largest |w| of its 16 inputs), float32 [K]."""
+    w_NK = jnp.abs(jnp.concatenate([weight.astype(jnp.float32) for weight in weights]))
+    blocks = w_NK.reshape(w_NK.shape[0], -1, _BLOCK)
+    largest = blocks.max(-1, keepdims=True)
+    return jnp.mean(blocks / jnp.where(largest > 0, largest, 1), axis=0).reshape(-1)
+
+
+def _pack(
+    weights: Mapping[str, jax.Array], columns_K: jax.Array, rows: Mapping[str, jax.Array]
+) -> dict[str, tuple[NVFP4Weight, jax.Array]]:
+    """By name Q(W * columns / rows), under one global scale, and what it stands for in W's coordinates."""
+    scaled = {name: w.astype(jnp.float32) * columns_K / rows[name][:, None] for name, w in weights.items()}
+    shared = global_scale(jnp.max(jnp.stack([jnp.abs(w).max() for w in scaled.values()])), jnp.dtype(jnp.float32))
+    packed = {name: quantize_nvfp4(w, shared) for name, w in scaled.items()}
+    return {
+        name: (weight, dequantize(weight, jnp.dtype(jnp.float32)) * rows[name][:, None] / columns_K)
+        for name, weight in packed.items()
+    }
+
+
+@jax.jit
+def _losses(
+    weights: dict[str, jax.Array], rows: dict[str, jax.Array], gram_KK: jax.Array, columns_CK: jax.Array
+) -> jax.Array:
+    """For each candidate, the sum over the projections of ||X W^T - X V^T||^2 / ||X W^T||^2 [C]."""
+    whole = {name: squared_output(w, gram_KK) for name, w in weights.items()}
+
+    def loss(columns_K: jax.Array) -> jax.Array:
+        packed = _pack(weights, columns_K, rows)
+        errors = [
+            squared_output(weights[name].astype(jnp.float32) - plain, gram_KK) / jnp.maximum(whole[name], 1e-30)
+            for name, (_, plain) in packed.items()
+        ]
+        return jnp.sum(jnp.stack(errors))
+
+    return jax.lax.map(loss, columns_CK)
+
+
+_pack_once = jax.jit(_pack)
+
+
+def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoothed:
+    """Searches the scales of one layer and quantizes it.
+
+    Args:
+      config: the network's.
+      layer: plain projections; norm scales and biases in the dtype that the file will hold them in.
+      seen: the inputs of the groups.
+    """
+    weights = {group: {name: getattr(layer, name) for name in names} for group, names in GROUPS.items()}
+    rows = {name: np.ones(getattr(layer, name).shape[0], np.float32) for names in GROUPS.values() for name in names}
+    vectors = {name: np.asarray(value) for name in _VECTORS if (value := getattr(layer, name, None)) is not None}
+    Q = config.num_attention_heads // config.num_key_value_heads
+    choices: dict[str, Choice] = {}
+
+    def to_channels(values_K: np.ndarray) -> np.ndarray:
+        """o's inputs -> v's outputs: the mean over the query heads that share a key-value head."""
+        return values_K.reshape(config.num_key_value_heads, Q, config.head_dim).mean(axis=1).reshape(-1)
+
+    def to_inputs(channels: np.ndarray) -> np.ndarray:
+        """v's outputs -> o's inputs."""
+        heads = channels.reshape(config.num_key_value_heads, 1, config.head_dim)
+        return np.broadcast_to(heads, (config.num_key_value_heads, Q, config.head_dim)).reshape(-1)
+
+    def search(group: str, source: str) -> np.ndarray:
+        """Chooses the group's scale, which divides the vector `source` where there is one; returns it by channel of
+        what takes it."""
+        shared = group == "o_proj"
+        x_K = np.asarray(seen[group].magnitude, np.float64) / max(float(seen[group].tokens), 1.0)
+        u_K = np.asarray(_relative_magnitude(list(weights[group].values())), np.float64)
+        tried = candidates(to_channels(x_K), to_channels(u_K)) if shared else candidates(x_K, u_K)
+        scales = [representable(scale, vectors.get(source)) for scale, _, _ in tried]
+        columns_CK = np.stack([to_inputs(scale) if shared else scale for scale in scales])
+        own_rows = {name: rows[name] for name in weights[group]}
+        losses = np.asarray(_losses(weights[group], own_rows, seen[group].gram, columns_CK))
+        best = int(np.argmin(losses))
+        _, alpha, duo = tried[best]
+        choices[group] = Choice(columns_CK[best], alpha, duo)
+        return scales[best]
+
+    taken = {"v_bias": search("o_proj", "v_bias"), "up_bias": search("down_proj", "up_bias")}
+    rows["v_proj"], rows["up_proj"] = taken["v_bias"], taken["up_bias"]
+    taken["input_norm"] = search("q_proj", "input_norm")
+    taken["post_attention_norm"] = search("gate_proj", "post_attention_norm")
+    changed: dict[str, Any] = {
+        name: jnp.asarray((vector.astype(np.float64) / taken[name]).astype(vector.dtype))
+        for name, vector in vectors.items()
+    }
+    plain: dict[str, jax.Array] = {}
+    for group, members in weights.items():
+        packed = _pack_once(members, choices[group].columns, {name: rows[name] for name in members})
+        for name, (weight, dense) in packed.items():
+            changed[name], plain[name] = weight, dense
+    return Smoothed(layer.replace(**changed), plain, rows, choices)

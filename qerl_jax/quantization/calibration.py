@@ -1,0 +1,170 @@
+"""Calibration text as token ids: one document a row, cut to a length, padded on the right and never packed.
+
+Documents are not joined: a policy has seen each at the beginning of a row, and so do its activations here. Rows of the
+file are taken evenly over its whole length. Every eighth row is held out: scales are searched without it, and errors,
+perplexity and entropy are also measured on it: of all tokens, or of the completion where a row has one.
+
+    {"text": ...}                        as the tokenizer encodes a text
+    {"messages": [{"role": ..., "content": ...}, ...]}   a whole conversation through the chat template
+    {"prompt": text or messages, "completion": text}     a prompt as training encodes it, and what follows (optional)
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+
+from qerl_jax.data import arithmetic
+from qerl_jax.data.prompts import Prompt, prompt_ids
+from qerl_jax.errors import UserError
+from qerl_jax.models.tokenizer import Tokenizer
+
+ARITHMETIC = "arithmetic"
+DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 2048
+_HELD_OUT = 8  # one row in so many
+_COLUMNS = ("text", "messages", "prompt")
+
+
+class Rows(NamedTuple):
+    """Token ids [S, L] int32, and of each row [S] int32 the length and the first token that perplexity counts."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
+
+
+# Token ids of one row, and the first that counts.
+Document = tuple[list[int], int]
+
+
+class Calibration(NamedTuple):
+    """The rows that scales are searched on, those that are held out, and a description for the report."""
+
+    search: Rows
+    held_out: Rows
+    description: dict[str, Any]
+
+
+def load_calibration(
+    source: str, tokenizer: Tokenizer, sequences: int | None, length: int | None, max_length: int
+) -> Calibration:
+    """Reads calibration text.
+
+    Args:
+      source: a .jsonl file, or `arithmetic` for the problems that the shipped policy was made with.
+      tokenizer: the model's.
+      sequences: rows to take; None takes 256, or all where the file has fewer.
+      length: most tokens of a row; None takes 2048, or `max_length` where that is less.
+      max_length: positions that the network has.
+
+    Raises:
+      UserError: naming the file and line, or the option, what was found and what is allowed.
+    """
+    if sequences is not None and sequences < 2:
+        raise UserError(f"--sequences is {sequences}; allowed: 2 or more (one is held out)")
+    if length is not None and not 2 <= length <= max_length:
+        raise UserError(f"--length is {length}; allowed: 2 to {max_length}, the positions that the network has")
+    length = min(DEFAULT_LENGTH, max_length) if length is None else length
+    if source == ARITHMETIC:
+        documents = _arithmetic(tokenizer, sequences or DEFAULT_SEQUENCES)
+    else:
+        documents = _jsonl(Path(source), tokenizer, sequences)
+    lengths = np.asarray([min(length, len(ids)) for ids, _ in documents], np.int32)
+    starts = np.asarray([start for _, start in documents], np.int32)
+    tokens = np.zeros((len(documents), lengths.max()), np.int32)
+    for row, (ids, _) in zip(tokens, documents, strict=True):
+        row[: len(ids)] = ids[: len(row)]
+    held = np.arange(len(documents)) % _HELD_OUT == min(_HELD_OUT, len(documents)) - 1
+    if not (lengths > starts)[held].any():
+        raise UserError(f"{source}: the held-out rows have no token of a completion within --length {length}")
+    description = {
+        "source": source,
+        "sequences": int((~held).sum()),
+        "held_out_sequences": int(held.sum()),
+        "length": length,
+        "tokens": int(lengths[~held].sum()),
+        "held_out_tokens": int(lengths[held].sum()),
+        "sha256": hashlib.sha256(b"".join(array.tobytes() for array in (tokens, lengths, starts))).hexdigest(),
+    }
+    search, held_out = (Rows(tokens[part], lengths[part], starts[part]) for part in (~held, held))
+    return Calibration(search, held_out, description)
+
+
+def _arithmetic(tokenizer: Tokenizer, count: int) -> list[Document]:
+    """Problems of the split that the shipped policy was made with: half of them worked, half answered directly, among
+    the held-out ones too."""
+    problems = arithmetic.generate(0, "pretrain", np.arange(count))
+    prompts = arithmetic.texts(arithmetic.prompt_pieces(problems))
+    worked, direct = (arithmetic.texts(of(problems)) for of in (arithmetic.worked_pieces, arithmetic.direct_pieces))
+    end = tokenizer.eos_token or ""
+    return [_joined(tokenizer, prompts[i], (worked, direct)[(i + i // _HELD_OUT) % 2][i] + end) for i in range(count)]
+
+
+def _joined(tokenizer: Tokenizer, prompt: Prompt, completion: str) -> Document:
+    before = prompt_ids(tokenizer, prompt)
+    return before + tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"], max(1, len(before))
+
+
+def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Document]:
+    """Documents of a file, by evenly spaced lines."""
+    if path.suffix not in (".jsonl", ".ndjson"):
+        raise UserError(f"--calibration is {path}; allowed: a .jsonl file, or {ARITHMETIC}")
+    try:
+        lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(lines) < max(2, sequences or 0):
+        raise UserError(f"{path}: has {len(lines)} rows; expected {max(2, sequences or 0)} or more (--sequences)")
+    count = min(DEFAULT_SEQUENCES, len(lines)) if sequences is None else sequences
+    chosen = [lines[i * len(lines) // count] for i in range(count)]
+    return [_document(line, f"{path}, line {number}", tokenizer) for number, line in chosen]
+
+
+def _document(line: bytes, where: str, tokenizer: Tokenizer) -> Document:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise UserError(f"{where}: not JSON ({error})") from None
+    if not isinstance(row, dict) or sum(name in row for name in _COLUMNS) != 1:
+        found = ", ".join(map(repr, row)) or "none" if isinstance(row, dict) else type(row).__name__
+        raise UserError(f"{where}: expected a JSON object with one of the columns {', '.join(_COLUMNS)}; found {found}")
+    ids, start = _encode(row, where, tokenizer)
+    if len(ids) < 2:
+        raise UserError(f"{where}: has {len(ids)} tokens; expected 2 or more")
+    return ids, start
+
+
+def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document:
+    def text(name: str) -> str:
+        if not isinstance(row[name], str):
+            raise UserError(f"{where}: {name} is {row[name]!r:.80}; expected a text")
+        return row[name]
+
+    if "text" in row:
+        return tokenizer(text("text"), verbose=False)["input_ids"], 1
+    if "messages" in row:
+        _check_messages(row["messages"], where)
+        if not tokenizer.chat_template:
+            raise UserError(f"{where}: has messages, and the model's tokenizer has no chat template; use text")
+        try:
+            chat = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+        return tokenizer(chat, add_special_tokens=False, verbose=False)["input_ids"], 1
+    if isinstance(row["prompt"], list):
+        _check_messages(row["prompt"], where)
+    prompt = row["prompt"] if isinstance(row["prompt"], list) else text("prompt")
+    return _joined(tokenizer, prompt, text("completion")) if "completion" in row else (prompt_ids(tokenizer, prompt), 1)
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    def is_message(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+        raise UserError(
+            f"{where}: the messages are {messages!r:.80}; expected one or more of {{'role': text, 'content': text}}"
+        )

@@ -1,0 +1,93 @@
+"""Single layers between a model's folder, the device and the files of a quantization."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.formats import dequantize
+from qerl_jax.models.compressed_tensors import packed_weight, stored_tensors
+from qerl_jax.models.hub import Opened, layer_name
+from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
+
+_BLOCK = 16
+_FIELDS = tuple(field.name for field in dataclasses.fields(Layer))
+
+
+def read_layer(source: Opened, layer: int) -> Layer:
+    """A layer of a folder on the device, every tensor in the dtype that it is stored in.
+
+    Raises:
+      UserError: a weight that cannot be quantized; names file and tensor.
+    """
+    fields: dict[str, Any] = {}
+    for field in _FIELDS:
+        entry = source.tensors.get(layer_name(layer, field))
+        fields[field] = None if entry is None else jnp.array(entry[1], copy=True)
+        if field not in PROJECTIONS or entry is None:
+            continue
+        where = f"{entry[0]}: tensor {layer_name(layer, field)}"
+        if entry[1].shape[1] % _BLOCK:
+            raise UserError(f"{where}: NVFP4 needs inputs in multiples of {_BLOCK}, found {list(entry[1].shape)}")
+        if not jnp.isfinite(fields[field]).all():
+            raise UserError(f"{where}: expected finite weights, found NaN or infinity")
+    return Layer(**fields)
+
+
+def to_tensors(layer: Layer, number: int) -> dict[str, np.ndarray]:
+    """A quantized layer's tensors by their names in a folder."""
+    tensors: dict[str, np.ndarray] = {}
+    for field in _FIELDS:
+        value = getattr(layer, field)
+        if field in PROJECTIONS:
+            tensors |= stored_tensors(layer_name(number, field), value)
+        elif value is not None:
+            tensors[layer_name(number, field)] = np.asarray(value)
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, np.ndarray], number: int, where: Path) -> Layer:
+    """The layer that `to_tensors` wrote."""
+    entries = {name: (where, array) for name, array in tensors.items()}
+
+    def value(field: str) -> Any:
+        name = layer_name(number, field)
+        if field in PROJECTIONS:
+            return packed_weight(entries, name)
+        return jnp.array(tensors[name], copy=True) if name in tensors else None
+
+    return Layer(**{field: value(field) for field in _FIELDS})
+
+
+def computed(layer: Layer, dtype: jnp.dtype) -> Layer:
+    """The layer as the network computes with it in `dtype`: plain projections and biases, norm scales in float32."""
+    return _computed(layer, jnp.dtype(dtype).name)
+
+
+def _as_computed(layer: Layer, dtype: str) -> Layer:
+    def value(field: str) -> Any:
+        old = getattr(layer, field)
+        if field in PROJECTIONS:
+            return dequantize(old, jnp.dtype(dtype))
+        return None if old is None else old.astype(jnp.float32 if field.endswith("norm") else dtype)
+
+    return Layer(**{field: value(field) for field in _FIELDS})
+
+
+_computed = jax.jit(_as_computed, static_argnums=1)
+
+
+def ends_of(source: Opened, dtype: jnp.dtype) -> Model:
+    """The network without its layers: embeddings and head in `dtype`, the final norm in float32."""
+
+    def read(name: str, as_dtype: Any) -> jax.Array:
+        return jnp.array(source.tensors[name][1], copy=True).astype(as_dtype)
+
+    head = None if source.config.tie_word_embeddings else read("lm_head.weight", dtype)
+    norm = read("model.norm.weight", jnp.float32)
+    return Model(Base(read("model.embed_tokens.weight", dtype), (), norm, head), source.config)

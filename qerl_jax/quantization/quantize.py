@@ -1,0 +1,215 @@
+"""A model's folder quantized into another one, layer by layer.
+
+    read layer -> what its projections read -> quantize -> file in the work folder -> run the layer on all activations
+
+At no time is more than one layer of the plain model in memory, and one layer's activations. What the next layer reads
+comes from the quantized layer, so that every layer is calibrated on what it will get. (AWQ's authors and llm-compressor
+hand on the plain layer's activations; there the errors of earlier layers come as a surprise.) The held-out rows go
+through the network three times, plain, rounded to nearest and by the method, for the figures before and after.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import qerl_jax
+from qerl_jax.durable import whole_folder
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.metrics import duration
+from qerl_jax.models.compressed_tensors import quantization_config
+from qerl_jax.models.hub import Opened, open_model
+from qerl_jax.models.shards import Stored, write_shards
+from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, write_json
+from qerl_jax.models.tokenizer import load_tokenizer
+from qerl_jax.quantization.calibration import ARITHMETIC, Calibration, load_calibration
+from qerl_jax.quantization.layers import computed, ends_of, from_tensors, read_layer, to_tensors
+from qerl_jax.quantization.methods import HELD_OUT, METHODS, SEARCHED, quantize_one
+from qerl_jax.quantization.report import REPORT, mean_errors, progress
+from qerl_jax.quantization.rtn import round_to_nearest
+from qerl_jax.quantization.streams import Stream
+from qerl_jax.quantization.work import WorkFolder
+
+FORMATS = ("nvfp4",)
+_OWN_TEXT = {"builtin:quickstart": ARITHMETIC}  # what a shipped policy is calibrated on when nothing else is named
+_TOKENS_PER_BATCH = {"cpu": 4096}
+_LAYERS = "model.layers."
+
+
+def quantize_folder(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    weight_format: str = "nvfp4",
+    method: str = "rtn",
+    calibration: str | None = None,
+    sequences: int | None = None,
+    length: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Quantizes the linear layers of a model into a new folder, which appears whole or not at all.
+
+    A folder that is not finished is continued by the same call: finished layers lie in a work folder beside it, and the
+    result is the same, byte for byte.
+
+    Args:
+      source: a model with plain weights: folder, hub name or `builtin:NAME`.
+      destination: the folder to appear, with weights as compressed-tensors stores them, the source's tokenizer files,
+        and the report.
+      weight_format: "nvfp4".
+      method: "rtn" rounds to nearest, as `load_model` does; "awq" searches scales on the calibration text first.
+      calibration: text to calibrate and measure on (see `calibration`); with "rtn" it is only measured on.
+      sequences, length: rows of it to take, and most tokens of a row; None as `load_calibration` says.
+      say: gets a line of text for each layer.
+
+    Returns:
+      The report, which is also written into the folder.
+
+    Raises:
+      UserError: an option, file or tensor that cannot be used; names it, what was found and what is allowed.
+    """
+    _check_options(weight_format, method)
+    text = calibration or (_OWN_TEXT.get(os.fspath(source)) if method == "awq" else None)
+    if text is None and method == "awq":
+        raise UserError(
+            "--method awq needs --calibration: a .jsonl file with `text`, `messages` or `prompt` in its rows"
+        )
+    if text is None and (sequences, length) != (None, None):
+        raise UserError("--sequences and --length have no effect without --calibration; leave them out")
+    target = Path(destination).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{destination} is there already; remove it or choose another name")
+    opened = open_model(source)
+    if opened.packed:
+        raise UserError(f"{opened.folder}: its weights are quantized already; expected plain ones")
+    rows = None
+    if text is not None:
+        tokenizer = load_tokenizer(opened.folder, opened.config.vocab_size)
+        rows = load_calibration(text, tokenizer, sequences, length, opened.config.max_position_embeddings)
+    dtype = _compute_dtype(opened)
+    settings = {
+        "qerl_jax": qerl_jax.__version__,
+        "source": str(opened.folder.resolve()),
+        "files": _identity(opened),
+        "format": weight_format,
+        "method": method,
+        "calibration": None if rows is None else rows.description,
+        "computed_in": dtype.name,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    work = WorkFolder(target, settings)
+    for other in work.others():
+        say(f"{other} is left from a command with other settings; remove it if that is not to be continued")
+    report: dict[str, Any] = {key: value for key, value in settings.items() if key != "files"}
+    report |= _layers(opened, method, rows, dtype, work, say)
+    _assemble(opened, work, target, report)
+    work.remove()
+    return report
+
+
+def _check_options(weight_format: str, method: str) -> None:
+    if weight_format not in FORMATS:
+        raise UserError(
+            f"--format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}. Other "
+            "formats have no form in files: load_model quantizes to them"
+        )
+    if method not in METHODS:
+        raise UserError(f"--method is {method!r}; allowed: {', '.join(METHODS)}{nearest(method, METHODS)}")
+
+
+def _compute_dtype(opened: Opened) -> jnp.dtype:
+    """What activations are computed in: float32 on a CPU, elsewhere as the model is stored."""
+    stored = opened.tensors["model.embed_tokens.weight"][1].dtype
+    return jnp.dtype(jnp.bfloat16 if stored == jnp.bfloat16 and jax.default_backend() != "cpu" else jnp.float32)
+
+
+def _identity(opened: Opened) -> dict[str, list[int]]:
+    """Size and time of change of the source's files: whether they are those that an unfinished work was begun with."""
+    files = sorted({file for file, _ in opened.tensors.values()} | {opened.folder / CONFIG})
+    return {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
+
+
+def _layers(
+    opened: Opened,
+    method: str,
+    rows: Calibration | None,
+    dtype: jnp.dtype,
+    work: WorkFolder,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Quantizes the layers that the work folder lacks; returns the report's part about layers and text."""
+    config = opened.config
+    search = plain = None
+    rounded: dict[str, Stream] = {}
+    if rows is not None:
+        batch = _TOKENS_PER_BATCH.get(jax.default_backend(), 16384)
+        ends = ends_of(opened, dtype)
+        plain = Stream(ends, rows.held_out, batch)
+        rounded = {name: plain.copy() for name in dict.fromkeys(("rtn", method))}
+        search = Stream(ends, rows.search, batch) if method == "awq" else None
+    layers: list[dict[str, Any]] = []
+    began, done = time.monotonic(), 0
+    for i in range(config.num_hidden_layers):
+        kept = work.report(i)
+        if kept is None or plain is not None:
+            layer = read_layer(opened, i)
+        if kept is None:
+            seen = {}
+            if plain is not None:
+                clean = computed(layer, dtype)
+                seen = {HELD_OUT: plain.observe(clean)}
+                if search is not None:
+                    seen = {SEARCHED: search.observe(clean)} | seen
+            _check_finite(opened, i, seen)
+            packed, kept = quantize_one(method, config, layer, seen)
+            work.write(i, to_tensors(packed, i), kept)
+            done += 1
+        entry = {"layer": i} | kept
+        if plain is not None:
+            plain.advance(computed(layer, dtype))
+            packed = computed(from_tensors(work.tensors(i), i, work.path), dtype)
+            if search is not None:
+                search.advance(packed)
+            rounded["rtn"].advance(packed if method == "rtn" else computed(round_to_nearest(layer).layer, dtype))
+            if method != "rtn":
+                rounded[method].advance(packed)
+            entry["stream_error_held_out"] = {name: stream.distance(plain) for name, stream in rounded.items()}
+        layers.append(entry)
+        left = (time.monotonic() - began) / (i + 1) * (config.num_hidden_layers - i - 1)
+        say(f"layer {i + 1}/{config.num_hidden_layers}  {progress(entry)}  {duration(left)} left")
+    result: dict[str, Any] = {"mean": mean_errors(layers), "layers": layers}
+    if plain is not None:
+        figures = {"plain": plain.figures()} | {name: stream.figures() for name, stream in rounded.items()}
+        result["text"] = {name: row._asdict() for name, row in figures.items()}
+    return result
+
+
+def _check_finite(opened: Opened, layer: int, seen: dict[str, Any]) -> None:
+    for text, groups in seen.items():
+        for group, sums in groups.items():
+            if not np.isfinite(np.asarray(sums.magnitude)).all():
+                raise UserError(f"{opened.folder}: layer {layer}: {group} reads NaN or infinity on the {text} text")
+
+
+def _assemble(opened: Opened, work: WorkFolder, target: Path, report: dict[str, Any]) -> None:
+    """Writes the folder from the layers' files and what the source has beside them."""
+    own = {name: array for name, (_, array) in opened.tensors.items() if not name.startswith(_LAYERS)}
+    for i in range(opened.config.num_hidden_layers):
+        own |= work.tensors(i)
+
+    def stored(array: np.ndarray) -> Stored:
+        return Stored(jax.ShapeDtypeStruct(array.shape, array.dtype), lambda: array)
+
+    hf = opened.hf | {"quantization_config": quantization_config()}
+    with whole_folder(target, []) as folder:
+        write_json(folder / CONFIG, hf)
+        write_shards(folder, {name: stored(array) for name, array in own.items()})
+        write_json(folder / REPORT, report)
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+            if (opened.folder / name).is_file():
+                (folder / name).write_bytes((opened.folder / name).read_bytes())

@@ -1,0 +1,78 @@
+"""The finished layers of a quantization that is under way, so that an interrupted one goes on where it stood.
+
+    .quantize-NAME-DIGEST/        beside the folder NAME that is to be made; DIGEST of the settings and the source
+      settings.json               what DIGEST stands for
+      layer-00000.safetensors     the layer's tensors as the folder will hold them
+      layer-00000.json            its rows of the report and the SHA-256 of the file above; written last
+
+A layer counts as finished when its two files agree. Everything else that a layer hands to the next is computed again.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qerl_jax.durable import flush, write_whole
+from qerl_jax.models.safetensors import read_safetensors, write_safetensors
+
+_PREFIX = ".quantize-"
+
+
+class WorkFolder:
+    """The work folder of one destination and one set of settings."""
+
+    def __init__(self, destination: Path, settings: Mapping[str, Any]) -> None:
+        """Makes the folder if there is none yet."""
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self._others = f"{_PREFIX}{destination.name}-*"
+        self.path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / "settings.json", text + "\n")
+
+    def others(self) -> list[Path]:
+        """Work folders of the same destination with other settings: of interrupted commands that were not this one."""
+        return sorted(path for path in self.path.parent.glob(self._others) if path != self.path)
+
+    def write(self, layer: int, tensors: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> None:
+        """Keeps a layer's tensors and its part of the report."""
+        weights, record = self._files(layer)
+        temporary = weights.with_name(f".tmp-{weights.name}")
+        specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
+        write_safetensors(temporary, specs, tensors.__getitem__)
+        flush(temporary)
+        temporary.replace(weights)
+        write_whole(record, json.dumps({"sha256": _sha256(weights), "report": report}) + "\n")
+
+    def report(self, layer: int) -> dict[str, Any] | None:
+        """The layer's part of the report, None where the layer is not finished."""
+        weights, record = self._files(layer)
+        if not record.is_file():
+            return None
+        kept = json.loads(record.read_text(encoding="utf-8"))
+        if not weights.is_file() or _sha256(weights) != kept["sha256"]:
+            return None
+        report: dict[str, Any] = kept["report"]
+        return report
+
+    def tensors(self, layer: int) -> dict[str, np.ndarray]:
+        """A finished layer's tensors, read from the file as they are used."""
+        return read_safetensors(self._files(layer)[0])
+
+    def remove(self) -> None:
+        """Deletes the folder."""
+        shutil.rmtree(self.path)
+
+    def _files(self, layer: int) -> tuple[Path, Path]:
+        return self.path / f"layer-{layer:05d}.safetensors", self.path / f"layer-{layer:05d}.json"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,196 @@
+"""Whole folders: the bytes of round-to-nearest, what AWQ writes, interruptions, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import random_arrays, write_folder, write_tokenizer
+
+from qerl_jax.cli import main
+from qerl_jax.errors import UserError
+from qerl_jax.formats import NVFP4Weight
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.params import PROJECTIONS
+from qerl_jax.models.safetensors import read_safetensors
+from qerl_jax.models.transformer import logits
+from qerl_jax.quantization import quantize_folder
+from qerl_jax.quantization.methods import METHODS
+
+ROWS = 16
+
+
+def source(folder, dtype=ml_dtypes.bfloat16, tied=True, shards=1):
+    """A tiny model with a tokenizer, and calibration text beside it."""
+    write_folder(folder / "model", random_arrays(dtype, tied), tied=tied, shards=shards)
+    write_tokenizer(folder / "model")
+    rng = np.random.default_rng(0)
+    rows = [{"text": " ".join(f"w{i}" for i in rng.integers(0, 20, rng.integers(3, 12)))} for _ in range(ROWS)]
+    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return folder / "model", str(folder / "text.jsonl")
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("dtype", "tied", "shards"), [(ml_dtypes.bfloat16, True, 3), (np.float16, False, 1)])
+def test_rounding_to_nearest_writes_what_loading_makes(tmp_path, dtype, tied, shards):
+    model, _ = source(tmp_path, dtype, tied, shards)
+    report = quantize_folder(model, tmp_path / "out")
+    expected, found = load_model(model, "nvfp4"), load_model(tmp_path / "out")
+    assert jax.tree.structure(expected) == jax.tree.structure(found)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert isinstance(found.base.layers[0].q_proj, NVFP4Weight)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+    assert report == json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert report["mean"].keys() == {"weight_error"} and "text" not in report
+    assert 0.05 < report["mean"]["weight_error"]["rtn"] < 0.15
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.jsonl"]
+
+
+def test_awq_writes_an_ordinary_folder_that_errs_less(tmp_path):
+    model, text = source(tmp_path)
+    report = quantize_folder(model, tmp_path / "awq", method="awq", calibration=text, length=8)
+    loaded = load_model(tmp_path / "awq")
+    assert loaded.base.embed.dtype == jnp.bfloat16 and loaded.base.layers[0].input_norm.dtype == jnp.float32
+    stored = read_safetensors(tmp_path / "awq" / "model.safetensors")
+    assert stored["model.layers.0.input_layernorm.weight"].dtype == ml_dtypes.bfloat16
+    for kind in ("output_error_calibration", "output_error_held_out"):
+        assert report["mean"][kind]["awq"] < report["mean"][kind]["rtn"]
+    assert report["calibration"]["sequences"] == 14 and report["calibration"]["held_out_sequences"] == 2
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1]
+    assert report["layers"][1].keys() == {"layer", "projections", "scales", "aqn_gain", "stream_error_held_out"}
+
+
+def test_perplexity_and_entropy_are_those_of_the_folders(tmp_path):
+    model, text = source(tmp_path)
+    report = quantize_folder(model, tmp_path / "awq", method="awq", calibration=text, length=8)
+    quantize_folder(model, tmp_path / "rtn", calibration=text, length=8)
+    rows = [json.loads(line)["text"] for line in Path(text).read_text().splitlines()]
+    for name, folder in (("plain", model), ("rtn", tmp_path / "rtn"), ("awq", tmp_path / "awq")):
+        loaded, losses, entropies = load_model(folder, dtype="float32"), [], []
+        for row in (7, 15):
+            ids = [int(word[1:]) for word in rows[row].split()][:8]
+            logs = np.asarray(jax.nn.log_softmax(logits(loaded, jnp.asarray([ids]))[0, :-1]), np.float64)
+            losses += [-logs[i, token] for i, token in enumerate(ids[1:])]
+            entropies += list(-(np.exp(logs) * logs).sum(-1))
+        assert report["text"][name]["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+        assert report["text"][name]["entropy"] == pytest.approx(np.mean(entropies), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_an_interrupted_command_goes_on_and_ends_the_same(tmp_path, method):
+    model, text = source(tmp_path)
+    options = {"method": method, "calibration": text, "length": 8}
+    quantize_folder(model, tmp_path / "whole", **options)
+
+    def stop(line):
+        if line.startswith("layer 1/2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(model, tmp_path / "out", say=stop, **options)
+    assert not (tmp_path / "out").exists()
+    [work] = tmp_path.glob(".quantize-out-*")
+    first = work / "layer-00000.safetensors"
+    made = first.stat().st_mtime_ns
+    assert not (work / "layer-00001.json").exists()
+
+    # Other settings are another work; the first one is not touched, and named.
+    lines = []
+    quantize_folder(model, tmp_path / "out", say=lines.append, **options | {"length": 7})
+    assert lines[0].startswith(str(work)) and first.stat().st_mtime_ns == made
+    for file in (tmp_path / "out").iterdir():
+        file.unlink()
+
+    finished = []
+    quantize_folder(model, tmp_path / "out", say=lambda _: finished.append(first.stat().st_mtime_ns), **options)
+    assert finished == [made, made], "the finished layer was made again"
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_layer_is_made_again(tmp_path, damage):
+    model, _ = source(tmp_path)
+    quantize_folder(model, tmp_path / "whole")
+
+    def stop(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(model, tmp_path / "out", say=stop)
+    [file] = tmp_path.glob(".quantize-out-*/layer-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    match damage:
+        case "flipped":
+            file.write_bytes(data)
+        case "cut":
+            file.write_bytes(data[:-100])
+        case "gone":
+            file.unlink()
+    quantize_folder(model, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_format": "nvfp"}, r"--format is 'nvfp'; allowed: nvfp4 \(did you mean 'nvfp4'\?\)"),
+        ({"weight_format": "mxfp4"}, "--format is 'mxfp4'; allowed: nvfp4"),
+        ({"method": "gptq"}, "--method is 'gptq'; allowed: rtn, awq"),
+        ({"method": "awq"}, "--method awq needs --calibration"),
+        ({"sequences": 4}, "--sequences and --length have no effect without --calibration"),
+        ({"calibration": "TEXT", "sequences": 1}, "--sequences is 1; allowed: 2 or more"),
+        ({"calibration": "TEXT", "sequences": 99}, "text.jsonl: has 16 rows; expected 99 or more"),
+        ({"calibration": "TEXT", "length": 65}, "--length is 65; allowed: 2 to 64"),
+        ({"calibration": "TEXT", "length": 1}, "--length is 1; allowed: 2 to 64"),
+        ({"calibration": "text.txt"}, "--calibration is text.txt; allowed: a .jsonl file, or arithmetic"),
+        ({"calibration": "no.jsonl"}, r"no.jsonl: cannot be read \(No such file"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named_and_nothing_is_left(tmp_path, options, message):
+    model, text = source(tmp_path)
+    if options.get("calibration") == "TEXT":
+        options = options | {"calibration": text}
+    with pytest.raises(UserError, match=message):
+        quantize_folder(model, tmp_path / "out", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.jsonl"]
+
+
+def test_sources_and_destinations_that_cannot_be_used_are_named(tmp_path):
+    model, _ = source(tmp_path)
+    quantize_folder(model, tmp_path / "out")
+    with pytest.raises(UserError, match="out is there already"):
+        quantize_folder(model, tmp_path / "out")
+    with pytest.raises(UserError, match="its weights are quantized already"):
+        quantize_folder(tmp_path / "out", tmp_path / "twice")
+    arrays = random_arrays()
+    arrays["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+    bad = write_folder(tmp_path / "bad", arrays)
+    with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight: expected finite weights"):
+        quantize_folder(bad, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_command_prints_a_line_a_layer_and_the_table(tmp_path, capsys):
+    model, text = source(tmp_path)
+    words = ["quantize", str(model), str(tmp_path / "out"), "--method", "awq", "--calibration", text, "--length", "8"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert [line.split("  ")[0] for line in err.splitlines()] == ["layer 1/2", "layer 2/2"]
+    lines = out.splitlines()
+    heads = ("projection", *(f"{kind} {method}" for kind in ("weight", "output", "held out") for method in METHODS))
+    assert lines[0].split() == " ".join(heads).split()
+    assert [line.split()[0] for line in lines[1:9]] == [*PROJECTIONS, "mean"]
+    assert [line.split()[0] for line in lines[-3:]] == ["plain", "rtn", "awq"]
+    assert main(words) == 2
+    assert "is there already" in capsys.readouterr().err
