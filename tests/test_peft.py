@@ -14,7 +14,6 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.params import Adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
-from qerl_jax.models.transformer import logits
 
 ORACLES = Path(__file__).parent / "oracles"
 
@@ -28,20 +27,6 @@ def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)  # scalings and module names are in it
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype == jnp.float32 and np.array_equal(x, y)
-
-
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied"])
-def test_logits_are_those_of_peft(name):
-    """All seven linears; the untied one is rank-stabilised and has trained norms."""
-    stored = np.load(ORACLES / "qwen2_logits.npz")
-    model = load_model(ORACLES / name, dtype="float32")
-    adapter = load_adapter(ORACLES / f"{name}_adapter", model, base_name=f"elsewhere/{name}")
-    assert (adapter.norms is not None) == (name == "qwen2_untied")
-    real = stored[f"{name}/right_mask"].astype(bool)
-    found = logits(model, stored[f"{name}/right_ids"], adapter=adapter)
-    np.testing.assert_allclose(found[real], stored[f"{name}/adapter_logits"][real], atol=5e-5)
-    # The stored logits are far from the base's, so the comparison says something.
-    assert np.abs(stored[f"{name}/adapter_logits"] - stored[f"{name}/right_logits"])[real].max() > 1
 
 
 @pytest.mark.parametrize("options", [{}, {"train_norms": True}, {"target_modules": ["up_proj", "q_proj"]}])
