@@ -1,6 +1,7 @@
 """Sampling completions."""
 
-from qerl_jax.rollout.generate import Prompts, Rollout, generate
+from qerl_jax.rollout.batch import Prompts, Rollout
+from qerl_jax.rollout.generate import generate
 from qerl_jax.rollout.sampling import SamplingSettings
 
 __all__ = ["Prompts", "Rollout", "SamplingSettings", "generate"]

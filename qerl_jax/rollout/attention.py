@@ -1,7 +1,11 @@
-"""Attention of one new token per sample over its prompt and its own completion, from a cache.
+"""The cache of keys and values, and the attention of one new token per slot over it: the place for a GPU kernel.
 
-Dimension letters: N prompts, G completions per prompt, P prompt slots, C slots of a completion, K key-value heads, Q
-query heads per key-value head, E head size.
+A prompt's keys are stored once, in a row of the pool, however many samples go on from it; a slot holds its own sample's
+keys in a contiguous row. Both keep the dtype of their arrays, and what is read is cast to the query's: a narrower
+cache needs another dtype here and nothing else.
+
+Dimension letters: S slots, R rows of the prompt pool, P prompt positions, C completion positions, K key-value heads, Q
+query heads per key-value head, E head size; G slots per row where the slots stand in groups, then N = S / G.
 """
 
 import flax.struct
@@ -14,28 +18,60 @@ _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays f
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of one decode batch, a tuple entry per layer.
+    """Keys and values, a tuple entry per layer."""
 
-    The prompt part is stored once per prompt and read by its whole group; the completion part has one row per sample.
-    """
+    prompt: tuple[KV, ...]  # each [R, P, K, E]
+    completion: tuple[KV, ...]  # each [S, C, K, E]
+    prompt_lengths_R: jax.Array  # int32
 
-    prompt: tuple[KV, ...]  # each [N, P, K, E]
-    completion: tuple[KV, ...]  # each [N, G, C, K, E]
-    prompt_lengths_N: jax.Array  # int32
+
+def write_token(kept: KV, new: KV, steps_S: jax.Array) -> KV:
+    """`kept` with each slot's new key and value [S, K, E] at its own position `steps_S`."""
+    slots_S = jnp.arange(steps_S.shape[0])
+    k, v = (
+        old.at[slots_S, steps_S].set(one.astype(old.dtype), unique_indices=True, indices_are_sorted=True)
+        for old, one in zip(kept, new, strict=True)
+    )
+    return k, v
 
 
 def cached_attention(
-    q_NGKQE: jax.Array, prompt: KV, completion: KV, lengths_N: jax.Array, step: jax.Array
+    q_SKQE: jax.Array,
+    prompt: KV,
+    completion: KV,
+    lengths_R: jax.Array,
+    prompt_of_S: jax.Array,
+    steps_S: jax.Array,
+    group: int | None,
 ) -> jax.Array:
-    """One query per sample over its prompt's keys and its own completion's keys 0..step, [N, G, K, Q, E]."""
-    (prompt_k, prompt_v), (own_k, own_v) = prompt, completion
-    P, C, E = prompt_k.shape[1], own_k.shape[2], q_NGKQE.shape[-1]
-    scores_P = jnp.einsum("ngkqe,npke->ngkqp", q_NGKQE, prompt_k, preferred_element_type=jnp.float32)
-    scores_C = jnp.einsum("ngkqe,ngcke->ngkqc", q_NGKQE, own_k, preferred_element_type=jnp.float32)
-    live_P = jnp.arange(P) < lengths_N[:, None, None, None, None]
-    live_C = jnp.arange(C) <= step
-    scores = jnp.concatenate([jnp.where(live_P, scores_P, _NEGATIVE), jnp.where(live_C, scores_C, _NEGATIVE)], axis=-1)
-    weights = jax.nn.softmax(scores * E**-0.5, axis=-1).astype(q_NGKQE.dtype)
-    return jnp.einsum("ngkqp,npke->ngkqe", weights[..., :P], prompt_v) + jnp.einsum(
-        "ngkqc,ngcke->ngkqe", weights[..., P:], own_v
-    )
+    """One query per slot over its prompt and over positions 0..step of its own completion, [S, K, Q, E].
+
+    Args:
+      q_SKQE: rotated queries.
+      prompt, completion: one layer's entries of the cache.
+      lengths_R: tokens of the prompts in the pool.
+      prompt_of_S: each slot's row of the pool.
+      steps_S: the position of each slot's newest key.
+      group: G where slot s is known to read row s // G, so that a row is read once for its whole group; None where
+        slots read any row, and each then gets a copy.
+    """
+    dtype = q_SKQE.dtype
+    S, K, Q, E = q_SKQE.shape
+    prompt_k, prompt_v = (rows.astype(dtype) for rows in prompt)
+    own_k, own_v = (rows.astype(dtype) for rows in completion)
+    if group is None:
+        prompt_k, prompt_v = prompt_k[prompt_of_S], prompt_v[prompt_of_S]
+    G = group or 1
+    N, P = prompt_k.shape[:2]
+    grouped = q_SKQE.reshape(N, G, K, Q, E)
+    scores_P = jnp.einsum("ngkqe,npke->ngkqp", grouped, prompt_k, preferred_element_type=jnp.float32)
+    scores_C = jnp.einsum("skqe,scke->skqc", q_SKQE, own_k, preferred_element_type=jnp.float32)
+    live_P = jnp.arange(P) < lengths_R[prompt_of_S][:, None, None, None]
+    live_C = jnp.arange(own_k.shape[1]) <= steps_S[:, None, None, None]
+    scores = [
+        jnp.where(live_P, scores_P.reshape(S, K, Q, P), _NEGATIVE),
+        jnp.where(live_C, scores_C, _NEGATIVE),
+    ]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * E**-0.5, axis=-1).astype(dtype)
+    from_prompt = jnp.einsum("ngkqp,npke->ngkqe", weights[..., :P].reshape(N, G, K, Q, P), prompt_v)
+    return from_prompt.reshape(S, K, Q, E) + jnp.einsum("skqc,scke->skqe", weights[..., P:], own_v)

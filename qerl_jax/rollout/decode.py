@@ -1,7 +1,7 @@
-"""Prefill of prompts and decoding of one token per sample: the transformer over a cache.
+"""Prefill of prompts and decoding of one token per slot: the transformer over a cache.
 
-Dimension letters: N prompts, G completions per prompt, P prompt slots, C slots of a completion, B = N * G rows, T = 1
-position, D hidden size, K key-value heads, Q query heads per key-value head, E head size.
+Dimension letters: S slots, A prompts that are prefilled, P prompt positions, T tokens of a chunk, D hidden size, K
+key-value heads, E head size.
 """
 
 import jax
@@ -9,54 +9,119 @@ import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.models.transformer import KV, block, forward, lora_of, rms_norm
-from qerl_jax.rollout.attention import KVCache, cached_attention
+from qerl_jax.rollout.attention import KVCache, cached_attention, write_token
+
+PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
 
 
 def prefill(
     model: Model,
     adapter: Adapter | None,
-    tokens_NP: jax.Array,
-    lengths_N: jax.Array,
-    num_generations: int,
-    max_completion_length: int,
-    norms: Norms | None = None,
-) -> tuple[jax.Array, KVCache]:
-    """Runs the prompts (padded on the right) once each; returns the last token's hidden state [N, D] and the cache."""
-    hidden_NPD, prompt = forward(model, adapter, tokens_NP, norms=norms)
-    last_ND = jnp.take_along_axis(hidden_NPD, (lengths_N - 1)[:, None, None], axis=1)[:, 0]
-    N, _, K, E = prompt[0][0].shape
-    empty = jnp.zeros((N, num_generations, max_completion_length, K, E), hidden_NPD.dtype)
-    return last_ND, KVCache(prompt, tuple((empty, empty) for _ in prompt), lengths_N)
+    tokens_AP: jax.Array,
+    lengths_A: jax.Array,
+    norms: Norms,
+    tokens_at_once: int = PREFILL_TOKENS,
+) -> tuple[jax.Array, tuple[KV, ...]]:
+    """Runs prompts (padded on the right) once each.
+
+    At most `tokens_at_once` tokens go through the network together: some of the prompts, or, where a single prompt is
+    longer than that, chunk after chunk of it, each attending to the keys of those before.
+
+    Returns:
+      The last token's hidden state [A, D], and each layer's keys and values [A, P, K, E].
+    """
+    A, P = tokens_AP.shape
+
+    def run(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[KV, ...]]:
+        tokens, lengths = rows
+        if tokens_at_once < P:
+            return _in_chunks(model, adapter, tokens, lengths, norms, tokens_at_once)
+        hidden, caches = forward(model, adapter, tokens, norms=norms)
+        return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
+
+    together = max(1, tokens_at_once // P)
+    if together >= A:
+        return run((tokens_AP, lengths_A))
+    parts = -(-A // together)
+    padding = parts * together - A
+    tokens = jnp.pad(tokens_AP, ((0, padding), (0, 0))).reshape(parts, together, P)
+    lengths = jnp.pad(lengths_A, (0, padding), constant_values=1).reshape(parts, together)
+    done: tuple[jax.Array, tuple[KV, ...]] = jax.lax.map(run, (tokens, lengths))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:A], done)
+
+
+def _in_chunks(
+    model: Model, adapter: Adapter | None, tokens_AP: jax.Array, lengths_A: jax.Array, norms: Norms, T: int
+) -> tuple[jax.Array, tuple[KV, ...]]:
+    """`prefill` of prompts longer than T tokens; chunks behind the end of the longest one are left out."""
+    config, dtype = model.config, model.base.embed.dtype
+    A, P = tokens_AP.shape
+    wide = -(-P // T) * T
+    tokens_AP = jnp.pad(tokens_AP, ((0, 0), (0, wide - P)))
+    empty = jnp.zeros((A, wide, config.num_key_value_heads, config.head_dim), dtype)
+    State = tuple[jax.Array, jax.Array, tuple[KV, ...]]
+
+    def chunk(state: State) -> State:
+        start, last_AD, caches = state
+        positions_AT = jnp.broadcast_to(start + jnp.arange(T), (A, T))
+        mask = jnp.arange(wide) <= positions_AT[:, None, :, None]
+        x_ATD = model.base.embed[jax.lax.dynamic_slice_in_dim(tokens_AP, start, T, axis=1)]
+        updated = []
+        for i, layer in enumerate(model.base.layers):
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
+                all_k, all_v = (
+                    jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+                    for old, new in zip(caches[i], (k, v), strict=True)
+                )
+                out = jax.nn.dot_product_attention(q, all_k, all_v, mask=mask, implementation="xla")
+                return out.reshape(A, T, -1), (all_k, all_v)
+
+            scales = norms.input[i], norms.post_attention[i]
+            x_ATD, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_ATD, positions_AT)
+            updated.append(kv)
+        hidden_ATD = rms_norm(x_ATD, norms.final, config.rms_norm_eps)
+        at_A = lengths_A - 1 - start
+        found_AD = jnp.take_along_axis(hidden_ATD, jnp.clip(at_A, 0, T - 1)[:, None, None], axis=1)[:, 0]
+        last_AD = jnp.where(((at_A >= 0) & (at_A < T))[:, None], found_AD, last_AD)
+        return start + T, last_AD, tuple(updated)
+
+    begin: State = (jnp.int32(0), jnp.zeros((A, config.hidden_size), dtype), ((empty, empty),) * len(model.base.layers))
+    _, last_AD, caches = jax.lax.while_loop(lambda state: state[0] < jnp.max(lengths_A), chunk, begin)
+    return last_AD, tuple((k[:, :P], v[:, :P]) for k, v in caches)
 
 
 def decode_step(
     model: Model,
     adapter: Adapter | None,
-    tokens_NG: jax.Array,
+    tokens_S: jax.Array,
     cache: KVCache,
-    step: jax.Array,
+    prompt_of_S: jax.Array,
+    steps_S: jax.Array,
     norms: Norms,
+    group: int | None,
 ) -> tuple[jax.Array, KVCache]:
-    """Feeds each sample's completion token number `step` (0-based); returns hidden states [N * G, D] and the cache."""
+    """Feeds each slot's completion token number `steps_S` (0-based); `group` is that of `cached_attention`.
+
+    Returns:
+      Hidden states after the final norm [S, D], and the cache with the new keys and values.
+    """
     config = model.config
-    N, G = tokens_NG.shape
-    K, E = config.num_key_value_heads, config.head_dim
-    positions_BT = jnp.repeat(cache.prompt_lengths_N + step, G)[:, None]
-    x_BTD = model.base.embed[tokens_NG.reshape(N * G, 1)]
+    S, K = tokens_S.shape[0], config.num_key_value_heads
+    positions_S1 = (cache.prompt_lengths_R[prompt_of_S] + steps_S)[:, None]
+    x_S1D = model.base.embed[tokens_S[:, None]]
     updated = []
     for i, layer in enumerate(model.base.layers):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
-            own_k, own_v = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.reshape(N, G, 1, K, E), step, axis=2)
-                for old, new in zip(cache.completion[i], (k, v), strict=True)
-            )
-            q_NGKQE = q.reshape(N, G, K, -1, E)
-            out = cached_attention(q_NGKQE, cache.prompt[i], (own_k, own_v), cache.prompt_lengths_N, step)
-            return out.reshape(N * G, 1, -1), (own_k, own_v)
+            own = write_token(cache.completion[i], (k[:, 0], v[:, 0]), steps_S)
+            q_SKQE = q.reshape(S, K, -1, config.head_dim)
+            lengths_R = cache.prompt_lengths_R
+            out = cached_attention(q_SKQE, cache.prompt[i], own, lengths_R, prompt_of_S, steps_S, group)
+            return out.reshape(S, 1, -1), own
 
         scales = norms.input[i], norms.post_attention[i]
-        x_BTD, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_BTD, positions_BT)
+        x_S1D, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_S1D, positions_S1)
         updated.append(kv)
-    hidden_BD = rms_norm(x_BTD, norms.final, config.rms_norm_eps)[:, 0]
-    return hidden_BD, cache.replace(completion=tuple(updated))
+    hidden_SD = rms_norm(x_S1D, norms.final, config.rms_norm_eps)[:, 0]
+    return hidden_SD, cache.replace(completion=tuple(updated))

@@ -16,7 +16,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.rl.assembly import Policy, decode_completions, load_policy
-from qerl_jax.rollout.generate import Prompts, generate
+from qerl_jax.rollout.batch import Prompts
+from qerl_jax.rollout.generate import generate
 from qerl_jax.rollout.sampling import SamplingSettings
 
 _ROWS = 64  # completions decoded at once
