@@ -347,3 +347,9 @@ def test_weights_that_cannot_be_quantized(tmp_path):
     folder = write_folder(tmp_path / "odd", arrays, V5 | {"intermediate_size": 52})
     with pytest.raises(UserError, match=r"down_proj.weight: NVFP4 needs inputs in multiples of 16, found .32, 52."):
         load_model(folder, "nvfp4")
+
+
+def test_an_absurd_number_of_layers_is_refused_before_anything_is_made_of_it(tmp_path):
+    folder = write_folder(tmp_path, random_arrays(), V5 | {"num_hidden_layers": 10**9})
+    with pytest.raises(UserError, match=r"config.json: num_hidden_layers is 1000000000; the folder has 26 tensors"):
+        load_model(folder)

@@ -145,6 +145,8 @@ def _slides(hf: dict[str, Any], fields: Fields, config: ModelConfig) -> bool:
     if fields.get("sliding_window", int, 4096) >= config.max_position_embeddings:
         return False
     if hf.get("layer_types") is not None:
-        return hf["layer_types"] != ["full_attention"] * config.num_hidden_layers
+        kinds = hf["layer_types"]
+        whole = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+        return not (whole and len(kinds) == config.num_hidden_layers)
     # The layers from max_window_layers on, counted from 0, slide.
     return hf.get("max_window_layers") == 0 or (fields.get("max_window_layers", int, 28) < config.num_hidden_layers)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
 
 _ALLOWED = {int: "a positive integer", float: "a positive number", bool: "true or false"}
 
@@ -18,16 +18,18 @@ class Fields:
         """The value of `key`, `default` where it is absent. Numbers must be positive; an integer serves as a number.
 
         Raises:
-          UserError: absent without a default, of another type, zero or negative, infinite or NaN.
+          UserError: absent without a default, of another type, zero or negative, infinite or NaN, or an integer of
+            more than 64 bits.
         """
         value: Any = self._values.get(key)
         if value is None:
             if default is None:
                 raise UserError(f"{self._where}: {key} is missing")
             return default
-        if kind is float and type(value) is int:
+        # Beyond 64 bits an integer is a mistake, and from 10^309 on no number that a float can hold.
+        positive = isinstance(value, int | float) and 0 < value < (2**63 if type(value) is int else float("inf"))
+        if positive and kind is float and type(value) is int:
             value = float(value)
-        positive = isinstance(value, int | float) and 0 < value < float("inf")
         if type(value) is not kind or not (positive or kind is bool):
-            raise UserError(f"{self._where}: {key} is {value!r}; expected {_ALLOWED[kind]}")
+            raise UserError(f"{self._where}: {key} is {shown(repr(value))}; expected {_ALLOWED[kind]}")
         return value

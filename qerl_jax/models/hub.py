@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
 from qerl_jax.models.compressed_tensors import is_packed, packed_slots, packed_weight
 from qerl_jax.models.config import ModelConfig
@@ -122,6 +122,12 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
     config = ModelConfig.from_hf(hf, str(folder / CONFIG))
     packed = is_packed(hf.get("quantization_config"), folder / CONFIG)
     tensors = _without_implied(open_tensors(folder), config.tie_word_embeddings)
+    # Before the table of names, which an absurd number would make larger than memory.
+    if config.num_hidden_layers > len(tensors):
+        raise UserError(
+            f"{folder / CONFIG}: num_hidden_layers is {config.num_hidden_layers}; the folder has {len(tensors)} "
+            "tensors, and a layer several"
+        )
     check_tensors(tensors, tensor_table(config, packed), folder)
     return Opened(folder, hf, config, packed, tensors)
 
@@ -217,8 +223,8 @@ def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> No
     for name, (where, array) in found.items():
         if name not in table:
             raise UserError(
-                f"{where}: tensor {name} {array.dtype}{list(array.shape)} belongs to no part of what the folder's "
-                f"configuration describes{nearest(name, table)}"
+                f"{where}: tensor {shown(name)} {array.dtype}{list(array.shape)} belongs to no part of what the "
+                f"folder's configuration describes{nearest(name, table)}"
             )
         slot = table[name]
         if array.shape != slot.shape:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.durable import whole_folder
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.hub import Slot, check_tensors, layer_name
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, TrainedNorms, norms_of, projection_shape
@@ -80,7 +80,7 @@ def load_adapter(
             "another base; if it is the same under another name, correct that entry"
         )
     rank, modules, saved_norms = _rank(options, where), _target_modules(options, where), _saved_norms(options, where)
-    scaling = _alpha(options, where) / (math.sqrt(rank) if options.get("use_rslora") else rank)
+    scaling = _alpha(options, where) / (math.sqrt(rank) if _flag(options, "use_rslora", where) else rank)
     if saved_norms and train_norms is False:
         raise UserError(
             f"{folder}: the adapter has trained norm scales, but train_norms is false; set lora.train_norms=true"
@@ -183,7 +183,7 @@ def _check_options(options: dict[str, Any], where: Path) -> None:
             raise UserError(f"{where}: {key} is {value!r}; supported: {', '.join(map(repr, allowed))}")
     for key, value in options.items():
         if key not in _KNOWN and key not in _SUPPORTED and value:
-            raise UserError(f"{where}: option {key} ({value!r}) is not supported")
+            raise UserError(f"{where}: option {shown(key)} ({shown(repr(value))}) is not supported")
 
 
 def _rank(options: dict[str, Any], where: Path) -> int:
@@ -195,9 +195,16 @@ def _rank(options: dict[str, Any], where: Path) -> int:
 
 def _alpha(options: dict[str, Any], where: Path) -> float:
     alpha = options.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise UserError(f"{where}: lora_alpha is {alpha!r}; expected a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 2**63:
+        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number")
     return alpha
+
+
+def _flag(options: dict[str, Any], key: str, where: Path) -> bool:
+    value = options.get(key, False)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{where}: {key} is {shown(repr(value))}; expected true or false")
+    return bool(value)
 
 
 def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:

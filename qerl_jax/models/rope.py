@@ -111,7 +111,7 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
     theta = Fields(hf | {"rope_theta": thetas[0]} if thetas else hf, where).get("rope_theta", float, 10000.0)
     parameters = _named(spellings[0])
     kind = parameters.pop("rope_type", "default")
-    if kind != "default" and kind not in _SCALINGS:
+    if kind != "default" and (not isinstance(kind, str) or kind not in _SCALINGS):
         raise UserError(f"{where}: rope_type is {kind!r}; supported: 'default', {', '.join(map(repr, _SCALINGS))}")
     if parameters.pop("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{where}: partial_rotary_factor is not 1; heads that rotate in part are not supported")

@@ -138,7 +138,7 @@ def open_tensors(folder: Path) -> Tensors:
             raise UserError(f"{folder / shard} is missing; {index.name} names it")
         for name, array in read_safetensors(folder / shard).items():
             if (said := weight_map.get(name)) != shard:
-                raise UserError(f"{folder / shard}: holds tensor {shown(name)}; {index.name} has it in {said}")
+                raise UserError(f"{folder / shard}: holds tensor {shown(name)}; {index.name} has it in {shown(said)}")
             tensors[name] = (folder / shard, array)
     for name, shard in weight_map.items():
         if name not in tensors:
