@@ -53,6 +53,7 @@ class LoraOptions:
     lora_r: Count = 16
     lora_alpha: Positive = 32.0
     lora_target_modules: tuple[Projection, ...] = ALL_PROJECTIONS
+    use_rslora: Switch = False  # scaling alpha / sqrt(r) instead of alpha / r
     train_norms: Switch = False
     adapter: Text | None = None
 

@@ -88,7 +88,7 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         add(why, ("grpo.old_logprobs",), f"{prefix}level", f"{prefix}mode", f"{prefix}cap")
     if config.lora.adapter is not None:
         why = f"it comes from lora.adapter {config.lora.adapter!r}"
-        add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules")
+        add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules", "lora.use_rslora")
     if config.run.save_steps is None:
         add("with run.save_steps null only the last state is saved", ("run.save_steps",), "run.save_total_limit")
     return found

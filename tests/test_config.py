@@ -151,6 +151,7 @@ def test_options_that_do_not_go_together(overrides, expected):
         ["grpo.sampler_correction.level=token", "grpo.old_logprobs=sampler"],
         ["run.save_total_limit=2", "run.save_steps=null"],
         ["lora.lora_r=8", "lora.adapter=some/folder"],
+        ["lora.use_rslora=true", "lora.adapter=some/folder"],
     ],
 )
 def test_an_option_without_effect_is_an_error(overrides):

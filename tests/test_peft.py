@@ -12,6 +12,7 @@ from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.hub import load_model
+from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
 
@@ -61,13 +62,25 @@ def test_the_folder_is_what_peft_documents(tmp_path, model):
     assert len(arrays) == 2 * (2 * 7 + 2)
 
 
-def test_rank_stabilised_scaling(tmp_path, model):
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (3, 10), (32, 16), (8, 0.1)])
+@pytest.mark.parametrize("use_rslora", [True, False])
+def test_both_scalings_are_written_as_they_were(tmp_path, model, rank, alpha, use_rslora):
+    adapter = init_adapter(jax.random.key(0), model, rank, alpha, use_rslora=use_rslora)
+    divisor = rank**0.5 if use_rslora else rank
+    assert adapter.lora[0]["q_proj"].scaling == pytest.approx(alpha / divisor, rel=1e-15)
+    save_adapter(adapter, tmp_path / "a", "b")
+    options = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (options["use_rslora"], options["r"]) == (use_rslora, rank)
+    assert options["lora_alpha"] == (alpha if isinstance(alpha, int) else pytest.approx(alpha, rel=1e-15))
+    found = load_adapter(tmp_path / "a", model)
+    if isinstance(alpha, int):
+        assert_same(found, adapter)
+
+
+def test_rank_stabilised_scaling_by_hand(tmp_path, model):
     save_adapter(tiny_adapter(model), tmp_path / "a", "b")
     edit_options(use_rslora=True, lora_alpha=3)(tmp_path / "a")
-    adapter = load_adapter(tmp_path / "a", model)
-    assert adapter.lora[0]["q_proj"].scaling == 3 / 2  # alpha 3, rank 4
-    save_adapter(adapter, tmp_path / "b", "b")
-    assert_same(load_adapter(tmp_path / "b", model), adapter)
+    assert load_adapter(tmp_path / "a", model).lora[0]["q_proj"].scaling == 3 / 2  # alpha 3, rank 4
 
 
 def test_lower_precision_becomes_float32(tmp_path, model):
@@ -151,6 +164,10 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         (edit_options(target_modules="all-linear"), "target_modules is 'all-linear'; expected a list of q_proj"),
         (edit_options(peft_type="IA3"), "peft_type is 'IA3'; supported: 'LORA'"),
         (edit_options(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'; supported: 'CAUSAL_LM', None"),
+        (
+            edit_options(auto_mapping={"base_model_class": "LlamaForCausalLM", "parent_library": "transformers"}),
+            "auto_mapping: the adapter belongs to a LlamaForCausalLM, the model is a Qwen2ForCausalLM",
+        ),
         (edit_options(bias="all"), "bias is 'all'; supported: 'none'"),
         (edit_options(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; supported: True, False"),
         (edit_options(use_dora=True), r"option use_dora \(True\) is not supported"),
@@ -181,7 +198,7 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         ),
         (
             edit_arrays(lambda a: a.update({A.replace("layers.1", "layers.2"): a[A]})),
-            "layers.2.self_attn.q_proj.lora_A.weight .*belongs to no part",
+            r"the adapter has 3 layers, the model \(Qwen2ForCausalLM, hidden_size 32\) has 2: it belongs to another",
         ),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
@@ -209,5 +226,9 @@ def test_adapter_of_another_network(tmp_path):
     save_adapter(tiny_adapter(tiny_model(weight_format="bf16")), tmp_path / "a", "b")  # same widths, another MLP
     with pytest.raises(UserError, match=r"down_proj.lora_A.weight: expected shape .4, 48. by .*, found .4, 64."):
         load_adapter(tmp_path / "a", model)
+    with pytest.raises(UserError, match=r"k_proj.lora_B.weight: expected shape .32, 4. by .*, found .16, 4."):
+        load_adapter(ORACLES / "qwen2_tied_adapter", load_model(ORACLES / "qwen3_sharded"))
+    with pytest.raises(UserError, match="base_model_name_or_path: expected some/llama3, found qwen2_tied"):
+        load_adapter(ORACLES / "qwen2_tied_adapter", load_model(ORACLES / "llama3"), base_name="some/llama3")
     with pytest.raises(UserError, match="nowhere: no such folder"):
         load_adapter("nowhere", model)

@@ -17,6 +17,7 @@ from qerl_jax.models.params import (
     LoRA,
     Model,
     TrainedNorms,
+    lora_scaling,
     projection_shape,
     small_shapes,
 )
@@ -102,13 +103,14 @@ def init_adapter(
     lora_alpha: float = 32.0,
     target_modules: Iterable[str] = PROJECTIONS,
     train_norms: bool = False,
+    use_rslora: bool = False,
 ) -> Adapter:
     """A LoRA adapter that changes nothing yet: A uniform in +-1/sqrt(K) (PEFT's Kaiming with a = sqrt 5), B zero.
 
     Args:
       key: PRNG key for A.
       model: the network it belongs to.
-      lora_r, lora_alpha: rank and alpha; the scaling is alpha / rank.
+      lora_r, lora_alpha: rank and alpha; the scaling is alpha / rank, with use_rslora alpha / sqrt(rank).
       target_modules: which of `PROJECTIONS` get a pair.
       train_norms: also train input and post-attention norm scales, starting from the base's.
 
@@ -123,10 +125,12 @@ def init_adapter(
     if lora_r < 1:
         raise UserError(f"lora_r is {lora_r}; allowed: 1 or more")
 
+    scaling = lora_scaling(lora_r, lora_alpha, use_rslora)
+
     def pair(key: jax.Array, name: str) -> LoRA:
         N, K = projection_shape(model.config, name)
         a = jax.random.uniform(key, (lora_r, K), jnp.float32, -(K**-0.5), K**-0.5)
-        return LoRA(a, jnp.zeros((N, lora_r), jnp.float32), lora_alpha / lora_r)
+        return LoRA(a, jnp.zeros((N, lora_r), jnp.float32), scaling, use_rslora)
 
     lora = tuple(
         {name: pair(jax.random.fold_in(jax.random.fold_in(key, i), PROJECTIONS.index(name)), name) for name in names}

@@ -4,6 +4,7 @@ Dimension letters: V vocabulary, D hidden size, E head size, K inputs and N outp
 A projection is [N, K] (out, in), as files store it: a plain array, or a packed weight of `qerl_jax.formats`.
 """
 
+import math
 from typing import Any
 
 import flax.struct
@@ -72,11 +73,21 @@ class TrainedNorms(flax.struct.PyTreeNode):
 
 
 class LoRA(flax.struct.PyTreeNode):
-    """y += scaling * (x A^T) B^T, with A [R, K] and B [N, R] in float32 (Hu et al. 2021, arXiv 2106.09685)."""
+    """y += scaling * (x A^T) B^T, with A [R, K] and B [N, R] in float32 (Hu et al. 2021, arXiv 2106.09685).
+
+    The scaling is alpha / R, or alpha / sqrt(R) where the pair is rank-stabilised (Kalajdzievski 2023, arXiv
+    2312.03732); which of them it is matters to a file that states alpha, not to the product.
+    """
 
     a: jax.Array
     b: jax.Array
     scaling: float = flax.struct.field(pytree_node=False)
+    rank_stabilised: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:
+    """alpha / rank, or alpha / sqrt(rank) with use_rslora."""
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
 class Adapter(flax.struct.PyTreeNode):

@@ -4,11 +4,12 @@
     base_model.model.model.layers.0.mlp.down_proj.lora_B.weight    [out, r]
     base_model.model.model.layers.0.input_layernorm.weight         [hidden], trained norm scales (`modules_to_save`)
 
-The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.
+The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were.
 """
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,26 @@ from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.hub import Slot, check_tensors, layer_name
-from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, TrainedNorms, norms_of, projection_shape
+from qerl_jax.models.params import (
+    PROJECTIONS,
+    Adapter,
+    LoRA,
+    Model,
+    TrainedNorms,
+    lora_scaling,
+    norms_of,
+    projection_shape,
+)
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.source import read_json, resolve, write_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
 _NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
 # Options that are read here, or that say nothing about what the adapter computes. Any other one must be unset.
 _KNOWN = {
-    "auto_mapping",
+    "auto_mapping",  # what PEFT wraps the model with, and the model's class
     "base_model_name_or_path",
     "inference_mode",
     "layers_pattern",
@@ -66,13 +77,14 @@ def load_adapter(
       base_name: if given, the base that the folder must name; of a path the last part is compared, for folders move.
 
     Raises:
-      UserError: the folder is not a LoRA of this network (rank, shape, module, layer, base), or uses an option that is
-        not supported; names file, tensor or option, expected and found.
+      UserError: the folder is not a LoRA of this network (family, depth, rank, shape, module, base), or uses an option
+        that is not supported; names file, tensor or option, expected and found.
     """
     folder = resolve(path)
     where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     options = read_json(where)
     _check_options(options, where)
+    _check_family(options, model.config, where)
     found_base = options.get("base_model_name_or_path")
     if base_name is not None and _last(found_base) != _last(base_name):
         raise UserError(
@@ -80,7 +92,8 @@ def load_adapter(
             "another base; if it is the same under another name, correct that entry"
         )
     rank, modules, saved_norms = _rank(options, where), _target_modules(options, where), _saved_norms(options, where)
-    scaling = _alpha(options, where) / (math.sqrt(rank) if _flag(options, "use_rslora", where) else rank)
+    stabilised = _flag(options, "use_rslora", where)
+    scaling = lora_scaling(rank, _alpha(options, where), stabilised)
     if saved_norms and train_norms is False:
         raise UserError(
             f"{folder}: the adapter has trained norm scales, but train_norms is false; set lora.train_norms=true"
@@ -89,6 +102,7 @@ def load_adapter(
         pickle = "; adapter_model.bin is a pickle, which can run code and is never loaded: convert it to safetensors"
         raise UserError(f"{weights} is missing{pickle if (folder / 'adapter_model.bin').exists() else ''}")
     arrays = read_safetensors(weights)
+    _check_depth(arrays, model.config, weights)
     table = _table(model.config, modules, rank, saved_norms)
     check_tensors({name: (weights, array) for name, array in arrays.items()}, table, folder)
 
@@ -97,7 +111,10 @@ def load_adapter(
 
     layers = range(model.config.num_hidden_layers)
     lora = tuple(
-        {name: LoRA(array(_lora_name(i, name, "A")), array(_lora_name(i, name, "B")), scaling) for name in modules}
+        {
+            name: LoRA(array(_lora_name(i, name, "A")), array(_lora_name(i, name, "B")), scaling, stabilised)
+            for name in modules
+        }
         for i in layers
     )
     norms = None
@@ -123,10 +140,11 @@ def save_adapter(adapter: Adapter, path: str | os.PathLike[str], base_name: str)
       ValueError: ranks, scalings or modules differ among layers.
     """
     modules = tuple(adapter.lora[0])
-    ranks = {(pair.a.shape[0], pair.scaling) for layer in adapter.lora for pair in layer.values()}
+    pairs = [pair for layer in adapter.lora for pair in layer.values()]
+    ranks = {(pair.a.shape[0], pair.scaling, pair.rank_stabilised) for pair in pairs}
     if len(ranks) != 1 or any(tuple(sorted(layer)) != tuple(sorted(modules)) for layer in adapter.lora):
         raise ValueError(f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(ranks)}")
-    [(rank, scaling)] = ranks
+    [(rank, scaling, stabilised)] = ranks
     arrays: dict[str, jax.Array] = {}
     for i, layer in enumerate(adapter.lora):
         for name, pair in layer.items():
@@ -134,21 +152,23 @@ def save_adapter(adapter: Adapter, path: str | os.PathLike[str], base_name: str)
         if adapter.norms is not None:
             scales = (adapter.norms.input[i], adapter.norms.post_attention[i])
             arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(_NORMS.values(), scales, strict=True)}
-    alpha = scaling * rank
+    alpha = scaling / lora_scaling(rank, 1.0, stabilised)
+    whole = round(alpha)
     options = {
         "base_model_name_or_path": base_name,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        # The quotient and the product may leave an alpha of 16 as 15.999999999999998.
+        "lora_alpha": whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha,
         "lora_dropout": 0.0,
         "modules_to_save": None if adapter.norms is None else list(_NORMS),
         "peft_type": "LORA",
         "r": rank,
         "target_modules": sorted(modules),
         "task_type": "CAUSAL_LM",
-        "use_rslora": False,
+        "use_rslora": stabilised,
     }
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
     with whole_folder(Path(path), [ADAPTER_CONFIG, ADAPTER_WEIGHTS]) as folder:
@@ -184,6 +204,25 @@ def _check_options(options: dict[str, Any], where: Path) -> None:
     for key, value in options.items():
         if key not in _KNOWN and key not in _SUPPORTED and value:
             raise UserError(f"{where}: option {shown(key)} ({shown(repr(value))}) is not supported")
+
+
+def _check_family(options: dict[str, Any], config: ModelConfig, where: Path) -> None:
+    """A folder names the class of its base where PEFT found no task type; most say nothing of the family."""
+    mapping = options.get("auto_mapping")
+    found = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    expected = config.family.architecture
+    if found not in (None, expected):
+        raise UserError(f"{where}: auto_mapping: the adapter belongs to a {shown(found)}, the model is a {expected}")
+
+
+def _check_depth(arrays: dict[str, np.ndarray], config: ModelConfig, where: Path) -> None:
+    """One line for an adapter of a network with more or fewer layers, which would else miss or exceed many tensors."""
+    layers = {int(match[1]) for name in arrays if (match := _LAYER.search(name))}
+    if layers and max(layers) + 1 != config.num_hidden_layers:
+        raise UserError(
+            f"{where}: the adapter has {max(layers) + 1} layers, the model ({config.family.architecture}, hidden_size "
+            f"{config.hidden_size}) has {config.num_hidden_layers}: it belongs to another network"
+        )
 
 
 def _rank(options: dict[str, Any], where: Path) -> int:

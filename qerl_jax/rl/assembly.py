@@ -106,7 +106,8 @@ class Experiment:
         lora, model = self.config.lora, self.policy.model
         if lora.adapter is not None:
             return load_adapter(lora.adapter, model, train_norms=lora.train_norms)
-        return init_adapter(key, model, lora.lora_r, lora.lora_alpha, lora.lora_target_modules, lora.train_norms)
+        modules = lora.lora_target_modules
+        return init_adapter(key, model, lora.lora_r, lora.lora_alpha, modules, lora.train_norms, lora.use_rslora)
 
 
 def assemble(config: Config) -> Experiment:
