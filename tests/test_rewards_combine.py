@@ -32,6 +32,13 @@ def test_a_row_without_any_reward_is_an_error():
         combine({"a": [1.0, None], "b": [1.0, None]}, [1.0, 1.0])
 
 
+def test_a_sum_out_of_range_is_an_error():
+    with pytest.raises(
+        UserError, match=r"row 1 has the reward 3e\+20, from a 3, b 1 times the weights \[1e\+20, 1.0\]"
+    ):
+        combine({"a": [0.0, 3.0], "b": [1.0, 1.0]}, [1e20, 1.0])
+
+
 def test_builtin_functions_score_groups_prompt_by_prompt():
     with RewardFunctions(options(("accuracy", 1.0), ("format", 0.2))) as rewards:
         scores = rewards(EXAMPLES, ["#### 4", "#### 5", "#### 5", "5"], [[1]] * 4, 2)

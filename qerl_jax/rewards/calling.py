@@ -4,7 +4,6 @@ Runs in the training process for built-in functions and in the worker program fo
 """
 
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,8 @@ from qerl_jax.errors import UserError, nearest
 from qerl_jax.rewards.functions import RewardFunction
 
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
+# Beyond it the squares of a group's standard deviation leave float32's range.
+LARGEST = 1e15
 
 
 def call(
@@ -84,10 +85,10 @@ def _number(spec: str, row: int, value: Any) -> float | None:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             number = None
-    if number is None or not math.isfinite(number):
+    if number is None or not abs(number) <= LARGEST:
         raise UserError(
-            f"reward function {spec!r} returned {_shown(value)} for row {row}; expected a finite number, or None where "
-            "it does not apply"
+            f"reward function {spec!r} returned {_shown(value)} for row {row}; expected a number from -{LARGEST:g} to "
+            f"{LARGEST:g}, or None where it does not apply"
         )
     return number
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.rewards.calling import call
+from qerl_jax.rewards.calling import LARGEST, call
 from qerl_jax.rewards.functions import BUILTIN
 from qerl_jax.rewards.loading import RewardName, parse_name
 from qerl_jax.rewards.pool import Worker
@@ -67,7 +67,7 @@ def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> 
     """The weighted sum over functions, a function that returned None left out of that row's sum.
 
     Raises:
-      UserError: no function applies to a row.
+      UserError: no function applies to a row, or a row's sum is out of range.
     """
     each = {
         name: np.asarray([np.nan if value is None else value for value in values], np.float32)
@@ -80,6 +80,14 @@ def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> 
             f"row {nowhere[0]} has no reward: every function ({', '.join(each)}) returned None; at least one must apply"
         )
     total = np.nansum(stacked * np.asarray(weights, np.float32)[:, None], axis=0, dtype=np.float32)
+    beyond = np.flatnonzero(~(np.abs(total) <= LARGEST))
+    if beyond.size:
+        row = beyond[0]
+        parts = ", ".join(f"{name} {values[row]:g}" for name, values in each.items())
+        raise UserError(
+            f"row {row} has the reward {total[row]:g}, from {parts} times the weights {list(weights)}; allowed: "
+            f"-{LARGEST:g} to {LARGEST:g}"
+        )
     return Scores(total, each)
 
 

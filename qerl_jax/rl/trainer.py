@@ -23,6 +23,7 @@ import numpy as np
 import pallas_kernels
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
+from qerl_jax.compiled import compiled_programs
 from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, prompt_indices
 from qerl_jax.data.prompts import encode_prompts
@@ -69,21 +70,16 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       UserError: bad input, by name. Interrupted: after Ctrl-C, with the state saved.
     """
     try:
-        with run_folder.open_run(config, fresh) as (folder, config), interrupt_flag() as interrupt:
-            _keep_compiled_programs(folder)
+        with (
+            run_folder.open_run(config, fresh) as (folder, config),
+            compiled_programs(folder / run_folder.COMPILED),
+            interrupt_flag() as interrupt,
+        ):
             return _Run(assemble(config), folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         print(finished)
         assert config.run.output_dir is not None
         return Path(config.run.output_dir)
-
-
-def _keep_compiled_programs(folder: Path) -> None:
-    """Keeps compiled programs with the run: a restart starts at once, and on a GPU meets the same autotuned kernels,
-    without which it would not be bitwise the same."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str((folder / run_folder.COMPILED).absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 class _Run:

@@ -1,0 +1,50 @@
+"""Compiled programs that are kept with a run: a restart starts at once, and on a GPU meets the same autotuned kernels,
+without which it would not be bitwise the same."""
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+_ZLIB = 0x78  # first byte of what zlib wrote, which is what JAX uses unless another compressor is installed
+
+
+@contextlib.contextmanager
+def compiled_programs(folder: Path) -> Iterator[None]:
+    """Keeps what is compiled inside in `folder`, and uses what it holds; does nothing where the user has set a
+    compilation cache of his own.
+
+    A file that a kill tore is removed first: JAX would compile that program at every start, and never write it again.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        yield
+        return
+    remove_torn(folder)
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+        compilation_cache.reset_cache()  # it would go on with the folder that it has opened
+
+
+def remove_torn(folder: Path) -> None:
+    """Removes the programs whose compressed stream does not end."""
+    for path in folder.glob("*-cache"):
+        data = path.read_bytes()
+        if data and data[0] != _ZLIB:
+            continue
+        stream = zlib.decompressobj()
+        try:
+            stream.decompress(data)
+        except zlib.error:
+            path.unlink()
+            continue
+        if not stream.eof:
+            path.unlink()

@@ -1,0 +1,63 @@
+"""Compiled programs stay with their run; torn ones are made again."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qerl_jax.compiled import compiled_programs, remove_torn
+
+
+@pytest.fixture
+def no_cache():
+    old = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", old)
+
+
+def _compile(number):
+    """Compiles a program of its own, large enough to be kept."""
+
+    def f(x):
+        for i in range(60):
+            x = jnp.sin(x @ x + i + number)
+        return x
+
+    jax.jit(f)(jnp.ones((8, 8))).block_until_ready()
+
+
+def test_each_folder_gets_its_own_programs(no_cache, tmp_path):
+    for number in (1, 2):
+        with compiled_programs(tmp_path / str(number)):
+            _compile(number)
+    _compile(3)
+    first, second = ({path.name for path in (tmp_path / n).glob("jit_f-*")} for n in "12")
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_torn_program_is_written_again(no_cache, tmp_path):
+    with compiled_programs(tmp_path):
+        _compile(4)
+    [program] = tmp_path.glob("jit_f-*-cache")
+    whole = program.read_bytes()
+    for torn in (whole[: len(whole) // 2], b"", b"\x28" + whole[1:50]):
+        program.write_bytes(torn)
+        remove_torn(tmp_path)
+        # Of a program in another compression it cannot be known.
+        assert program.exists() == torn.startswith(b"\x28")
+    program.write_bytes(whole[:-3])
+    jax.clear_caches()
+    with compiled_programs(tmp_path):
+        _compile(4)
+    assert len(program.read_bytes()) == pytest.approx(len(whole), rel=0.05)
+    remove_torn(tmp_path)
+    assert program.exists()
+
+
+def test_a_cache_of_the_users_own_is_left_alone(no_cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    with compiled_programs(tmp_path / "run"):
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
