@@ -12,10 +12,16 @@ from qerl_jax.formats.nvfp4 import NVFP4Weight
 
 
 class KernelNVFP4(flax.struct.PyTreeNode):
-    """A packed weight [N, K]: its tiles and the float32 global scale []."""
+    """A packed weight [N, K]: its tiles, and the global scale as in `NVFP4Weight`."""
 
     tiles: pallas_kernels.KernelWeight
     global_scale: jax.Array
+    scale_multiplies: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def divisor(self) -> jax.Array:
+        """As `NVFP4Weight.divisor`."""
+        return 1 / self.global_scale if self.scale_multiplies else self.global_scale
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -24,10 +30,10 @@ class KernelNVFP4(flax.struct.PyTreeNode):
 
 def repacked(weight: NVFP4Weight) -> KernelNVFP4:
     """The weight in the kernels' order."""
-    return KernelNVFP4(pallas_kernels.repack(weight.packed, weight.scale), weight.global_scale)
+    return KernelNVFP4(pallas_kernels.repack(weight.packed, weight.scale), weight.global_scale, weight.scale_multiplies)
 
 
 def canonical(weight: KernelNVFP4) -> NVFP4Weight:
     """The inverse of `repacked`, byte for byte."""
     packed, scale = pallas_kernels.unpack(weight.tiles)
-    return NVFP4Weight(packed, scale, weight.global_scale)
+    return NVFP4Weight(packed, scale, weight.global_scale, weight.scale_multiplies)

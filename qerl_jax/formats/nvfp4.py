@@ -26,11 +26,21 @@ _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 class NVFP4Weight(flax.struct.PyTreeNode):
-    """A packed weight [N, K]; see the module docstring for the arrays."""
+    """A packed weight [N, K]; see the module docstring for the arrays.
+
+    `scale_multiplies` is set for weights of modelopt, whose second scale is the reciprocal: w ~= code * (block scale *
+    global scale). Both are kept as they were stored, since the rounded reciprocal of one gives other last bits.
+    """
 
     packed: jax.Array
     scale: jax.Array
     global_scale: jax.Array
+    scale_multiplies: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def divisor(self) -> jax.Array:
+        """The global scale as one that divides, rounded to float32: what the GPU kernels take."""
+        return 1 / self.global_scale if self.scale_multiplies else self.global_scale
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,5 +125,6 @@ def dequantize_nvfp4(weight: NVFP4Weight, dtype: jnp.dtype = jnp.float32) -> jax
     """[N, K]: code * (block scale / global scale) in float32, then rounded to `dtype`."""
     N, K = weight.shape
     codes = jnp.stack([weight.packed & 15, weight.packed >> 4], axis=-1).reshape(N, K // BLOCK, BLOCK)
-    step = _divide(weight.scale.astype(jnp.float32), weight.global_scale)
+    scale = weight.scale.astype(jnp.float32)
+    step = scale * weight.global_scale if weight.scale_multiplies else _divide(scale, weight.global_scale)
     return (decode_e2m1(codes) * step[..., None]).reshape(N, K).astype(dtype)

@@ -1,12 +1,13 @@
-"""NVFP4 weights as compressed-tensors (llm-compressor, vLLM) stores them in a model folder: `nvfp4-pack-quantized`.
+"""Packed weights as compressed-tensors (llm-compressor, vLLM) stores them: `nvfp4-pack-quantized`, read and written.
 
-Beside the name of the plain weight there are `_packed`, `_scale` and `_global_scale`; their bytes are those of
-`qerl_jax.formats.nvfp4`. The global scale is read, never recomputed: q/k/v share one, and gate/up.
+Beside the name of the plain weight there are `_packed`, `_scale` and, for NVFP4, `_global_scale`; their bytes are those
+of `qerl_jax.formats`. Scales are read, never recomputed: q/k/v may share a global scale or each have their own.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,54 +16,48 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.formats import KernelNVFP4, NVFP4Weight, Weight, canonical
 from qerl_jax.models.mapped import to_device
+from qerl_jax.models.packing import (
+    Packing,
+    StoredParts,
+    check_options,
+    e4m3_scales,
+    names_list,
+    positive_scale,
+    warn_of_activations,
+)
 from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
 
-_SUPPORTED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "ignore": ["lm_head"],
+_LINEAR = "Linear"
+_NVFP4 = "nvfp4-pack-quantized"
+_DTYPE_E4M3 = "torch.float8_e4m3fn"
+# Keys of quantization_config that are read here, or that say nothing about the weights; any other must be unset.
+_KNOWN = {
+    "config_groups",
+    "format",
+    "global_compression_ratio",
+    "ignore",
+    "quant_method",
+    "quantization_status",
+    "run_compressed",
+    "version",
 }
-_GROUP: dict[str, Any] = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
-_WEIGHTS: dict[str, Any] = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "symmetric": True,
-    "dynamic": False,
-}
+# "frozen" is what older releases wrote for the same files.
+_STATUS = {"quant_method": ("compressed-tensors",), "quantization_status": ("compressed", "frozen")}
+_GROUP_KEYS = {"weights", "targets", "input_activations", "output_activations", "format"}
+_FP4: dict[str, tuple[object, ...]] = {"num_bits": (4,), "type": ("float",), "symmetric": (True,)}
 
 
-def is_packed(quantization: Any, where: Path) -> bool:
-    """Whether the projections are stored as NVFP4, by config.json's `quantization_config` (None: they are plain).
+class _Stored(NamedTuple):
+    """One of the program's formats."""
 
-    Raises:
-      UserError: quantized in another way; names the key, what was found and what is supported.
-    """
-    if quantization is None:
-        return False
-
-    def compare(found: Any, expected: dict[str, Any], place: str) -> None:
-        for key, value in expected.items():
-            actual = found.get(key) if isinstance(found, dict) else found
-            if actual != value:
-                raise UserError(f"{where}: {place} {key} is {actual!r}; supported is {value!r}")
-
-    compare(quantization, _SUPPORTED, "quantization_config")
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise UserError(f"{where}: quantization_config config_groups is {groups!r}; supported is one group")
-    [(name, group)] = groups.items()
-    compare(group, _GROUP, f"quantization_config {name}")
-    compare(group.get("weights"), _WEIGHTS, f"quantization_config {name} weights")
-    return True
+    weight_format: str
+    weights: dict[str, tuple[object, ...]]
+    parts: Callable[[int, int], StoredParts]
+    read: Callable[[Tensors, str], Weight]
 
 
-def packed_slots(N: int, K: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Suffix of the plain name -> (shape, allowed dtypes) of what stands for a weight [N, K]."""
+def _nvfp4_parts(N: int, K: int) -> StoredParts:
     return {
         "_packed": ((N, K // 2), ("uint8",)),
         "_scale": ((N, K // 16), ("float8_e4m3fn",)),
@@ -71,24 +66,94 @@ def packed_slots(N: int, K: int) -> dict[str, tuple[tuple[int, ...], tuple[str, 
 
 
 def packed_weight(tensors: Tensors, name: str) -> NVFP4Weight:
-    """The stored weight `name` on the device.
+    """The stored NVFP4 weight `name` on the device.
 
     Raises:
       UserError: a block scale with a sign or NaN, or a global scale that is not a positive number.
     """
-    where, scale = tensors[f"{name}_scale"]
-    # Kernels decode a scale by shifting its bits, which holds for 0x00-0x7E: no sign, no NaN.
-    bad = np.argwhere(scale.view(np.uint8) > 0x7E)
-    if bad.size:
-        raise UserError(
-            f"{where}: tensor {name}_scale: expected scales that are neither negative nor NaN; found {len(bad)} "
-            f"others, the first {float(scale[tuple(bad[0])])} at {bad[0].tolist()}"
-        )
-    where, [whole] = tensors[f"{name}_global_scale"]
-    if not (np.isfinite(whole) and whole > 0):
-        raise UserError(f"{where}: tensor {name}_global_scale: expected a positive number, found {whole}")
+    scale, whole = e4m3_scales(tensors, f"{name}_scale"), positive_scale(tensors, f"{name}_global_scale")
     packed = tensors[f"{name}_packed"][1]
     return NVFP4Weight(to_device(packed), to_device(scale), jnp.float32(whole))
+
+
+_FORMATS = {
+    _NVFP4: _Stored(
+        "nvfp4",
+        _FP4
+        | {
+            "strategy": ("tensor_group",),
+            "group_size": (16,),
+            "dynamic": (False,),
+            "scale_dtype": (_DTYPE_E4M3, None),
+        },
+        _nvfp4_parts,
+        packed_weight,
+    ),
+}
+
+
+def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Packing:
+    """How linear layers are stored, by config.json's `quantization_config`.
+
+    Args:
+      quantization: that object; `ignore` and `targets` may name modules, classes, or patterns after "re:".
+      where: the file, for messages.
+
+    Raises:
+      UserError: quantized in a way that is not supported; names the key, what was found and what is supported.
+    """
+    place = f"{where}: quantization_config"
+    check_options(quantization, _STATUS, place)
+    _refuse_others(quantization, _KNOWN, place)
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise UserError(f"{place} config_groups is {groups!r}; expected an object of at least one group")
+    # A group's own format stands above the folder's, which is "mixed-precision" where those of groups differ.
+    formats = [str(group.get("format") or quantization.get("format")) for group in groups.values()]
+    if any(found not in _FORMATS or found != formats[0] for found in formats):
+        one = "; all groups must have the same" if len(groups) > 1 else ""
+        raise UserError(
+            f"{place} format is {' and '.join(map(repr, formats))}; supported is {' or '.join(_FORMATS)}{one}"
+        )
+    stored_as = _FORMATS[formats[0]]
+    for name, group in groups.items():
+        _check_group(group, stored_as, f"{place} {name}")
+    if any(group.get("input_activations") for group in groups.values()):
+        warn_of_activations(where)
+    targets = [t for name, g in groups.items() for t in names_list(g.get("targets"), f"{place} {name} targets")]
+    targeted = _matcher(targets, f"{place} targets")
+    ignored = _matcher(names_list(quantization.get("ignore"), f"{place} ignore"), f"{place} ignore")
+    return Packing(
+        stored_as.weight_format,
+        lambda name: ignored(name.removesuffix(".weight")) or not targeted(name.removesuffix(".weight")),
+        stored_as.parts,
+        stored_as.read,
+        (".input_global_scale",),
+    )
+
+
+def _refuse_others(found: dict[str, Any], known: set[str], place: str) -> None:
+    for key, value in found.items():
+        if key not in known and value and value != {"format": "dense"}:
+            raise UserError(f"{place} {key} ({value!r}) is not supported; expected it to be absent or null")
+
+
+def _check_group(group: dict[str, Any], stored_as: _Stored, place: str) -> None:
+    _refuse_others(group, _GROUP_KEYS, place)
+    check_options(group.get("weights"), stored_as.weights, f"{place} weights")
+    if (activations := group.get("input_activations")) is not None:
+        check_options(activations, _FP4, f"{place} input_activations")
+    check_options(group, {"output_activations": (None,)}, place)
+
+
+def _matcher(patterns: list[str], place: str) -> Callable[[str], bool]:
+    """Whether a linear module's name is one of `patterns`, as compressed-tensors matches them."""
+    exact = {pattern for pattern in patterns if not pattern.startswith("re:")}
+    try:
+        expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
+    except re.error as error:
+        raise UserError(f"{place} is {patterns!r}; {error.pattern!r} is not a regular expression ({error})") from None
+    return lambda name: _LINEAR in exact or name in exact or any(e.match(name) for e in expressions)
 
 
 def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
@@ -97,22 +162,35 @@ def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
     Args:
       ignore: names of the linear modules that are plain.
     """
-    weights = _WEIGHTS | {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
+        "dynamic": False,
+        "group_size": 16,
+        "num_bits": 4,
         "observer": "memoryless_minmax",
         "observer_kwargs": {},
-        "scale_dtype": "torch.float8_e4m3fn",
+        "scale_dtype": _DTYPE_E4M3,
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "type": "float",
         "zp_dtype": None,
     }
+    group = {
+        "format": _NVFP4,
+        "input_activations": None,
+        "output_activations": None,
+        "targets": [_LINEAR],
+        "weights": weights,
+    }
     return {
-        "config_groups": {"group_0": _GROUP | {"format": _SUPPORTED["format"], "weights": weights}},
-        "format": _SUPPORTED["format"],
+        "config_groups": {"group_0": group},
+        "format": _NVFP4,
         "global_compression_ratio": None,
         "ignore": list(ignore),
         "kv_cache_scheme": None,
-        "quant_method": _SUPPORTED["quant_method"],
-        "quantization_status": _SUPPORTED["quantization_status"],
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
         "sparsity_config": {},
         "transform_config": {},
         "version": "0.20.0",
@@ -121,6 +199,9 @@ def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
 
 def to_store(name: str, weight: Weight) -> dict[str, Stored]:
     """What stands for the packed weight `name` ([N, K], "....weight") in a folder; arrays are made when asked for.
+
+    A weight whose second scale multiplies (modelopt's) is written with that scale's reciprocal, rounded to float32:
+    its block steps are then at most one unit in the last place off.
 
     Raises:
       UserError: a weight of another format.
@@ -131,7 +212,7 @@ def to_store(name: str, weight: Weight) -> dict[str, Stored]:
         )
 
     def stored(suffix: str, of: Callable[[NVFP4Weight], jax.Array]) -> Stored:
-        shape, [dtype] = packed_slots(*weight.shape)[suffix]
+        shape, [dtype] = _nvfp4_parts(*weight.shape)[suffix]
         return Stored(
             jax.ShapeDtypeStruct(shape, dtype),
             lambda: of(canonical(weight) if isinstance(weight, KernelNVFP4) else weight),
@@ -140,7 +221,7 @@ def to_store(name: str, weight: Weight) -> dict[str, Stored]:
     return {
         f"{name}_packed": stored("_packed", lambda w: w.packed),
         f"{name}_scale": stored("_scale", lambda w: w.scale),
-        f"{name}_global_scale": stored("_global_scale", lambda w: w.global_scale.reshape(1)),
+        f"{name}_global_scale": stored("_global_scale", lambda w: w.divisor.reshape(1)),
     }
 
 

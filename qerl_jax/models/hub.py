@@ -1,8 +1,7 @@
 """Models in Hugging Face folders: one flat table of tensor names, read one tensor at a time (written: `saving`).
 
-Projections may be plain (`...q_proj.weight`) or packed by compressed-tensors' `nvfp4-pack-quantized` (`.weight_packed`,
-`.weight_scale`, `.weight_global_scale`; see `qerl_jax.formats.nvfp4`). Every name, shape and dtype is compared with the
-table before the first byte goes to the device.
+Projections may be plain (`...q_proj.weight`) or packed, as compressed-tensors and modelopt store them (see `packing`).
+Every name, shape and dtype is compared with the table before the first byte goes to the device.
 """
 
 import os
@@ -16,11 +15,12 @@ import numpy as np
 
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
-from qerl_jax.models.compressed_tensors import is_packed, packed_slots, packed_weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
+from qerl_jax.models.packing import Packing
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
+from qerl_jax.models.quantized import packing_of
 from qerl_jax.models.source import CONFIG, Tensors, open_tensors, read_json, resolve
 from qerl_jax.progress import Progress
 
@@ -52,12 +52,12 @@ def layer_name(layer: int, field: str) -> str:
     return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
 
 
-def tensor_table(config: ModelConfig, packed: bool = False) -> dict[str, Slot]:
+def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[str, Slot]:
     """The flat table: every tensor that a folder of this network holds, by its name there.
 
     Args:
       config: the network.
-      packed: whether projections are stored as NVFP4.
+      packing: how its projections are stored; None where they are plain.
     """
     D, V = config.hidden_size, config.vocab_size
     table = {_EMBED: Slot((V, D)), _NORM: Slot((D,))}
@@ -68,10 +68,10 @@ def tensor_table(config: ModelConfig, packed: bool = False) -> dict[str, Slot]:
         for name in PROJECTIONS:
             N, K = projection_shape(config, name)
             weight = layer_name(i, name)
-            if packed:
-                table |= {weight + suffix: Slot(*slot) for suffix, slot in packed_slots(N, K).items()}
-            else:
+            if packing is None or packing.is_plain(weight):
                 table[weight] = Slot((N, K))
+            else:
+                table |= {weight + suffix: Slot(*part) for suffix, part in packing.parts(N, K).items()}
     return table
 
 
@@ -97,14 +97,14 @@ class Opened(NamedTuple):
       folder: where it is.
       hf: its config.json.
       config: what that describes.
-      packed: whether the projections are stored as NVFP4.
-      tensors: by name, without those that follow from others.
+      packing: how its projections are stored; None where they are plain.
+      tensors: by name, without those that follow from others or say nothing about weights.
     """
 
     folder: Path
     hf: dict[str, Any]
     config: ModelConfig
-    packed: bool
+    packing: Packing | None
     tensors: Tensors
 
 
@@ -120,16 +120,17 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
     folder = resolve(path)
     hf = read_json(folder / CONFIG)
     config = ModelConfig.from_hf(hf, str(folder / CONFIG))
-    packed = is_packed(hf.get("quantization_config"), folder / CONFIG)
-    tensors = _without_implied(open_tensors(folder), config.tie_word_embeddings)
+    packing = packing_of(hf, folder)
+    unread = () if packing is None else packing.unread
+    tensors = _without_implied(open_tensors(folder), config.tie_word_embeddings, unread)
     # Before the table of names, which an absurd number would make larger than memory.
     if config.num_hidden_layers > len(tensors):
         raise UserError(
             f"{folder / CONFIG}: num_hidden_layers is {config.num_hidden_layers}; the folder has {len(tensors)} "
             "tensors, and a layer several"
         )
-    check_tensors(tensors, tensor_table(config, packed), folder)
-    return Opened(folder, hf, config, packed, tensors)
+    check_tensors(tensors, tensor_table(config, packing), folder)
+    return Opened(folder, hf, config, packing, tensors)
 
 
 def load_model(path: str | os.PathLike[str], weight_format: str | None = None, dtype: Any = None) -> Model:
@@ -149,7 +150,12 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     if weight_format is not None and weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
-    _, _, config, packed, tensors = open_model(path)
+    folder, _, config, packing, tensors = open_model(path)
+    if packing is not None and weight_format not in (None, "bf16", packing.weight_format):
+        raise UserError(
+            f"weight_format is {weight_format!r}, but {folder} holds {packing.weight_format} weights, which would be "
+            f"rounded a second time; allowed: {packing.weight_format}, bf16"
+        )
     if dtype is None:
         dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
     if jnp.dtype(dtype).name not in _COMPUTE:
@@ -168,17 +174,18 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         }
         for group in SHARED_SCALE:
             names = {field: layer_name(i, field) for field in group}
-            if packed:
-                for field, name in names.items():
-                    weight = packed_weight(tensors, name)
+            for field, name in names.items():
+                if packing is not None and not packing.is_plain(name):
+                    weight = packing.read(tensors, name)
                     fields[field] = dequantize(weight, dtype) if weight_format == "bf16" else weight
-                    for suffix in packed_slots(*weight.shape):
+                    for suffix in packing.parts(*weight.shape):
                         progress.advance(tensors[name + suffix][1].nbytes)
-            elif weight_format == "nvfp4":
-                for field, fields[field] in _quantized(tensors, names):
+            unpacked = {field: name for field, name in names.items() if field not in fields}
+            if weight_format == "nvfp4" and unpacked:
+                for field, fields[field] in _quantized(tensors, unpacked):
                     progress.advance(tensors[names[field]][1].nbytes)
             else:
-                fields |= {field: plain(name, dtype) for field, name in names.items()}
+                fields |= {field: plain(name, dtype) for field, name in unpacked.items()}
         return Layer(**fields)
 
     total = sum(array.nbytes for _, array in tensors.values())
@@ -192,9 +199,9 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     return Model(base, config)
 
 
-def _without_implied(found: Tensors, tied: bool) -> Tensors:
-    """`found` without tensors that follow from the configuration or from others."""
-    found = {name: entry for name, entry in found.items() if not name.endswith(_DERIVED)}
+def _without_implied(found: Tensors, tied: bool, unread: tuple[str, ...]) -> Tensors:
+    """`found` without tensors that follow from the configuration or from others, or whose names end as in `unread`."""
+    found = {name: entry for name, entry in found.items() if not name.endswith((_DERIVED, *unread))}
     if tied and _HEAD in found and _EMBED in found:
         where, head = found.pop(_HEAD)
         embed = found[_EMBED][1]

@@ -63,7 +63,7 @@ def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight]) -> Sequence[jax
     """x W^T for every weight, in x's dtype."""
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights):
-        products: Sequence[jax.Array] = fp4_matmul(x_MK, [w.tiles for w in packed], [w.global_scale for w in packed])
+        products: Sequence[jax.Array] = fp4_matmul(x_MK, [w.tiles for w in packed], [w.divisor for w in packed])
         return products
     # The backward pass decodes a packed weight again: kept for it, the decoded ones would be the whole 16-bit model.
     return [

@@ -84,7 +84,7 @@ def quantize_folder(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{destination} is there already; remove it or choose another name")
     opened = open_model(source)
-    if opened.packed:
+    if opened.packing is not None:
         raise UserError(f"{opened.folder}: its weights are quantized already; expected plain ones")
     rows = None
     if text is not None:

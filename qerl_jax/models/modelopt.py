@@ -1,0 +1,80 @@
+"""Packed weights as NVIDIA's modelopt stores them: NVFP4 with a second scale that multiplies.
+
+    ....weight          uint8 [N, K/2]            codes, in the order of compressed-tensors
+    ....weight_scale    float8_e4m3fn [N, K/16]   block scales
+    ....weight_scale_2  float32 []                w = code * (weight_scale * weight_scale_2)
+    ....input_scale     float32 []                for activations in FP4; says nothing about the weights, so not read
+
+hf_quant_config.json says how the folder was made; since 0.29 config.json repeats it as `quantization_config`.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from qerl_jax.formats import NVFP4Weight
+from qerl_jax.models.mapped import to_device
+from qerl_jax.models.packing import (
+    Packing,
+    StoredParts,
+    check_options,
+    e4m3_scales,
+    names_list,
+    positive_scale,
+    warn_of_activations,
+)
+from qerl_jax.models.source import Tensors
+
+QUANT_CONFIG = "hf_quant_config.json"
+# "NVFP4" has activations in FP4 too. NVFP4_AWQ and NVFP4_SVD change the layers' inputs; they are other functions.
+_WEIGHTS_ONLY, _WITH_ACTIVATIONS = "W4A16_NVFP4", "NVFP4"
+_OPTIONS: dict[str, tuple[object, ...]] = {
+    "quant_algo": (_WEIGHTS_ONLY, _WITH_ACTIVATIONS),
+    "group_size": (16, None),
+    "kv_cache_quant_algo": (None,),
+    "kv_cache_scheme": (None,),
+}
+
+
+def modelopt_packing(quantization: dict[str, Any], where: Path) -> Packing:
+    """How linear layers are stored.
+
+    Args:
+      quantization: hf_quant_config.json's `quantization` (which excludes `exclude_modules`), or config.json's
+        `quantization_config` (which has the same list as `ignore`, or the former inside).
+      where: the file, for messages.
+
+    Raises:
+      UserError: quantized in a way that is not supported; names the key, what was found and what is supported.
+    """
+    inner = quantization.get("quantization", quantization)
+    check_options(inner, _OPTIONS, f"{where}:")
+    excluded = [
+        pattern for key in ("exclude_modules", "ignore") for pattern in names_list(inner.get(key), f"{where}: {key}")
+    ]
+    if inner["quant_algo"] == _WITH_ACTIVATIONS:
+        warn_of_activations(where)
+    return Packing("nvfp4", _matcher(excluded), _parts, _read, (".input_scale",))
+
+
+def _parts(N: int, K: int) -> StoredParts:
+    return {
+        "": ((N, K // 2), ("uint8",)),
+        "_scale": ((N, K // 16), ("float8_e4m3fn",)),
+        "_scale_2": ((), ("float32",)),
+    }
+
+
+def _read(tensors: Tensors, name: str) -> NVFP4Weight:
+    scale, whole = e4m3_scales(tensors, f"{name}_scale"), positive_scale(tensors, f"{name}_scale_2")
+    packed = tensors[name][1]
+    return NVFP4Weight(to_device(packed), to_device(scale), jnp.float32(whole), scale_multiplies=True)
+
+
+def _matcher(patterns: list[str]) -> Callable[[str], bool]:
+    """Whether a weight's name begins with a module of `patterns`, in which * stands for anything."""
+    expressions = [re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"\.") for pattern in patterns]
+    return lambda name: any(expression.match(name) for expression in expressions)

@@ -1,0 +1,95 @@
+"""How a model folder stores its packed linear layers: what the readers of each program's folders have in common."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.formats import Weight
+from qerl_jax.models.source import Tensors
+
+# Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
+StoredParts = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+
+class Packing(NamedTuple):
+    """A folder's way of storing linear layers.
+
+    weight_format: the word for what the packed ones become, one of `qerl_jax.formats.FORMATS`.
+    is_plain: whether the weight of a name ("model.layers.0.mlp.up_proj.weight") is stored unpacked.
+    parts: what stands for a packed weight [N, K].
+    read: the packed weight of a name ("....up_proj.weight") on the device; UserError for values that cannot be.
+    unread: endings of tensors that say nothing about the weights.
+    """
+
+    weight_format: str
+    is_plain: Callable[[str], bool]
+    parts: Callable[[int, int], StoredParts]
+    read: Callable[[Tensors, str], Weight]
+    unread: tuple[str, ...] = ()
+
+
+def check_options(found: object, expected: Mapping[str, tuple[object, ...]], where: str) -> None:
+    """Compares the values of some keys of an object in a JSON file with those allowed; a missing key counts as null.
+
+    Raises:
+      UserError: naming `where`, the key, what was found and what is supported.
+    """
+    for key, allowed in expected.items():
+        actual = found.get(key) if isinstance(found, dict) else found
+        if not any(type(actual) is type(value) and actual == value for value in allowed):
+            raise UserError(f"{where} {key} is {actual!r}; supported is {' or '.join(map(repr, allowed))}")
+
+
+def names_list(value: object, where: str) -> list[str]:
+    """A list of module names or patterns from a JSON file; null is an empty one.
+
+    Raises:
+      UserError: it is something else.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{where} is {value!r}; expected a list of module names")
+    return value
+
+
+def e4m3_scales(tensors: Tensors, name: str) -> np.ndarray:
+    """The E4M3 block scales `name`.
+
+    Raises:
+      UserError: one has a sign or is NaN.
+    """
+    where, scale = tensors[name]
+    # Kernels decode a scale by shifting its bits, which holds for 0x00-0x7E: no sign, no NaN.
+    bad = np.argwhere(scale.view(np.uint8) > 0x7E)
+    if bad.size:
+        raise UserError(
+            f"{where}: tensor {name}: expected scales that are neither negative nor NaN; found {len(bad)} "
+            f"others, the first {float(scale[tuple(bad[0])])} at {bad[0].tolist()}"
+        )
+    return scale
+
+
+def positive_scale(tensors: Tensors, name: str) -> np.float32:
+    """The one number of the tensor `name`.
+
+    Raises:
+      UserError: it is zero, negative, infinite or NaN.
+    """
+    where, array = tensors[name]
+    whole = np.float32(array.reshape(())[()])
+    if not (np.isfinite(whole) and whole > 0):
+        raise UserError(f"{where}: tensor {name}: expected a positive number, found {whole}")
+    return whole
+
+
+def warn_of_activations(where: Path) -> None:
+    """Says that activations stay in 16 bits: the folder asks for FP4, of which the weights know nothing."""
+    warnings.warn(
+        f"{where} asks for activations in FP4; they stay in 16 bits here, and the scales stored for them are not read",
+        stacklevel=2,
+    )

@@ -1,0 +1,45 @@
+"""Which program packed a model folder's linear layers, if any."""
+
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.errors import UserError
+from qerl_jax.models.compressed_tensors import compressed_tensors_packing
+from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
+from qerl_jax.models.packing import Packing
+from qerl_jax.models.source import CONFIG, read_json
+
+_READERS = {"compressed-tensors": compressed_tensors_packing, "modelopt": modelopt_packing}
+
+
+def packing_of(hf: dict[str, Any], folder: Path) -> Packing | None:
+    """How the folder with the config.json `hf` stores its linear layers; None where they are plain.
+
+    Raises:
+      UserError: quantized in a way that is not supported; names file and key, what was found and what is supported.
+    """
+    packing = _stated(hf, folder)
+    if packing is not None and not hf.get("tie_word_embeddings") and not packing.is_plain("lm_head.weight"):
+        raise UserError(
+            f"{folder}: by its configuration lm_head is quantized; supported are folders that name it among the "
+            "modules that are not (ignore, exclude_modules)"
+        )
+    return packing
+
+
+def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
+    quantization = hf.get("quantization_config")
+    if quantization is not None:
+        where = folder / CONFIG
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if not isinstance(method, str) or method not in _READERS:
+            known = " or ".join(map(repr, _READERS))
+            raise UserError(f"{where}: quantization_config quant_method is {method!r}; supported is {known}")
+        return _READERS[method](quantization, where)
+    if (folder / QUANT_CONFIG).is_file():
+        where = folder / QUANT_CONFIG
+        stated = read_json(where).get("quantization")
+        if not isinstance(stated, dict):
+            raise UserError(f"{where}: quantization is {stated!r}; expected an object")
+        return modelopt_packing(stated, where)
+    return None

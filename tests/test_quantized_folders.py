@@ -1,0 +1,127 @@
+"""Folders that llm-compressor, compressed-tensors and modelopt wrote (oracles/quantized_folders.py): stored bytes stay,
+and weights and logits are those that these programs compute."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from folders import assert_equal
+
+from qerl_jax.formats import dequantize
+from qerl_jax.models.hub import load_model, named_weights
+from qerl_jax.models.init import for_kernels
+from qerl_jax.models.safetensors import read_safetensors
+from qerl_jax.models.saving import save_model
+from qerl_jax.models.source import read_json
+from qerl_jax.models.transformer import logits
+
+FOLDERS = Path(__file__).parent / "oracles" / "quantized"
+NVFP4 = (
+    "compressed_tensors_0.11",
+    "llmcompressor_nvfp4",
+    "llmcompressor_nvfp4_w4a4",
+    "modelopt_nvfp4",
+    "modelopt_w4a16",
+)
+WITH_ACTIVATIONS = ("llmcompressor_nvfp4_w4a4", "modelopt_nvfp4")
+
+
+def load(name, *arguments, **options):
+    expected = contextlib.nullcontext()
+    if name in WITH_ACTIVATIONS:
+        expected = pytest.warns(
+            UserWarning, match=r"config.json asks for activations in FP4; they stay in 16 bits here"
+        )
+    with expected:
+        return load_model(FOLDERS / name, *arguments, **options)
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_weights_and_logits_are_those_of_the_program(name):
+    oracle = np.load(FOLDERS / f"{name}.npz")
+    model = load(name, dtype="float32")
+    packed = {n.removesuffix(".weight"): w for n, w in named_weights(model).items() if not isinstance(w, jax.Array)}
+    assert packed.keys() == set(oracle.files) - {"ids", "logits"}
+    for linear, weight in packed.items():
+        # modelopt unpacks the code of -0.0 as 0.0: values are compared, and adding zero leaves no sign of it.
+        assert (np.asarray(dequantize(weight, jnp.float32)) + 0).tobytes() == (oracle[linear] + 0).tobytes(), linear
+    np.testing.assert_allclose(logits(model, oracle["ids"]), oracle["logits"], rtol=0, atol=2e-5 * span(oracle))
+
+
+def span(oracle):
+    return np.abs(oracle["logits"]).max()
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_stored_bytes_are_kept(name):
+    stored = read_safetensors(FOLDERS / name / "model.safetensors")
+    weights = named_weights(load(name))
+    for linear, weight in weights.items():
+        if isinstance(weight, jax.Array):
+            assert np.array_equal(weight, stored[linear].astype(weight.dtype)), linear
+            continue
+        parts = ("", "_scale", "_scale_2") if weight.scale_multiplies else ("_packed", "_scale", "_global_scale")
+        for part, array in zip(parts, (weight.packed, weight.scale, weight.global_scale), strict=True):
+            assert np.asarray(array).tobytes() == stored[linear + part].tobytes(), linear + part
+
+
+def test_global_scales_are_those_of_each_linear():
+    separate, shared = (load(name).base.layers[0] for name in ("compressed_tensors_0.11", "llmcompressor_nvfp4"))
+    assert len({float(getattr(separate, name).global_scale) for name in ("q_proj", "k_proj", "v_proj")}) == 3
+    assert len({float(getattr(shared, name).global_scale) for name in ("q_proj", "k_proj", "v_proj")}) == 1
+
+
+def test_the_quantizer_writes_what_llm_compressor_writes():
+    ours = load_model(FOLDERS.parent / "qwen2_untied", "nvfp4")
+    assert_equal(ours, load("llmcompressor_nvfp4"))
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_saved_again(tmp_path, name):
+    model = load(name)
+    save_model(model, tmp_path / "m", weight_format="nvfp4")
+    again = load_model(tmp_path / "m")
+    if name.startswith("modelopt"):
+        # The reciprocal of the second scale, rounded: a unit in the last place of a block's step, and as much again in
+        # the product.
+        for old, new in zip(named_weights(model).values(), named_weights(again).values(), strict=True):
+            np.testing.assert_allclose(dequantize(new, jnp.float32), dequantize(old, jnp.float32), rtol=2.0**-22)
+        return
+    assert_equal(again, model)
+    stored, saved = (read_safetensors(path / "model.safetensors") for path in (FOLDERS / name, tmp_path / "m"))
+    assert saved.keys() == {key for key in stored if not key.endswith("input_global_scale")}
+    for key, array in saved.items():
+        assert (array.dtype, array.shape) == (stored[key].dtype, stored[key].shape)
+        assert array.tobytes() == stored[key].tobytes()
+
+
+def test_the_configuration_is_spelled_as_llm_compressor_does(tmp_path):
+    save_model(load("llmcompressor_nvfp4"), tmp_path / "m", weight_format="nvfp4")
+    ours, theirs = (
+        read_json(path / "config.json")["quantization_config"]
+        for path in (tmp_path / "m", FOLDERS / "llmcompressor_nvfp4")
+    )
+    assert ours | {"version": "0.19.0"} == theirs
+
+
+def test_kernels_get_the_reciprocal_of_a_scale_that_multiplies():
+    model = load("modelopt_w4a16")
+    weight, kernel = model.base.layers[1].up_proj, for_kernels(model).base.layers[1].up_proj
+    assert weight.scale_multiplies and float(kernel.divisor) == pytest.approx(
+        1 / float(weight.global_scale), rel=2**-23
+    )
+    assert_equal(dequantize(kernel, jnp.float32), dequantize(weight, jnp.float32))
+
+
+def test_modelopt_without_words_in_config_json(tmp_path):
+    """Before 0.29 only hf_quant_config.json said how the folder was made."""
+    shutil.copytree(FOLDERS / "modelopt_w4a16", tmp_path / "m")
+    hf = json.loads((tmp_path / "m" / "config.json").read_text())
+    del hf["quantization_config"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(hf))
+    assert_equal(load_model(tmp_path / "m"), load("modelopt_w4a16"))
