@@ -28,7 +28,8 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
         )
     try:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        # ValueError: several templates by name, none of them the default one. TypeError: content that is no text.
         raise UserError(f"the tokenizer's chat template refuses {prompt!r:.120}: {error}") from error
     assert isinstance(text, str)
     return text
@@ -37,12 +38,16 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Token ids of one prompt, none for an empty text.
 
-    A text gets the special tokens that the tokenizer puts around texts (a BOS, for some); messages get those of the
-    chat template alone.
+    A text gets the special tokens that the tokenizer puts around texts (Llama 3's BOS); messages get those of the
+    chat template alone. A text that begins with the BOS already, as a rendered template does, gets no second one.
     """
     text = prompt_text(tokenizer, prompt)
+    if not text:
+        return []
     # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
-    return tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"] if text else []
+    ids: list[int] = tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"]
+    twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
+    return ids[1:] if twice and isinstance(prompt, str) else ids
 
 
 def check_prompts(tokenizer: Tokenizer, dataset: Dataset, name: str, max_prompt_length: int) -> None:

@@ -16,6 +16,8 @@ from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, r
 
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer"]
 
+_PADDING_OF_LLAMA_3 = "<|finetune_right_pad_id|>"
+
 
 class GenerationIds(NamedTuple):
     """Ids that end a completion, and the one that fills rows behind their end."""
@@ -65,8 +67,11 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
 def load_generation_config(path: str | os.PathLike[str]) -> GenerationIds:
     """EOS and pad ids: from generation_config.json, else config.json, else the tokenizer's own.
 
-    Sampling options in generation_config.json are not read; a run's config has them. Without a pad id the first EOS
-    serves: rows are cut by length, never by the pad id.
+    So Qwen's chat models end at `<|im_end|>` and `<|endoftext|>` and are padded with the latter; Llama 3's end at
+    `<|end_of_text|>`, `<|eom_id|>` and `<|eot_id|>` and are padded with `<|finetune_right_pad_id|>`, which their
+    vocabulary has for that, though their configuration may not say so. Sampling options in generation_config.json are
+    not read; a run's config has them. Without a pad id the first EOS serves: rows are cut by length, never by the pad
+    id.
 
     Raises:
       UserError: no EOS anywhere, or an id that is no row of the embedding.
@@ -111,4 +116,6 @@ def _own_ids(folder: Path, vocab_size: Any) -> dict[str, list[int]]:
         return {"eos_token": [], "pad_token": []}
     tokenizer = load_tokenizer(folder, vocab_size)
     ids = {"eos_token": tokenizer.eos_token_id, "pad_token": tokenizer.pad_token_id}
+    if ids["pad_token"] is None:
+        ids["pad_token"] = tokenizer.get_vocab().get(_PADDING_OF_LLAMA_3)
     return {name: [] if value is None else [value] for name, value in ids.items()}
