@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from . import dequantized, stream_kernel, variants
+from . import dequantized, stream_kernel, variants, wide
 from .layout import COLS, KernelWeight
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
+from .wide_plan import WideConfig
 
 
 def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None):
@@ -24,8 +25,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
       global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
       lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None.
       bias: None or [N]; for a list, a list (entries may be None) or None.
-      backend: None (by the table), "mosaic" (the streaming kernel), "triton" (the portable kernel), "dequantize",
-        "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
+      backend: None (by the table), "mosaic" (the streaming kernel), "wide" (the kernel for many rows), "triton" (the
+        portable kernel), "dequantize", "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
 
     Returns:
       y_MN in x's dtype; for a list of weights, a tuple of them.
@@ -108,6 +109,8 @@ def _linear_fwd(backend, x, weights, scales, loras, biases):
 
 def _linear_bwd(backend, saved, dys):
     x, weights, scales, loras, hidden = saved
+    if len(weights) == 1 and loras[0] is None:  # nothing to add: rounded once, by the product itself
+        return _dx(backend)(dys[0], weights[0], scales[0]), None, None, (None,), None
     dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
     for dy, w, s, lora, h in zip(dys, weights, scales, loras, hidden, strict=True):
         dx = dx + _dx(backend, wide=True)(dy, w, s)
@@ -138,6 +141,8 @@ def _base(backend, count, no_bias, final):
         if m == 0:
             return tuple(jnp.zeros((0, w.n), out_dtype) for w in weights)
         variant = variants.choose(m, k, tuple(w.n for w in weights), backend)
+        if isinstance(variant, WideConfig):
+            return tuple(wide.matmul_all(x, weights, scales, biases, variant, out_dtype))
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
         elif variant == "triton":
@@ -174,7 +179,9 @@ def _dx(backend, wide=False):
         out_dtype = jnp.float32 if wide else dy.dtype
         if dy.shape[0] == 0:
             return jnp.zeros((0, weight.k), out_dtype)
-        variant = variants.choose_dx(backend)
+        variant = variants.choose_dx(dy.shape[0], weight.k, weight.n, backend)
+        if isinstance(variant, WideConfig):
+            return wide.matmul_dx(dy, weight, scale, variant, out_dtype)
         if variant == "reference":
             return fp4_matmul_dx_reference(dy.astype(jnp.float32), weight, scale).astype(out_dtype)
         return dequantized.matmul_dx(dy, weight, scale, kernel=variant == "dequantize-mosaic").astype(out_dtype)

@@ -30,6 +30,12 @@ def wide_offset(base_64: ir.Value, index_32: ir.Value, stride: int) -> ir.Value:
     return arith.addi(base_64, arith.muli(arith.extui(i64, index_32), utils.c(stride, i64)))
 
 
+def long_offset(base_64: ir.Value, index_32: ir.Value, stride_32: ir.Value) -> ir.Value:
+    """base + index * stride in bytes, the product in 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.addi(base_64, arith.muli(arith.extui(i64, index_32), arith.extui(i64, stride_32)))
+
+
 def barrier_init(address: ir.Value, count: int):
     ptx("mbarrier.init.shared::cta.b64 [$0], $1;", address, i32(count))
 

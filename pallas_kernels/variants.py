@@ -3,7 +3,8 @@
 fp4_table.json holds, for (K, sum of N) and the largest M of a range (8, 16, 32, 64), the configuration of the streaming
 kernel that was fastest on an H200 (`us` is its time; null where the configuration was chosen from a neighbouring shape
 and not timed yet). Shapes outside it get the first default that fits. All M of one range use one
-configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64 (and 65-256, in steps of 64 rows).
+configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to the wide kernel
+(wide_variants.py), or, where it does not take the shape, through the streaming kernel 64 at a time.
 """
 
 import functools
@@ -13,10 +14,14 @@ import json
 import jax
 
 from .stream_plan import RESIDENT, StreamConfig, make_plan
+from .wide_plan import WideConfig
+from .wide_variants import wide_config
 
 RANGES = (8, 16, 32, 64)
-BACKENDS = ("mosaic", "triton", "dequantize-mosaic", "dequantize", "reference")
-# Up to this many rows the streaming kernel runs 64 rows at a time; above, dequantize + dot.
+BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "reference")
+# Up to this many rows the streaming kernel is the faster one.
+STREAM_ROWS = 64
+# What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
 MAX_STREAM_ROWS = 256
 
 
@@ -39,7 +44,7 @@ def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
     at = capability()
     if at == 90:
-        return f"NVFP4 kernels: Mosaic GPU (sm_90) up to {MAX_STREAM_ROWS} rows, dequantize + dot above"
+        return f"NVFP4 kernels: Mosaic GPU (sm_90), streaming up to {STREAM_ROWS} rows, wide above and for gradients"
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
 
@@ -74,30 +79,44 @@ def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
     raise ValueError(f"no configuration of the streaming kernel takes M = {m}, K = {k}, N = {n}: {reason}")
 
 
-def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | StreamConfig:
-    """A path's name, or the streaming kernel's configuration."""
+def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | StreamConfig | WideConfig:
+    """A path's name, or the configuration of the streaming or the wide kernel."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
     if backend == "mosaic":
         return config_for(m, k, n)
+    if backend == "wide":
+        return wide_config("forward", m, k, n)
     if backend is not None:
         return backend
     at = capability()
-    if at == 90 and m <= MAX_STREAM_ROWS:
-        try:
-            return config_for(m, k, n)
-        except ValueError:
-            return "dequantize-mosaic"
-    return choose_dx()
+    if at != 90:
+        return "dequantize" if at else "reference"
+    tries = [functools.partial(wide_config, "forward", m, k, n)]
+    if m <= MAX_STREAM_ROWS:
+        tries.insert(0 if m <= STREAM_ROWS else 1, functools.partial(config_for, m, k, n))
+    return _first(tries)
 
 
-def choose_dx(backend: str | None = None) -> str:
-    """A path's name for dx = dy W, and for the forward product with many rows."""
-    if backend == "mosaic":
-        return "dequantize-mosaic"
+def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideConfig:
+    """The same for dx = dy W."""
+    if backend in ("mosaic", "wide"):
+        return wide_config("dx", m, k, (n,))
     if backend == "triton":  # its kernel is for the forward product
         return "dequantize"
     if backend is not None:
         return backend
     at = capability()
-    return "dequantize-mosaic" if at == 90 else "dequantize" if at else "reference"
+    if at != 90:
+        return "dequantize" if at else "reference"
+    return _first([functools.partial(wide_config, "dx", m, k, (n,))])
+
+
+def _first(tries) -> str | StreamConfig | WideConfig:
+    """The first configuration that takes the shape, else dequantize + dot."""
+    for configuration in tries:
+        try:
+            return configuration()
+        except ValueError:
+            continue
+    return "dequantize-mosaic"

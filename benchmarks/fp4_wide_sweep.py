@@ -1,0 +1,138 @@
+"""Times of the wide kernel's configurations on an NVIDIA GPU, each result checked against float64 on sampled outputs.
+
+    python -m benchmarks.fp4_wide_sweep OUT.json --case forward 3584 37888 1024 --case dx 3584 37888 1024
+        [--config 256 2 1 4 2 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
+
+A case is an operation, K, N and M; a configuration WideConfig's five numbers (without one, `candidates`). `--table`
+writes the fastest configuration of each case that the kernel got right into the table.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.fp4_matmul import ROTATE_BYTES, device_us, random_weight, rotated
+from pallas_kernels import dequantize_kernel, wide
+from pallas_kernels.wide_plan import WideConfig, make_plan
+
+SAMPLES = 64
+
+
+def candidates(op: str, k: int, n: int, m: int) -> list[WideConfig]:
+    """Configurations worth a measurement: those that fill at least half of the multiprocessors in one wave, or all."""
+    d, r = (k, n) if op == "forward" else (n, k)
+    found = []
+    for m_tile in (128, 256) if m > 128 else (128,):
+        depths = (6, 3) if m_tile == 128 else (4, 2)
+        for share, split in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4), (2, 3), (2, 4)):
+            config = WideConfig(m_tile, share, split, *depths)
+            try:
+                plan = make_plan(m, d, (r,), op == "dx", config)
+            except ValueError:
+                continue
+            ctas = plan.items * config.cluster
+            if (split == 1 and (ctas >= 66 or m <= 128)) or (split > 1 and 66 <= ctas <= 132):
+                found.append(config)
+    return found
+
+
+def expected(op, x, weight, rows, outputs):
+    """The product of sampled rows and outputs in float64, and |x| |W|, with the bare weight e2m1 * scale."""
+    w = dequantize_kernel.dequantize(weight.data)
+    w = w[outputs, : weight.k] if op == "forward" else w[: weight.n, outputs].T
+    w, x = np.asarray(w, np.float64) * 128, np.asarray(x[rows], np.float64)
+    return x @ w.T, np.abs(x) @ np.abs(w).T
+
+
+def sweep_case(op, k, n, m, configs, pool, note):
+    scale = jnp.float32(1.0)
+    count = max(2, int(np.ceil(ROTATE_BYTES / (k * n * 0.5625)))) if m <= 256 else 2
+    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), count)
+    weights = [random_weight(key, n, k) for key in keys]
+    width = k if op == "forward" else n
+    xs = [jax.random.normal(key, (m, width), jnp.bfloat16) for key in keys]
+    rng = np.random.default_rng()
+    outputs = np.sort(rng.choice(n if op == "forward" else k, SAMPLES, replace=False))
+    rows = np.sort(rng.choice(m, min(m, SAMPLES), replace=False))
+    true, size = expected(op, xs[-1], weights[-1], rows, outputs)
+    product = wide.matmul if op == "forward" else wide.matmul_dx
+
+    def compiled(config):
+        f = rotated(lambda x, w: product(x, w, scale, config), count)
+        return f.lower(xs, weights).compile()
+
+    jobs = [pool.submit(compiled, config) for config in configs]
+    results = []
+    for config, job in zip(configs, jobs, strict=True):
+        f = job.result()
+        y = np.asarray(f(xs, weights)[-1][rows][:, outputs], np.float64)
+        ok = bool((np.abs(y - true) <= 2**-8 * np.abs(true) + 1e-5 * size).all())
+        us = device_us(f, xs, weights) / count
+        results.append({"config": list(dataclasses.astuple(config)), "us": us, "ok": ok})
+        note(f"  {op} {k}x{n} M={m} {config}: {us:.1f} us {'' if ok else 'WRONG'}")
+    few = max(2, int(np.ceil(ROTATE_BYTES / (2 * k * n)))) if m <= 256 else 2
+    plain = [jax.random.normal(keys[i % count], (n, k), jnp.bfloat16) for i in range(few)]
+    xs = [xs[i % count] for i in range(few)]
+    g = (lambda x, w: jnp.dot(x, w.T)) if op == "forward" else jnp.dot
+    bf16 = device_us(rotated(g, few), xs, plain) / few
+    right = [r for r in results if r["ok"]]
+    best = min(right, key=lambda r: r["us"], default=None)
+    if best:
+        note(f"{op} {k}x{n} M={m}: {best['us']:.1f} us {best['config']}, BF16 {bf16:.1f}: {best['us'] / bf16:.3f}")
+    return {"op": op, "k": k, "n": n, "m": m, "bf16_us": bf16, "best": best, "results": results}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--case", nargs=4, action="append", required=True, metavar=("OP", "K", "N", "M"))
+    parser.add_argument("--config", nargs=5, type=int, action="append")
+    parser.add_argument("--table")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
+    args = parser.parse_args()
+    start, found = time.time(), []
+    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for op, *numbers in args.case:
+            if time.time() - start > args.seconds:
+                print("out of time before", op, numbers)
+                break
+            case = (op, *map(int, numbers))
+            configs = [WideConfig(*c) for c in args.config] if args.config else candidates(*case)
+            found.append(sweep_case(*case, configs, pool, lambda text: print(text, flush=True)))
+            with open(args.out, "w") as f:
+                json.dump(found, f, indent=1)
+    if args.table:
+        update_table(args.table, found)
+    return 0
+
+
+def update_table(path, found):
+    with open(path) as f:
+        table = {(e["op"], e["k"], e["n"], e["m"]): e for e in json.load(f)}
+    for case in found:
+        if case["best"]:
+            key = (case["op"], case["k"], case["n"], case["m"])
+            table[key] = dict(zip(("op", "k", "n", "m"), key, strict=True), **_rounded(case))
+    with open(path, "w") as f:
+        f.write("[\n" + ",\n".join(json.dumps(table[key]) for key in sorted(table)) + "\n]\n")
+
+
+def _rounded(case):
+    return {
+        "config": case["best"]["config"],
+        "us": round(case["best"]["us"], 2),
+        "bf16_us": round(case["bf16_us"], 2),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""PTX for the wide kernel: tensor copies that may go to several CTAs, swizzled operands of wgmma, register budgets."""
+
+from jax.experimental.mosaic.gpu import launch_context, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from .ptx import and_, f32_t, i32_t, ptx, shr
+
+# What a 128-byte swizzle's descriptor holds beside the address: 1024 bytes between groups of 8 rows, layout type 1.
+_SWIZZLED_128 = 1 << 16 | (1024 >> 4) << 32 | 1 << 62
+
+
+def tensor_map(ctx: launch_context.LaunchContext, ref: ir.Value, box: tuple[int, int], swizzle: int | None) -> ir.Value:
+    """Address (64 bit) of the tensor map for boxes of a matrix that is an argument of the kernel."""
+    descriptor = ctx._get_tma_desc(ref, (), None, box, swizzle, None)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), descriptor)
+
+
+def tensor_load(dst_shared, descriptor, column, row, barrier, mask: ir.Value | None = None):
+    """A box at (row, column), zeros outside the matrix; with `mask` (16 bit) to the same place in several CTAs."""
+    where = "[$0], [$1, {$2, $3}], [$4]"
+    code = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    args = [dst_shared, descriptor, column, row, barrier]
+    if mask is None:
+        ptx(f"{code} {where};", *args)
+    else:
+        ptx(f"{code}.multicast::cluster {where}, $5;", *args, mask)
+
+
+def multicast_mask(first_rank, count: int) -> ir.Value:
+    """Ranks first_rank .. first_rank + count - 1."""
+    bits = arith.shli(utils.c((1 << count) - 1, i32_t()), first_rank)
+    return arith.trunci(ir.IntegerType.get_signless(16), bits)
+
+
+def remote_arrive(barrier, rank):
+    """Arrive on the barrier at the same place in the cluster's CTA `rank`: that this CTA has read, nothing more, so
+    without a release to the cluster, for which the compiler would put a memory fence into the main loop."""
+    ptx(
+        "{ .reg .b32 remote;\nmapa.shared::cluster.u32 remote, $0, $1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}",
+        barrier,
+        rank,
+    )
+
+
+def swizzled_descriptor(address) -> ir.Value:
+    """wgmma's operand of rows of 128 bytes in shared memory, swizzled by 128 bytes, K along the row."""
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.ori(arith.extui(i64, and_(shr(address, 4), 0x3FFF)), utils.c(_SWIZZLED_128, i64))
+
+
+def transpose_8x8(value) -> ir.Value:
+    """A warp's 8 x 8 matrix of 16-bit elements (lane 4 g + t: row g, columns 2 t, 2 t + 1), transposed."""
+    return ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", value, results=[i32_t()], effects=True, convergent=True
+    )[0]
+
+
+def set_registers(count: int, up: bool):
+    ptx(f"setmaxnreg.{'inc' if up else 'dec'}.sync.aligned.u32 {count};", convergent=True)
+
+
+def load_shared_f32x4(address) -> list[ir.Value]:
+    return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
+
+
+def load_cluster_f32x4(address) -> list[ir.Value]:
+    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
+
+
+def store_global_f32x4(condition, address, values):
+    _if(condition, "st.global.v4.f32 [$1], {$2, $3, $4, $5};", address, *values)
+
+
+def store_global_bf16x4(condition, address, values):
+    code = ".reg .b32 a, b;\ncvt.rn.bf16x2.f32 a, $3, $2;\ncvt.rn.bf16x2.f32 b, $5, $4;\n"
+    _if(condition, "st.global.v2.b32 [$1], {a, b};", address, *values, before=code)
+
+
+def _if(condition, code: str, *args, before: str = ""):
+    """One predicated instruction, without a branch."""
+    flag = arith.extui(i32_t(), condition)
+    ptx(f"{{ .reg .pred p;\n{before}setp.ne.b32 p, $0, 0;\n@p {code}\n}}", flag, *args)

@@ -1,0 +1,114 @@
+"""Tensor-core operands of the wide kernel, decoded from the shared-memory copy of a weight block.
+
+A block is what one CTA multiplies between two steps of its ring: 18432 bytes of KernelWeight.
+  * forward, x W^T: 8 row tiles x one quad (128 outputs, 256 inputs): codes [2 pairs of units][8 tiles][1024 B], then
+    scales [8 tiles][256 B];
+  * dx, dy W: 16 row tiles x one pair of units (128 inputs, 256 outputs): codes [16 tiles][1024 B], then scales
+    [16 tiles][128 B].
+Unlike the streaming kernel's x, the other operand comes in its own order, by the copy engine. So forward, a lane must
+take the codes of columns 2 t, 2 t + 1 (and 8 more) of all four scale blocks of a unit, which lie with the four lanes of
+its group: it loads each of their 16 bytes in turn (a broadcast) and takes the halves of two words that it needs. For dx
+the operand is W^T: each 8 x 8 piece of decoded numbers is transposed by one instruction (movmatrix), and the order of
+the outputs inside a unit is what `dx_row` says.
+"""
+
+from . import ptx as p
+from . import ptx_memory as mem
+from .fragments import decode_codes, decode_scales
+from .layout import VALUE_MASK
+from .ptx_tensor import transpose_8x8
+
+BLOCK_BYTES = 18432
+SCALES_AT = 16384
+# Forward, lane t takes of a word the pairs 0 and 1 where t is even, 2 and 3 where it is odd (see layout.py): a rotation
+# and a mask for row g; for row g + 8 a rotation, its mask, and a mask of the word as it stands.
+LOW_TURN, LOW_MASK = (2, 28), VALUE_MASK
+HIGH_TURN, HIGH_MASK, DIRECT_MASK = (6, 24), (VALUE_MASK, 0x80C080C0), (0, 0x01000100)
+
+
+class ForwardFragments:
+    """W's rows as the left operand: warp `w` of warpgroup `group` has row tile 4 group + w of the block."""
+
+    def __init__(self, lane, warp, group):
+        g, t = p.shr(lane, 2), p.and_(lane, 3)
+        tile = p.add(p.mul(group, 4), warp)
+        self.codes_at = p.add(p.mul(tile, 1024), p.mul(g, 64))
+        self.scales_at = p.add(p.add(p.mul(tile, 256), p.mul(g, 16)), SCALES_AT)
+        self.second = p.eq(p.shr(t, 1), 1)
+        odd = p.eq(p.and_(t, 1), 1)
+
+        def by_parity(pair):
+            even, odd_value = (value - 2**32 if value >= 2**31 else value for value in pair)
+            return p.select(odd, p.i32(odd_value), p.i32(even))
+
+        self.low_turn, self.high_turn = by_parity(LOW_TURN), by_parity(HIGH_TURN)
+        self.high_mask, self.direct_mask = by_parity(HIGH_MASK), by_parity(DIRECT_MASK)
+        self.row = lambda h: p.add(p.add(p.mul(warp, 16), g), 8 * h)
+
+    def load(self, block, step: int):
+        """What unit `step` of the quad needs, from shared memory: words of the four scale blocks, scale words."""
+        at = p.add(block, self.codes_at)
+        words = [mem.load_shared_v4(at, step // 2 * 8192 + step % 2 * 512 + 16 * b) for b in range(4)]
+        return words, mem.load_shared_v4(p.add(block, self.scales_at), step // 2 * 128)
+
+    def decode(self, loaded, step: int):
+        """Four left operands, one for each 16 columns."""
+        words, scales = loaded
+        which = p.i32(0x4342 if step % 2 else 0x4140)
+        out = []
+        for b in range(4):
+            low, high = decode_scales(scales[b], which)
+            near = p.select(self.second, words[b][1], words[b][0])
+            far = p.select(self.second, words[b][3], words[b][2])
+            out.append([*self._pairs(near, low, high), *self._pairs(far, low, high)])
+        return out
+
+    def _pairs(self, word, scale_low, scale_high):
+        """Two columns of rows g and g + 8."""
+        return p.ptx(
+            "{ .reg .b32 a, b, c;\n"
+            f"shf.l.wrap.b32 a, $2, $2, $5;\nand.b32 a, a, {LOW_MASK:#x};\n"
+            "shf.l.wrap.b32 b, $2, $2, $6;\nand.b32 c, $2, $8;\nlop3.b32 b, b, $7, c, 0xea;\n"
+            "mul.rn.bf16x2 $0, a, $3;\nmul.rn.bf16x2 $1, b, $4;\n}",
+            word,
+            scale_low,
+            scale_high,
+            self.low_turn,
+            self.high_turn,
+            self.high_mask,
+            self.direct_mask,
+            results=[p.i32_t()] * 2,
+            effects=True,
+        )
+
+
+class TransposedFragments:
+    """W^T's rows as the left operand: warpgroup `group` has unit `group` of the pair, warp `w` the words w."""
+
+    def __init__(self, lane, warp, group):
+        g = p.shr(lane, 2)
+        self.codes_at = p.add(p.mul(group, 512), p.add(p.mul(lane, 16), p.mul(warp, 4)))
+        self.scales_at = p.add(p.mul(lane, 4), SCALES_AT)
+        self.which = p.select(p.eq(group, 1), p.i32(0x4342), p.i32(0x4140))
+        self.row = lambda h: dx_row(warp, g, h)
+
+    def load(self, block, step: int):
+        codes, scales = p.add(block, self.codes_at), p.add(block, self.scales_at)
+        tiles = range(4 * step, 4 * step + 4)
+        words = [mem.load_shared_b32(codes, tile * 1024) for tile in tiles]
+        return words, [mem.load_shared_b32(scales, tile * 128) for tile in tiles]
+
+    def decode(self, loaded, step: int):
+        """Four left operands, one for each row tile: 16 inputs x 16 outputs of W, transposed."""
+        out = []
+        for word, scale in zip(*loaded, strict=True):
+            low, high = decode_scales(scale, self.which)
+            pairs = decode_codes(word, low, high, in_place=True)
+            out.append([transpose_8x8(pairs[i]) for i in (0, 2, 1, 3)])
+        return out
+
+
+def dx_row(warp, g, h: int):
+    """The column of W inside a unit that row 16 warp + 8 h + g of the transposed operand holds."""
+    block = p.mul(p.shr(g, 1), 16)
+    return p.add(p.add(block, p.mul(warp, 4)), p.add(p.and_(g, 1), 2 * h))

@@ -1,0 +1,222 @@
+"""y = x W^T and dx = dy W for many rows (M > 64): packed NVFP4 weights decoded into the registers of wgmma.
+
+Letters: M rows of x, R outputs and D inputs of the product (N and K forward, K and N for dx), see wide_plan.py.
+
+A tile is 128 outputs x `m_tile` rows: out^T = W x^T, so that the weights are the operand that wgmma takes from
+registers, and each of two warpgroups holds the float32 sums of 64 outputs. A third warpgroup only loads: one warp x, by
+tensor copies into slots of 64 inputs (shared by a cluster's CTAs where `share` says so), one warp blocks of packed
+weights (256 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. CTAs take
+tiles in turn, rows fastest, until none is left; or, with `split`, the CTAs of a cluster compute one tile together and
+add their sums in a fixed order. So the order of additions for an output depends on D and the configuration only.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from . import ptx_tensor as pt
+from .layout import QUAD_WORDS
+from .wide_fragments import BLOCK_BYTES, SCALES_AT
+from .wide_multiply import MultiplyWarps
+from .wide_plan import STAGE, STAGES, WideConfig, WidePlan, make_plan
+
+# Registers a thread: 2 x 128 x 240 + 128 x 24 of 65536.
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
+
+
+class _Kernel(MultiplyWarps):
+    """One CTA's program; what all its parts share is set in __init__."""
+
+    def __init__(self, ctx, plan: WidePlan, refs, has_bias: bool, wide_out: bool):
+        self.plan, self.has_bias, self.wide_out = plan, has_bias, wide_out
+        c, n_w = plan.config, len(plan.r)
+        x_ref, *rest = refs
+        self.x_map = pt.tensor_map(ctx, x_ref, (c.m_tile // c.share, STAGE), 128)
+        boxes = ((16, 256), (16, 32)) if plan.transposed else ((8, 256), (8, 64))
+        self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
+        self.factor = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
+        self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
+        self.outs = [mem.global_address(r) for r in rest[-1 - n_w : -1]]
+        self.base = p.and_(p.add(mem.shared_address(rest[-1]), 1023), -1024)
+        barriers = p.add(self.base, plan.barriers_at)
+        self.x_full, self.x_empty = barriers, p.add(barriers, 8 * c.x_depth)
+        self.w_full = p.add(barriers, 16 * c.x_depth)
+        self.w_empty = p.add(self.w_full, 8 * c.w_depth)
+        self.w_base = p.add(self.base, plan.w_at)
+        self.tid = p.sreg("tid.x")
+        self.lane = p.and_(self.tid, 31)
+        self.warp = p.uniform(p.shr(self.tid, 5))
+        self.is_lane_0 = p.eq(self.lane, 0)
+        cta = p.sreg("ctaid.x")
+        rank = p.rem(cta, c.cluster)
+        self.cluster = p.div(cta, c.cluster)
+        self.share_rank, self.split_rank = p.rem(rank, c.share), p.div(rank, c.share)
+        self.first_block = p.div(p.mul(self.split_rank, plan.blocks), c.split)
+        self.end_block = p.div(p.mul(p.add(self.split_rank, 1), plan.blocks), c.split)
+
+    def run(self):
+        c = self.plan.config
+
+        def init():
+            for i in range(c.x_depth):
+                mem.barrier_init(p.add(self.x_full, 8 * i), 1)
+                mem.barrier_init(p.add(self.x_empty, 8 * i), 8 * c.share)
+            for i in range(c.w_depth):
+                mem.barrier_init(p.add(self.w_full, 8 * i), 1)
+                mem.barrier_init(p.add(self.w_empty, 8 * i), 8)
+            mem.fence_barrier_init()
+
+        p.when(p.eq(self.tid, 0), init)
+        self.sync()
+
+        def load():
+            pt.set_registers(LOAD_REGISTERS, up=False)
+            p.when(p.eq(self.warp, 8), lambda: p.when(self.is_lane_0, self.load_x))
+            p.when(p.eq(self.warp, 9), lambda: p.when(self.is_lane_0, self.load_weights))
+            p.warp_sync()
+            if c.split > 1:
+                p.cluster_sync()
+
+        def multiply():
+            pt.set_registers(COMPUTE_REGISTERS, up=True)
+            self.multiply()
+            p.warp_sync()
+            if c.split > 1:
+                p.cluster_sync()
+                self.add_up()
+                p.warp_sync()
+
+        p.if_else(p.lt(self.warp, 8), multiply, load)
+        if c.cluster > 1:
+            p.cluster_sync()  # nobody leaves while another CTA may still write to its shared memory, or read it
+
+    def sync(self):
+        (p.cluster_sync if self.plan.config.cluster > 1 else p.cta_sync)()
+
+    def item(self, index):
+        """The tile of outputs and the first row of an item: groups of row tiles, then outputs, then rows fastest."""
+        plan = self.plan
+        per_group = plan.m_group * plan.r_groups
+        group, rest = p.div(index, per_group), p.rem(index, per_group)
+        m_tile = p.add(p.mul(group, plan.m_group), p.rem(rest, plan.m_group))
+        r_tile = p.add(p.mul(p.div(rest, plan.m_group), plan.config.share), self.share_rank)
+        return r_tile, p.mul(m_tile, plan.config.m_tile)
+
+    def each_item(self, carries, body):
+        return p.for_range(self.cluster, self.plan.items, self.plan.clusters, carries, body)
+
+    def pick(self, tile, values):
+        """The weight that a tile of outputs belongs to: its values, and the tile's index in it."""
+        first, chosen, local = 0, list(values[0]), tile
+        for i in range(1, len(values)):
+            first += self.plan.tiles_of[i - 1]
+            earlier = p.lt(tile, first)
+            chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, values[i], strict=True)]
+            local = p.select(earlier, local, p.sub(tile, first))
+        return chosen, local
+
+    def advance(self, slot, parity, depth: int):
+        after = p.add(slot, 1)
+        wraps = p.eq(after, depth)
+        return [p.select(wraps, 0, after), p.xor(parity, p.select(wraps, 1, 0))]
+
+    # ---- the warps that load -------------------------------------------------------------------------------------
+
+    def load_x(self):
+        plan, c = self.plan, self.plan.config
+        mask = pt.multicast_mask(p.mul(self.split_rank, c.share), c.share) if c.share > 1 else None
+        part = plan.x_slot // c.share
+        to = p.add(self.base, p.mul(self.share_rank, part))
+
+        def item(index, carry):
+            _, first_row = self.item(index)
+            row = p.add(first_row, p.mul(self.share_rank, c.m_tile // c.share))
+
+            def stage(i, carry):
+                slot, parity = carry
+                full = p.add(self.x_full, p.mul(slot, 8))
+                mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
+                mem.barrier_expect(full, p.i32(plan.x_slot))
+                pt.tensor_load(p.add(to, p.mul(slot, plan.x_slot)), self.x_map, p.mul(i, STAGE), row, full, mask)
+                return self.advance(slot, parity, c.x_depth)
+
+            return p.for_range(p.mul(self.first_block, STAGES), p.mul(self.end_block, STAGES), 1, carry, stage)
+
+        self.each_item([p.i32(0), p.i32(0)], item)
+
+    def load_weights(self):
+        plan, c = self.plan, self.plan.config
+
+        def item(index, carry):
+            r_tile, _ = self.item(index)
+            (codes, scales), tile = self.pick(r_tile, self.maps)
+
+            def block(i, carry):
+                slot, parity = carry
+                full = p.add(self.w_full, p.mul(slot, 8))
+                to = p.add(self.w_base, p.mul(slot, BLOCK_BYTES))
+                mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
+                mem.barrier_expect(full, p.i32(BLOCK_BYTES))
+                if plan.transposed:
+                    quad, pair = p.mul(p.shr(tile, 1), QUAD_WORDS), p.and_(tile, 1)
+                    row = p.mul(i, 16)
+                    pt.tensor_load(to, codes, p.add(quad, p.mul(pair, 256)), row, full)
+                    at = p.add(quad, p.add(p.mul(pair, 32), 512))
+                else:
+                    quad, row = p.mul(i, QUAD_WORDS), p.mul(tile, 8)
+                    pt.tensor_load(to, codes, quad, row, full)
+                    pt.tensor_load(p.add(to, 8192), codes, p.add(quad, 256), row, full)
+                    at = p.add(quad, 512)
+                pt.tensor_load(p.add(to, SCALES_AT), scales, at, row, full)
+                return self.advance(slot, parity, c.w_depth)
+
+            return p.for_range(self.first_block, self.end_block, 1, carry, block)
+
+        self.each_item([p.i32(0), p.i32(0)], item)
+
+
+@functools.cache
+def build(
+    m: int,
+    d: int,
+    r: tuple[int, ...],
+    config: WideConfig,
+    transposed: bool = False,
+    has_bias: bool = False,
+    wide_out: bool = False,
+):
+    """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., factor..., [bias...]) -> list of [M, r_i].
+
+    `factor` is float32 [1], 128 / global_scale; `bias` float32 [r_i]; the results are bfloat16, or float32 if
+    `wide_out`.
+    """
+    plan = make_plan(m, d, r, transposed, config)
+    count = 1 + (3 if has_bias else 2) * len(r) + len(r) + 1
+
+    def nvfp4_wide_matmul(*refs):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)
+        def body(ctx, *refs):
+            _Kernel(ctx, plan, refs, has_bias, wide_out).run()
+
+        body(*refs)
+
+    return jax.jit(plgpu.kernel(
+        nvfp4_wide_matmul,
+        out_type=[jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in r],
+        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
+        grid=(plan.clusters,),
+        grid_names=("clusters",),
+        cluster=(config.cluster,),
+        cluster_names=("rank",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    ))  # fmt: skip

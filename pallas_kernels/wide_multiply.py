@@ -1,0 +1,162 @@
+"""The multiplying warps of the wide kernel (see wide_kernel.py): decode, wgmma, and the sums' way out."""
+
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from . import ptx_tensor as pt
+from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments
+from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
+
+
+class MultiplyWarps:
+    """What one of the eight multiplying warps does. The CTA's class sets the attributes below before."""
+
+    plan: WidePlan
+    has_bias: bool
+    wide_out: bool
+
+    def multiply(self):
+        plan, c = self.plan, self.plan.config
+        warp = p.and_(self.warp, 3)
+        group = p.shr(self.warp, 2)
+        self.fragments = (TransposedFragments if plan.transposed else ForwardFragments)(self.lane, warp, group)
+
+        def item(index, carry):
+            zeros = [p.f32(0.0)] * (c.m_tile // 2)
+            state = p.for_range(self.first_block, self.end_block, 1, [*carry, *zeros], self.block)
+            w, w_parity, x, x_parity, *acc = state
+            p.wgmma_wait(0)
+            self.release_x(self.before(x))
+            r_tile, first_row = self.item(index)
+            if c.split > 1:
+                self.leave_sums(acc, group)
+            else:
+                self.store_tile(acc, warp, group, r_tile, first_row)
+            return [w, w_parity, x, x_parity]
+
+        self.each_item([p.i32(0)] * 4, item)
+
+    def block(self, index, carry):
+        """One block of weights, four slots of x: decode for a slot while the slot before is multiplied."""
+        w, w_parity, x, x_parity, *acc = carry
+        block = p.add(self.w_base, p.mul(w, BLOCK_BYTES))
+        mem.barrier_wait(p.add(self.w_full, p.mul(w, 8)), w_parity)
+        for step in range(STAGES):
+            operands = self.fragments.decode(self.fragments.load(block, step), step)
+            if step == STAGES - 1:
+                p.warp_sync()
+                p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.w_empty, p.mul(w, 8))))
+            mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
+            descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, self.plan.x_slot)))
+            p.wgmma_fence()
+            for k, a in enumerate(operands):
+                acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
+            p.wgmma_commit()
+            p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
+            if step == 0:
+                p.when(p.lt(self.first_block, index), lambda x=x: self.release_x(self.before(x)))
+            else:
+                self.release_x(self.before(x))
+            x, x_parity = self.advance(x, x_parity, self.plan.config.x_depth)
+        return [*self.advance(w, w_parity, self.plan.config.w_depth), x, x_parity, *acc]
+
+    def before(self, slot):
+        return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))
+
+    def release_x(self, slot):
+        """Tell every CTA that loads into this one's slot that it may be overwritten."""
+        share = self.plan.config.share
+        barrier = p.add(self.x_empty, p.mul(slot, 8))
+        p.warp_sync()
+        if share == 1:
+            p.when(self.is_lane_0, lambda: mem.barrier_arrive(barrier))
+        else:
+            first = p.mul(self.split_rank, share)
+            p.when(p.lt(self.lane, share), lambda: pt.remote_arrive(barrier, p.add(first, self.lane)))
+
+    # ---- the sums' way out ---------------------------------------------------------------------------------------
+
+    def put_sums(self, acc, at, first: int, rows: int):
+        """Rows first .. first + rows - 1 of this warpgroup's sums to shared memory, [row][64 outputs] float32."""
+        t = p.and_(self.lane, 3)
+        for h in range(2):
+            to = p.add(at, p.add(p.mul(t, 2 * SUM_STRIDE), p.mul(self.fragments.row(h), 4)))
+            for i in range(first // 8, (first + rows) // 8):
+                for e in range(2):
+                    mem.store_shared_f32(to, acc[4 * i + 2 * h + e], (8 * i + e - first) * SUM_STRIDE)
+
+    def output(self, r_tile, group):
+        """A function (row, sums) that scales, biases and stores this lane's four outputs of a row.
+
+        A warp stores two rows at a time: lanes 0-15 the 64 outputs of one, lanes 16-31 of the next.
+        """
+        plan = self.plan
+        bias = self.bias or self.outs
+        values = [(self.factor[i], self.outs[i], bias[i], p.i32(plan.r[i])) for i in range(len(plan.r))]
+        (factor, out, bias, r), tile = self.pick(r_tile, values)
+        column = p.add(p.add(p.mul(tile, TILE), p.mul(group, 64)), p.mul(p.and_(self.lane, 15), 4))
+        # `share` may make tiles past the last one, of no weight
+        exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
+        size = 4 if self.wide_out else 2
+        scale = mem.load_global_f32(factor)
+        offsets = []
+        if self.has_bias:
+            at = mem.offset(bias, p.mul(p.select(exists, column, 0), 4))
+            offsets = [mem.load_global_f32(mem.offset(at, p.i32(4 * e))) for e in range(4)]
+        put = pt.store_global_f32x4 if self.wide_out else pt.store_global_bf16x4
+
+        def store(row, sums):
+            values = [arith.mulf(s, scale) for s in sums]
+            if self.has_bias:
+                values = [arith.addf(v, b) for v, b in zip(values, offsets, strict=True)]
+            place = mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size))
+            put(arith.andi(exists, p.lt(row, plan.m)), place, values)
+
+        return store
+
+    def store_tile(self, acc, warp, group, r_tile, first_row):
+        """Sums to shared memory and from there to the result, a chunk of rows at a time."""
+        at = p.add(self.base, p.add(p.mul(group, self.plan.sums_group), self.plan.sums_at))
+        store = self.output(r_tile, group)
+        pair = p.shr(self.lane, 4)
+        first_mine = p.add(p.mul(warp, CHUNK // 4), pair)
+        mine = p.add(p.add(at, p.mul(first_mine, SUM_STRIDE)), p.mul(p.and_(self.lane, 15), 16))
+        for first in range(0, self.plan.config.m_tile, CHUNK):
+            self.put_sums(acc, at, first, CHUNK)
+            p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)
+            sums = [pt.load_shared_f32x4(p.add(mine, i * SUM_STRIDE)) for i in range(0, CHUNK // 4, 2)]
+            row = p.add(p.add(first_row, first_mine), first)
+            for i, values in enumerate(sums):
+                store(p.add(row, 2 * i), values)
+            p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)
+
+    def leave_sums(self, acc, group):
+        """All sums to shared memory, over the rings: only after every warp has read its last slot."""
+        p.named_sync(1, 256)
+        at = p.add(self.base, p.mul(group, self.plan.sums_group))
+        self.put_sums(acc, at, 0, self.plan.config.m_tile)
+
+    def add_up(self):
+        """Add the sums of the CTAs that split D, D ascending; each takes an equal share of the rows."""
+        plan, c = self.plan, self.plan.config
+        warp, group = p.and_(self.warp, 3), p.shr(self.warp, 2)
+        r_tile, first_row = self.item(self.cluster)
+        store = self.output(r_tile, group)
+        share = -(-c.m_tile // (2 * c.split)) * 2
+        start = p.mul(self.split_rank, share)
+        end = p.minimum(p.add(start, share), c.m_tile)
+        at = p.add(p.add(self.base, p.mul(group, plan.sums_group)), p.mul(p.and_(self.lane, 15), 16))
+        remote = [mem.map_rank(at, p.add(self.share_rank, s * c.share)) for s in range(c.split)]
+
+        def two_rows(pair, _):
+            row = p.add(p.mul(pair, 2), p.shr(self.lane, 4))
+            here = p.mul(row, SUM_STRIDE)
+            sums = [pt.load_cluster_f32x4(p.add(base, here)) for base in remote]
+            total = sums[0]
+            for more in sums[1:]:
+                total = [arith.addf(a, b) for a, b in zip(total, more, strict=True)]
+            store(p.add(first_row, row), total)
+            return []
+
+        p.for_range(p.add(p.shr(start, 1), warp), p.shr(end, 1), 4, [], two_rows)

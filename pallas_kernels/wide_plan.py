@@ -1,0 +1,133 @@
+"""How the wide kernel cuts a shape: the configuration, and the shared memory that it needs.
+
+Letters: R outputs (N forward, K for dx), D inputs (K forward, N for dx), M rows of the other operand.
+"""
+
+import dataclasses
+
+from .layout import COLS
+from .stream_plan import RESIDENT, SMEM_LIMIT
+from .wide_fragments import BLOCK_BYTES
+
+TILE = 128  # outputs of a CTA: two warpgroups with 64 each
+STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
+STAGES = COLS // STAGE  # slots of x to one block of weights
+# Multiprocessors' clusters of three, counted from how many of two, four and eight are resident at once.
+_RESIDENT = {**RESIDENT, 3: 40, 6: 15}
+SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
+CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class WideConfig:
+    """One cut of a shape.
+
+    Attributes:
+      m_tile: rows of x that a CTA multiplies at once, 128 or 256.
+      share: CTAs of neighbouring outputs that load each slot of x together, each its part for all.
+      split: CTAs that split D and add their sums at the end; then each cluster computes one tile only.
+      x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (256 inputs each).
+    """
+
+    m_tile: int = 256
+    share: int = 2
+    split: int = 1
+    x_depth: int = 4
+    w_depth: int = 2
+
+    @property
+    def cluster(self) -> int:
+        return self.share * self.split
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePlan:
+    """Sizes of one kernel, and places in shared memory in bytes."""
+
+    m: int
+    d: int
+    r: tuple[int, ...]
+    transposed: bool
+    config: WideConfig
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.d // COLS)
+
+    @property
+    def tiles_of(self) -> tuple[int, ...]:
+        return tuple(-(-r // TILE) for r in self.r)
+
+    @property
+    def m_tiles(self) -> int:
+        return -(-self.m // self.config.m_tile)
+
+    @property
+    def m_group(self) -> int:
+        """Tiles of rows that are multiplied by the same weights before the next weights: their x stays in the L2."""
+        return min(self.m_tiles, 16)
+
+    @property
+    def r_groups(self) -> int:
+        return -(-sum(self.tiles_of) // self.config.share)
+
+    @property
+    def items(self) -> int:
+        return -(-self.m_tiles // self.m_group) * self.m_group * self.r_groups
+
+    @property
+    def resident(self) -> int:
+        """Clusters that the GPU holds at once."""
+        return _RESIDENT[self.config.cluster]
+
+    @property
+    def clusters(self) -> int:
+        return self.items if self.config.split > 1 else min(self.items, self.resident)
+
+    @property
+    def x_slot(self) -> int:
+        return self.config.m_tile * STAGE * 2
+
+    @property
+    def w_at(self) -> int:
+        return self.config.x_depth * self.x_slot
+
+    @property
+    def sums_at(self) -> int:
+        return 0 if self.config.split > 1 else self.w_at + self.config.w_depth * BLOCK_BYTES
+
+    @property
+    def sums_group(self) -> int:
+        """Bytes of one warpgroup's sums."""
+        return (self.config.m_tile if self.config.split > 1 else CHUNK) * SUM_STRIDE
+
+    @property
+    def barriers_at(self) -> int:
+        rings = self.w_at + self.config.w_depth * BLOCK_BYTES
+        return max(rings, self.sums_at + 2 * self.sums_group)
+
+    @property
+    def total(self) -> int:
+        return self.barriers_at + 16 * (self.config.x_depth + self.config.w_depth) + 1024  # 1024: to align the rings
+
+
+def make_plan(m: int, d: int, r: tuple[int, ...], transposed: bool, config: WideConfig) -> WidePlan:
+    """Raises ValueError naming the constraint when the configuration does not take the shape."""
+    plan = WidePlan(m, d, tuple(r), transposed, config)
+    if config.m_tile not in (128, 256):
+        raise ValueError(f"m_tile must be 128 or 256, got {config.m_tile}")
+    if config.cluster not in _RESIDENT:
+        raise ValueError(f"share * split must be one of {sorted(_RESIDENT)}, got {config.share} * {config.split}")
+    if config.m_tile % (8 * config.share):
+        raise ValueError(f"m_tile must be a multiple of 8 share = {8 * config.share}, got {config.m_tile}")
+    if m < 1:
+        raise ValueError(f"M must be at least 1, got {m}")
+    if d % 8 or any(i % 8 for i in r):
+        raise ValueError(f"the wide kernel takes N and K that are multiples of 8, got {d} inputs and {r} outputs")
+    if config.split > plan.blocks:
+        raise ValueError(f"{d} inputs are {plan.blocks} blocks of {COLS}, too few to split by {config.split}")
+    if transposed and len(r) != 1:
+        raise ValueError(f"dx takes one weight at a time, got {len(r)}")
+    if plan.total > SMEM_LIMIT:
+        raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
+    return plan

@@ -1,0 +1,125 @@
+"""The wide kernel without a GPU: what each lane decodes, how shapes are cut, and that each variant lowers for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import export
+
+from pallas_kernels import layout, repack, wide_fragments, wide_kernel
+from pallas_kernels.wide_plan import WideConfig, make_plan
+from pallas_kernels.wide_variants import RANGES, TABLE, wide_config
+
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _rotate(word, turn):
+    return ((word << np.uint32(turn)) | (word >> np.uint32(32 - turn))) & np.uint32(0xFFFFFFFF)
+
+
+def _values(bits):
+    """The two numbers of a register: bfloat16 bits of value * 2^-126."""
+    halves = np.array([bits & 0xFFFF, bits >> 16], np.uint16).view(ml_dtypes.bfloat16)
+    return halves.astype(np.float64) * 2.0**126
+
+
+def _tile_with_all_codes():
+    """One row tile and one quad: codes [16, 256] and the words of its lanes [unit, lane, 4]."""
+    rng = np.random.default_rng(0)
+    codes = rng.permutation(np.arange(16 * 256) % 16).reshape(16, 256).astype(np.uint8)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    weight = repack(jnp.asarray(packed), jnp.full((16, 16), 0x38, jnp.uint8))
+    return codes, np.asarray(weight.data)[0, 0, :512].reshape(4, 32, 4)
+
+
+def test_forward_lanes_take_the_columns_that_a_matrix_operand_needs():
+    codes, words = _tile_with_all_codes()
+    for unit, b, g, t in np.ndindex(4, 4, 8, 4):
+        four = words[unit, 4 * g + b]
+        for half, word in enumerate((four[t // 2], four[2 + t // 2])):
+            columns = 64 * unit + 16 * b + 8 * half + 2 * t + np.arange(2)
+            low = _rotate(word, wide_fragments.LOW_TURN[t % 2]) & np.uint32(wide_fragments.LOW_MASK)
+            high = _rotate(word, wide_fragments.HIGH_TURN[t % 2]) & np.uint32(wide_fragments.HIGH_MASK[t % 2])
+            high |= word & np.uint32(wide_fragments.DIRECT_MASK[t % 2])
+            assert np.array_equal(_values(low), LEVELS[codes[g, columns]])
+            assert np.array_equal(_values(high), LEVELS[codes[g + 8, columns]])
+
+
+def test_dx_rows_hold_the_columns_that_dx_row_names(monkeypatch):
+    codes, words = _tile_with_all_codes()
+    for name, f in {"mul": int.__mul__, "add": int.__add__, "shr": int.__rshift__, "and_": int.__and__}.items():
+        monkeypatch.setattr(wide_fragments.p, name, f)
+    for warp in range(4):
+        pairs = [layout.decode_word(words[1, lane, warp]) for lane in range(32)]
+        for a, (pair, h, n_half) in enumerate(((0, 0, 0), (2, 1, 0), (1, 0, 1), (3, 1, 1))):
+            piece = np.stack([np.concatenate([_values(pairs[4 * g + t][pair]) for t in range(4)]) for g in range(8)])
+            for g in range(8):  # row g of the transposed piece is output dx_row, its columns are rows of W
+                column = 64 + wide_fragments.dx_row(warp, g, h)
+                assert np.array_equal(piece.T[g], LEVELS[codes[8 * n_half : 8 * n_half + 8, column]]), a
+
+
+def test_every_output_row_of_a_unit_is_named_once(monkeypatch):
+    for name, f in {"mul": int.__mul__, "add": int.__add__, "shr": int.__rshift__, "and_": int.__and__}.items():
+        monkeypatch.setattr(wide_fragments.p, name, f)
+    rows = [wide_fragments.dx_row(warp, g, h) for warp in range(4) for h in range(2) for g in range(8)]
+    assert sorted(rows) == list(range(64))
+
+
+@pytest.mark.parametrize("config, m, d, r, dx, bias, wide_out", [
+    (WideConfig(256, 2, 1, 4, 2), 300, 1024, (1024,), False, False, False),
+    (WideConfig(128, 1, 3, 6, 3), 100, 1024, (512, 128), False, True, True),
+    (WideConfig(256, 1, 1, 4, 2), 300, 1024, (1024,), True, False, False),
+    (WideConfig(128, 2, 2, 6, 3), 40, 768, (80,), True, False, True),
+])  # fmt: skip
+def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_out):
+    kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out)
+    shape = jax.ShapeDtypeStruct
+    sizes = [(d, r[0])] if dx else [(r_i, d) for r_i in r]
+    args = [shape((m, d), jnp.bfloat16)]
+    args += [shape((-(-n // 16), -(-k // 256) * layout.QUAD_WORDS), jnp.uint32) for n, k in sizes]
+    args += [shape((1,), jnp.float32) for _ in r]
+    if bias:
+        args += [shape((r_i,), jnp.float32) for r_i in r]
+    module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
+    assert "mosaic_gpu" in module
+
+
+@pytest.mark.parametrize("config, d, r, message", [
+    (WideConfig(m_tile=64), 1024, (512,), "m_tile"),
+    (WideConfig(share=5), 1024, (512,), "share"),
+    (WideConfig(split=4), 512, (512,), "too few to split by 4"),
+    (WideConfig(), 1024, (12,), "multiples of 8"),
+    (WideConfig(x_depth=7), 1024, (512,), "shared memory"),
+])  # fmt: skip
+def test_what_a_plan_refuses(config, d, r, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(256, d, r, False, config)
+
+
+def test_the_table_is_usable():
+    for (op, k, n, m), config in TABLE.items():
+        d, r = (k, n) if op == "forward" else (n, k)
+        make_plan(m, d, (r,), op == "dx", config)
+        assert m in RANGES and wide_config(op, m, k, (n,)) == config
+
+
+@pytest.mark.parametrize("op", ["forward", "dx"])
+def test_shapes_outside_the_table_get_a_configuration(op):
+    for m, k, n in ((65, 80, 40), (128, 1536, 2048), (256, 4096, 4096), (5000, 8192, 1024)):
+        config = wide_config(op, m, k, (n,))
+        assert config.m_tile == (128 if m <= 128 else 256)
+    # 16 tiles of outputs: split, so that more than an eighth of the multiprocessors have work
+    assert wide_config("forward", 128, 4096, (2048,)).split == 4
+
+
+def test_every_tile_is_an_item_once():
+    for m, r in ((4096, 3584), (300, 1000), (5000, 512)):
+        plan = make_plan(m, 1024, (r,), False, WideConfig())
+        seen = set()
+        for index in range(plan.items):
+            group, rest = divmod(index, plan.m_group * plan.r_groups)
+            m_tile = group * plan.m_group + rest % plan.m_group
+            seen |= {(m_tile, rest // plan.m_group * 2 + s) for s in range(2)}
+        wanted = {(i, j) for i in range(plan.m_tiles) for j in range(plan.tiles_of[0])}
+        assert wanted <= seen
