@@ -3,10 +3,11 @@
     python -m benchmarks.load_model --work /tmp/load_model --output benchmarks/results/cpu/load_model.json
 
 Makes a checkpoint of Qwen2.5-3B's shapes (6.2 GB, random bytes) below --work, loads it as NVFP4, writes that as a
-packed folder (2.2 GB) and loads it again; both with the page cache emptied of the files and with them in it, beside
-plain reading of the same files. Each load is a process of its own. Memory is anonymous memory (RssAnon of
-/proc/self/status, every 2 ms) above what the process holds once everything is imported and JAX has started: pages of
-the mapped files also count as resident, but the kernel takes them back at will.
+packed folder (2.2 GB), loads that, and writes it merged with an adapter. Both are loaded with the page cache emptied
+of the files and with them in it, beside plain reading of the same files. Each load is a process of its own.
+
+Memory is anonymous memory (RssAnon of /proc/self/status, every 2 ms) above what the process holds once everything is
+imported and JAX has started: pages of the mapped files also count as resident, but the kernel takes them back at will.
 
 --shape small makes a checkpoint of 0.5 GB.
 """
@@ -16,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -108,9 +110,11 @@ class Peak(threading.Thread):
         return self.bytes - self.baseline
 
 
-def measure(folder: Path, save_to: Path | None) -> dict[str, Any]:
-    """Loads `folder` as NVFP4 in this process."""
+def measure(folder: Path, save_to: Path | None, merge_to: Path | None) -> dict[str, float]:
+    """Loads `folder` as NVFP4 in this process; then writes the packed model, or a merged one."""
     from qerl_jax.models.hub import load_model
+    from qerl_jax.models.init import init_adapter
+    from qerl_jax.models.merging import save_merged
     from qerl_jax.models.saving import save_model
 
     jax.block_until_ready(jax.numpy.zeros(1))
@@ -121,9 +125,18 @@ def measure(folder: Path, save_to: Path | None) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     peak = watch.stop()
     packed = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    result = {"seconds": seconds, "peak_bytes": peak, "model_bytes": packed}
     if save_to is not None:
         save_model(model, save_to, weight_format="nvfp4")
-    return {"seconds": seconds, "peak_bytes": peak, "model_bytes": packed, "kept_bytes": anonymous() - watch.baseline}
+    if merge_to is not None:
+        adapter = jax.block_until_ready(init_adapter(jax.random.key(0), model))
+        watch = Peak()
+        watch.start()
+        began = time.perf_counter()
+        save_merged(model, adapter, merge_to)
+        result |= {"merge_seconds": time.perf_counter() - began, "merge_peak_bytes": watch.stop()}
+        shutil.rmtree(merge_to)
+    return result
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -157,7 +170,7 @@ def largest_tensors(folder: Path) -> Iterator[int]:
     yield from sorted((array.nbytes for _, array in open_tensors(folder).values()), reverse=True)
 
 
-def loads(folder: Path, save_to: Path | None = None) -> dict[str, Any]:
+def loads(folder: Path, save_to: Path | None = None, merge_to: Path | None = None) -> dict[str, Any]:
     """Rows of plain reading and of loading, from disk and from the page cache."""
     size = sum(path.stat().st_size for path in weight_files(folder))
     row: dict[str, Any] = {"file_gb": round(size / 1e9, 3)}
@@ -170,6 +183,8 @@ def loads(folder: Path, save_to: Path | None = None) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.load_model", "--measure", str(folder)]
         if save_to is not None and not save_to.exists():
             command += ["--save-to", str(save_to)]
+        if merge_to is not None and state == "warm":
+            command += ["--merge-to", str(merge_to)]
         # Stderr passes: it shows the progress of the load.
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         found = json.loads(done.stdout)
@@ -186,6 +201,11 @@ def loads(folder: Path, save_to: Path | None = None) -> dict[str, Any]:
             "peak_above_model_gb": round((found["peak_bytes"] - found["model_bytes"]) / 1e9, 3),
             "within_bound": found["peak_bytes"] < bound,
         }
+        if "merge_seconds" in found:
+            row["merged_export"] = {
+                "seconds": round(found["merge_seconds"], 1),
+                "peak_anonymous_above_packed_model_gb": round(found["merge_peak_bytes"] / 1e9, 3),
+            }
         print(folder.name, state, json.dumps(row[state]), flush=True)
     return row
 
@@ -197,9 +217,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--measure", type=Path, metavar="DIR", help="load this folder here and print what it took")
     parser.add_argument("--save-to", type=Path, metavar="DIR", help="with --measure: write the packed model here")
+    parser.add_argument("--merge-to", type=Path, metavar="DIR", help="with --measure: write a merged model here")
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        print(json.dumps(measure(arguments.measure, arguments.save_to)))
+        print(json.dumps(measure(arguments.measure, arguments.save_to, arguments.merge_to)))
         return
     if arguments.work is None:
         parser.error("--work is missing")
@@ -211,7 +232,7 @@ def main() -> None:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
         "shape": arguments.shape,
         "bf16_to_nvfp4": loads(plain, packed),
-        "packed": loads(packed),
+        "packed": loads(packed, merge_to=arguments.work / "merged"),
     }
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

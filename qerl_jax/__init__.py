@@ -19,6 +19,7 @@ _EXPORTS = {
     "qerl_jax.data.dataset": ("load_dataset",),
     "qerl_jax.data.prompts": ("encode_prompts",),
     "qerl_jax.errors": ("UserError",),
+    "qerl_jax.export": ("export_model",),
     "qerl_jax.models.config": ("ModelConfig",),
     "qerl_jax.models.hub": ("load_model",),
     "qerl_jax.models.init": (
@@ -27,6 +28,10 @@ _EXPORTS = {
         "quantize",
     ),
     "qerl_jax.models.linear": ("linear",),
+    "qerl_jax.models.merging": (
+        "merge_adapter",
+        "save_merged",
+    ),
     "qerl_jax.models.params": (
         "Adapter",
         "LoRA",

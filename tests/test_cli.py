@@ -53,7 +53,7 @@ def test_help_is_quick_because_it_does_not_import_jax():
     code = "import sys, qerl_jax.cli as c\ntry: c.main(['--help'])\nfinally: print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False\n")
-    for command in ("train", "generate", "evaluate", "plot", "quantize"):
+    for command in ("train", "generate", "evaluate", "export", "plot", "quantize"):
         assert command in result.stdout
 
 

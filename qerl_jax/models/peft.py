@@ -10,6 +10,7 @@ The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from qerl_jax.models.params import (
     projection_shape,
 )
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
-from qerl_jax.models.source import read_json, resolve, write_json
+from qerl_jax.models.saving import companions
+from qerl_jax.models.source import GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve, write_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -127,16 +129,22 @@ def load_adapter(
     return Adapter(lora, norms)
 
 
-def save_adapter(adapter: Adapter, path: str | os.PathLike[str], base_name: str) -> None:
+def save_adapter(
+    adapter: Adapter,
+    path: str | os.PathLike[str],
+    base_name: str,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> None:
     """Writes an adapter as the folder that PEFT's `PeftModel.from_pretrained` reads; it appears whole or not at all.
 
     Args:
       adapter: one rank, one scaling and the same modules in all layers.
       path: the folder; one that holds an adapter already is replaced.
       base_name: name of the model it belongs to, for base_model_name_or_path.
+      tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
 
     Raises:
-      UserError: `path` holds other files.
+      UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
       ValueError: ranks, scalings or modules differ among layers.
     """
     modules = tuple(adapter.lora[0])
@@ -171,7 +179,11 @@ def save_adapter(adapter: Adapter, path: str | os.PathLike[str], base_name: str)
         "use_rslora": stabilised,
     }
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
-    with whole_folder(Path(path), [ADAPTER_CONFIG, ADAPTER_WEIGHTS]) as folder:
+    copied = companions(tokenizer_from)
+    own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, *TOKENIZER_FILES]
+    with whole_folder(Path(path), own) as folder:
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
         write_json(folder / ADAPTER_CONFIG, options)
         write_safetensors(folder / ADAPTER_WEIGHTS, specs, lambda name: np.asarray(arrays[name]), {"format": "pt"})
 

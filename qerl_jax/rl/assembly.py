@@ -102,12 +102,33 @@ class Experiment:
         }
 
     def initial_adapter(self, key: jax.Array) -> Adapter:
-        """A fresh LoRA adapter, or the one that lora.adapter names."""
-        lora, model = self.config.lora, self.policy.model
-        if lora.adapter is not None:
-            return load_adapter(lora.adapter, model, train_norms=lora.train_norms)
-        modules = lora.lora_target_modules
-        return init_adapter(key, model, lora.lora_r, lora.lora_alpha, modules, lora.train_norms, lora.use_rslora)
+        """The adapter that the run begins with."""
+        return initial_adapter(self.config, self.policy.model, key)
+
+
+def initial_adapter(config: Config, model: Model, key: jax.Array) -> Adapter:
+    """A fresh LoRA adapter, or the one that lora.adapter names."""
+    lora = config.lora
+    if lora.adapter is not None:
+        return load_adapter(lora.adapter, model, train_norms=lora.train_norms)
+    modules = lora.lora_target_modules
+    return init_adapter(key, model, lora.lora_r, lora.lora_alpha, modules, lora.train_norms, lora.use_rslora)
+
+
+def optimizer_spec(config: Config, total_steps: int) -> OptimizerSpec:
+    """The optimizer that a config describes; the shape of its state does not depend on `total_steps`."""
+    optimizer = config.optimizer
+    return OptimizerSpec(
+        optimizer.learning_rate,
+        total_steps,
+        optimizer.lr_scheduler_type,
+        optimizer.warmup_ratio,
+        optimizer.weight_decay,
+        optimizer.adam_beta1,
+        optimizer.adam_beta2,
+        optimizer.adam_epsilon,
+        optimizer.max_grad_norm,
+    )
 
 
 def assemble(config: Config) -> Experiment:
@@ -137,17 +158,7 @@ def assemble(config: Config) -> Experiment:
             noise.num_stages, noise.sigma_start, noise.sigma_end, total_steps, noise.schedule, noise.final_norm
         )
     settings = StepSettings(sampling_settings(config, policy), update, schedule, grpo.mask_truncated_completions)
-    spec = OptimizerSpec(
-        optimizer.learning_rate,
-        total_steps,
-        optimizer.lr_scheduler_type,
-        optimizer.warmup_ratio,
-        optimizer.weight_decay,
-        optimizer.adam_beta1,
-        optimizer.adam_beta2,
-        optimizer.adam_epsilon,
-        optimizer.max_grad_norm,
-    )
+    spec = optimizer_spec(config, total_steps)
     return Experiment(config, policy, dataset, settings, spec, make_optimizer(spec), total_steps)
 
 

@@ -1,0 +1,42 @@
+"""`qerl export`: a run or a model as a folder for other programs."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from qerl_jax.commands.command import add_command
+
+if TYPE_CHECKING:
+    from qerl_jax.commands.command import Commands
+
+_DESCRIPTION = """\
+Writes what a run learned, or a model, as a folder that PEFT, transformers and vLLM read:
+  peft    the adapter alone (LoRA and trained norms)
+  bf16    base and adapter merged, a plain model in bfloat16
+  nvfp4   the base alone, packed as compressed-tensors stores it; no adapter can be inside
+The base's tokenizer, chat template and generation_config.json go with each. Of a run that is not finished, the newest
+checkpoint is exported. The folder appears whole or not at all; one that holds such an export already is replaced.
+"""
+_EXAMPLES = """\
+examples:
+  qerl export runs/quickstart my-adapter --format peft
+  qerl export runs/quickstart my-model --format bf16
+  qerl export Qwen/Qwen2.5-0.5B-Instruct merged --format bf16 --adapter my-adapter
+"""
+
+
+def add(commands: "Commands") -> None:
+    """Adds the command's parser."""
+    parser = add_command(commands, "export", "write a folder for other programs", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("source", metavar="RUN_OR_MODEL", help="a run folder, or a model's folder or hub name")
+    parser.add_argument("destination", metavar="DST", help="the folder to write")
+    parser.add_argument("--format", required=True, metavar="NAME", help="peft, bf16 or nvfp4")
+    parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to export or merge; for a run, not its own")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the folder that was written."""
+    from qerl_jax.export import export_model
+
+    export_model(arguments.source, arguments.destination, arguments.format, arguments.adapter)
+    print(arguments.destination)

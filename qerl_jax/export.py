@@ -1,0 +1,134 @@
+"""What a run learned, or a model, as a folder for other programs.
+
+    peft    the adapter: adapter_config.json and adapter_model.safetensors
+    bf16    base and adapter merged: a plain model in bfloat16
+    nvfp4   the base alone, packed as compressed-tensors stores it; no adapter can be inside
+
+Tokenizer, chat template and generation_config.json of the base go with each. Of a run that is not finished the newest
+checkpoint is taken. A folder appears whole or not at all.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax import run_folder
+from qerl_jax.checkpoints import restore_checkpoint
+from qerl_jax.config import Config, load_config
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.models.fingerprint import fingerprint
+from qerl_jax.models.hub import load_model, named_weights, open_model
+from qerl_jax.models.init import init_model
+from qerl_jax.models.merging import save_merged
+from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.models.saving import save_model
+from qerl_jax.models.source import resolve
+from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
+from qerl_jax.rl.optimizer import make_optimizer
+from qerl_jax.rl.trainer import Saved
+from qerl_jax.rl.update import init_state
+
+EXPORT_FORMATS = ("peft", "bf16", "nvfp4")
+
+
+class _Source(NamedTuple):
+    """What is exported: a model's name, how its weights are held, and the run that it comes from."""
+
+    model: str
+    weight_format: str | None
+    run: Path | None
+    config: Config | None
+
+
+def export_model(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    format: str,
+    adapter: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes a run or a model as a folder of `format`.
+
+    Args:
+      source: a run folder (its base, weight format and adapter are used; of an unfinished run the newest checkpoint's),
+        or a model as `load_model` takes it.
+      path: the folder; one that holds such an export already is replaced.
+      format: "peft", "bf16" or "nvfp4"; see the module.
+      adapter: a PEFT folder; for a run, instead of its own.
+
+    Raises:
+      UserError: an unknown format, an option that would have no effect, nothing to export, a base that is not the one
+        trained on, or a `path` that holds other files.
+    """
+    if format not in EXPORT_FORMATS:
+        raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{nearest(format, EXPORT_FORMATS)}")
+    found = _source(os.fspath(source))
+    base = resolve(found.model)
+    if Path(path).absolute().resolve() in (base.resolve(), Path(source).resolve()):
+        raise UserError(f"{path}: the export would replace what it is made from; choose another name")
+    if format == "nvfp4":
+        if adapter is not None:
+            raise UserError(
+                f"--adapter {os.fspath(adapter)} has no effect with nvfp4: 4-bit weights cannot hold an adapter. Leave "
+                "it out, and serve the adapter beside the base (format peft), or merge both (format bf16)"
+            )
+        model = load_model(found.model, found.weight_format)
+        if all(isinstance(weight, jax.Array) for weight in named_weights(model).values()):
+            raise UserError(
+                f"{found.model}: its linear layers are plain, not nvfp4; `qerl quantize {found.model} {path}` packs "
+                "them"
+            )
+        save_model(model, path, found.model, "nvfp4")
+    elif format == "peft":
+        # Shapes are enough: no weight of the base is read.
+        config = open_model(found.model).config
+        shapes = jax.eval_shape(lambda key: init_model(key, config), jax.random.key(0))
+        trained = _adapter(found, shapes, adapter)
+        if trained is None:
+            raise UserError(f"{source}: a model alone has no adapter; expected a run folder, or --adapter DIR")
+        save_adapter(trained, path, found.model, tokenizer_from=found.model)
+    else:
+        dtype = None if found.config is None else found.config.model.dtype
+        model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
+        save_merged(model, _adapter(found, model, adapter), path, found.model, jnp.bfloat16)
+
+
+def _source(name: str) -> _Source:
+    run = Path(name)
+    if not (run / run_folder.CONFIG).is_file():
+        return _Source(name, None, None, None)
+    config = load_config(str(run / run_folder.CONFIG))
+    return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)
+
+
+def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | None) -> Adapter | None:
+    """The adapter to export: the one asked for, the run's, or none. `model` may be shapes only."""
+    if folder is not None:
+        return load_adapter(folder, model)
+    if source.run is None or source.config is None:
+        return None
+    config = source.config
+    target = jax.eval_shape(
+        lambda base, key: Saved(
+            init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key
+        ),
+        model,
+        jax.random.key(0),
+    )
+    found = restore_checkpoint(source.run / run_folder.CHECKPOINTS, target)
+    finished = source.run / run_folder.ADAPTER
+    if found is None:
+        if not finished.is_dir():
+            raise UserError(
+                f"{source.run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; `qerl train "
+                f"{source.run / run_folder.CONFIG}` begins the run"
+            )
+        return load_adapter(finished, model)
+    saved, progress, _ = found
+    if isinstance(model.base.embed, jax.Array):
+        now = {"base weights": fingerprint(model)}
+        run_folder.refuse_changed_identity(source.run, progress["identity"], now)
+    return load_adapter(finished, model) if finished.is_dir() else saved.train.adapter

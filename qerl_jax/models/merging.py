@@ -1,0 +1,95 @@
+"""An adapter folded into its base: W + scaling * B A in float32, rounded once; trained norms take the base's place.
+
+A packed base is unpacked for it: 4-bit weights could not hold what training added. The product is computed in full
+float32 on a GPU too, whose default would round A and B to fewer bits than the sum keeps.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.formats import Weight, dequantize
+from qerl_jax.models.hub import layer_name, named_weights
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model
+from qerl_jax.models.saving import write_model_folder
+from qerl_jax.models.shards import Stored
+
+
+def merge_adapter(model: Model, adapter: Adapter) -> Model:
+    """The network that computes alone what `model` computes with `adapter`: plain weights in the embeddings' dtype.
+
+    It takes as much memory as the model in that dtype; `save_merged` needs one tensor at a time.
+
+    Args:
+      model: the base, in any weight format.
+      adapter: LoRA pairs for any of its projections, and norm scales if they are trained.
+
+    Raises:
+      ValueError: the adapter has another number of layers.
+    """
+    _check_layers(model, adapter)
+    dtype = model.base.embed.dtype
+    layers = []
+    for old, pairs in zip(_with_norms(model, adapter).base.layers, adapter.lora, strict=True):
+        layers.append(
+            old.replace(**{name: _merged(getattr(old, name), pairs.get(name), dtype) for name in PROJECTIONS})
+        )
+    return model.replace(base=model.base.replace(layers=tuple(layers)))
+
+
+def save_merged(
+    model: Model,
+    adapter: Adapter | None,
+    path: str | os.PathLike[str],
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    dtype: Any = None,
+) -> None:
+    """Writes `merge_adapter(model, adapter)` as a folder, one tensor unpacked and merged at a time.
+
+    Args:
+      model, adapter: as for `merge_adapter`; None writes the base alone.
+      path, tokenizer_from: as for `save_model`.
+      dtype: of all tensors in the folder; None takes the embeddings'. A sum is rounded once, to this.
+
+    Raises:
+      UserError: as `save_model`. ValueError: as `merge_adapter`.
+    """
+    target = jnp.dtype(model.base.embed.dtype if dtype is None else dtype)
+    pairs: dict[str, LoRA] = {}
+    if adapter is not None:
+        _check_layers(model, adapter)
+        model = _with_norms(model, adapter)
+        pairs = {layer_name(i, name): pair for i, layer in enumerate(adapter.lora) for name, pair in layer.items()}
+
+    def stored(name: str, weight: Weight) -> Stored:
+        make: Callable[[], jax.Array] = functools.partial(_merged, weight, pairs.get(name), target)
+        return Stored(jax.ShapeDtypeStruct(weight.shape, target), make)
+
+    hf = model.config.to_hf() | {"dtype": target.name, "torch_dtype": target.name}
+    tensors = {name: stored(name, weight) for name, weight in named_weights(model).items()}
+    write_model_folder(path, hf, tensors, tokenizer_from)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _merged(weight: Weight, pair: LoRA | None, dtype: jnp.dtype) -> jax.Array:
+    if pair is None:
+        return dequantize(weight, dtype)
+    change_NK = jnp.matmul(pair.b, pair.a, precision=jax.lax.Precision.HIGHEST)
+    return (dequantize(weight, jnp.dtype(jnp.float32)) + pair.scaling * change_NK).astype(dtype)
+
+
+def _with_norms(model: Model, adapter: Adapter) -> Model:
+    if adapter.norms is None:
+        return model
+    norms = zip(model.base.layers, adapter.norms.input, adapter.norms.post_attention, strict=True)
+    layers = tuple(layer.replace(input_norm=first, post_attention_norm=second) for layer, first, second in norms)
+    return model.replace(base=model.base.replace(layers=layers))
+
+
+def _check_layers(model: Model, adapter: Adapter) -> None:
+    if len(adapter.lora) != len(model.base.layers):
+        raise ValueError(f"the adapter has {len(adapter.lora)} layers, the model {len(model.base.layers)}")
