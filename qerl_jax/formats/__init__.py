@@ -1,30 +1,46 @@
 """Weight formats: how a linear layer's frozen weight [N, K] is held. A plain array is the `bf16` format."""
 
 import jax
-import jax.numpy as jnp
 
+from qerl_jax.format_names import FORMATS, FormatName
 from qerl_jax.formats.kernel_nvfp4 import KernelNVFP4, canonical, repacked
+from qerl_jax.formats.mxfp4 import MXFP4Weight, dequantize_mxfp4, quantize_mxfp4
+from qerl_jax.formats.nf4 import (
+    NF4DoubleQuantWeight,
+    NF4Weight,
+    dequantize_nf4,
+    dequantize_nf4_double_quant,
+    quantize_nf4,
+    quantize_nf4_double_quant,
+)
 from qerl_jax.formats.nvfp4 import NVFP4Weight, dequantize_nvfp4, global_scale, quantize_nvfp4
+from qerl_jax.formats.table import PACKED, PackedFormat, PackedWeight, dequantize, format_of
 
 __all__ = [
     "FORMATS",
+    "PACKED",
+    "FormatName",
     "KernelNVFP4",
+    "MXFP4Weight",
+    "NF4DoubleQuantWeight",
+    "NF4Weight",
     "NVFP4Weight",
+    "PackedFormat",
+    "PackedWeight",
     "Weight",
     "canonical",
     "dequantize",
+    "dequantize_mxfp4",
+    "dequantize_nf4",
+    "dequantize_nf4_double_quant",
     "dequantize_nvfp4",
+    "format_of",
     "global_scale",
+    "quantize_mxfp4",
+    "quantize_nf4",
+    "quantize_nf4_double_quant",
     "quantize_nvfp4",
     "repacked",
 ]
 
-Weight = jax.Array | NVFP4Weight | KernelNVFP4
-FORMATS = ("nvfp4", "bf16")
-
-
-def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The matrix [N, K] that a weight of any format stands for, in `dtype`."""
-    if isinstance(weight, KernelNVFP4):
-        weight = canonical(weight)
-    return dequantize_nvfp4(weight, dtype) if isinstance(weight, NVFP4Weight) else weight.astype(dtype)
+Weight = jax.Array | PackedWeight

@@ -6,23 +6,21 @@ A weight [N, K] (out, in) is held as compressed-tensors' `nvfp4-pack-quantized` 
   global_scale  float32 []               448 * 6 / amax of the tensor (or of the group of tensors that share it)
 
 The quantizer mirrors that program's arithmetic, in which amax / 6 and the global scale are rounded to the weight's own
-dtype and the global scale is a reciprocal times 2688. Neither division nor rounding can be left to XLA as they stand:
-on CPU it multiplies by the reciprocal of a broadcast divisor, on GPU its float32 division is approximate, one ulp off
-for up to a third of all values, and a conversion to bfloat16 and back vanishes; `_divide` and `_rounded` see to that.
+dtype and the global scale is a reciprocal times 2688.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.formats import e2m1
+from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs, unpack_pairs
+from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
 
 BLOCK = 16
-_E2M1_MAX, _E4M3_MAX = 6.0, 448.0
+_E4M3_MAX = 448.0
 _ZERO_SCALE = 0.125  # what compressed-tensors writes for a block whose scale rounds to zero
-_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Midpoints between neighbouring levels; an exact tie goes to the level with an even code.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 class NVFP4Weight(flax.struct.PyTreeNode):
@@ -47,42 +45,11 @@ class NVFP4Weight(flax.struct.PyTreeNode):
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
 
-def _divide(a: jax.Array, b: jax.Array | float) -> jax.Array:
-    """a / b, correctly rounded: the float64 quotient of two float32 numbers is never near enough to the middle between
-    two float32 numbers to round to the wrong one."""
-    with jax.enable_x64(True):
-        quotient = a.astype(jnp.float64) / jnp.broadcast_to(b, a.shape).astype(jnp.float64)
-        return _rounded(quotient, a.dtype).astype(a.dtype)
-
-
-def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`x` with the precision of `dtype`, in its own dtype. A pair of conversions (there and back) will not do: XLA
-    drops it on a GPU, which moved 32 of the quickstart policy's 400 thousand code bytes."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
-
-
 def global_scale(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The float32 global scale [] for a largest magnitude `amax` of a weight in `dtype`; 1 for an all-zero weight."""
     top = jnp.maximum(amax.astype(jnp.float32), jnp.float32(jnp.finfo(dtype).tiny))
-    scale = _rounded(_rounded(_divide(jnp.float32(1), top), dtype) * jnp.float32(_E2M1_MAX * _E4M3_MAX), dtype)
+    scale = rounded(rounded(divide(jnp.float32(1), top), dtype) * jnp.float32(e2m1.LARGEST * _E4M3_MAX), dtype)
     return jnp.where(jnp.isfinite(scale), scale, 1.0)
-
-
-def encode_e2m1(x: jax.Array) -> jax.Array:
-    """uint8 codes 0..15 of the nearest E2M1 value, ties to even code; |x| > 6 saturates; the sign of an underflowing
-    negative is kept (code 8), that of an exact -0.0 is not."""
-    magnitude = jnp.abs(x)
-    code = jnp.zeros(x.shape, jnp.uint8)
-    for lower, middle in enumerate(_MIDPOINTS):
-        above = magnitude > middle if lower % 2 == 0 else magnitude >= middle
-        code = code + above.astype(jnp.uint8)
-    return code + jnp.where(x < 0, jnp.uint8(8), jnp.uint8(0))
-
-
-def decode_e2m1(codes: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Values of E2M1 codes 0..15."""
-    return jnp.asarray([*_LEVELS, *(-level for level in _LEVELS)], dtype)[codes]
 
 
 def quantize_nvfp4(w_NK: jax.Array, shared_global_scale: jax.Array | None = None) -> NVFP4Weight:
@@ -110,12 +77,11 @@ def _quantize(w_NK: jax.Array, shared_global_scale: jax.Array | None) -> NVFP4We
         n, K = w_nK.shape
         blocks = w_nK.astype(jnp.float32).reshape(n, K // BLOCK, BLOCK)
         amax = jnp.abs(blocks).max(-1)
-        block_scale = _rounded(_divide(amax, _E2M1_MAX), w_nK.dtype) * whole
+        block_scale = rounded(divide(amax, e2m1.LARGEST), w_nK.dtype) * whole
         scale = jax.lax.optimization_barrier(jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn))
         scale = jnp.where(scale.astype(jnp.float32) == 0, jnp.float32(_ZERO_SCALE).astype(jnp.float8_e4m3fn), scale)
-        step = _divide(scale.astype(jnp.float32), whole)
-        codes = encode_e2m1(_divide(blocks, step[..., None])).reshape(n, K)
-        return codes[:, 0::2] | (codes[:, 1::2] << 4), scale
+        step = divide(scale.astype(jnp.float32), whole)
+        return pack_pairs(encode_e2m1(divide(blocks, step[..., None])).reshape(n, K)), scale
 
     packed, scale = in_row_blocks(rows, w_NK)
     return NVFP4Weight(packed, scale, whole)
@@ -124,7 +90,7 @@ def _quantize(w_NK: jax.Array, shared_global_scale: jax.Array | None) -> NVFP4We
 def dequantize_nvfp4(weight: NVFP4Weight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """[N, K]: code * (block scale / global scale) in float32, then rounded to `dtype`."""
     N, K = weight.shape
-    codes = jnp.stack([weight.packed & 15, weight.packed >> 4], axis=-1).reshape(N, K // BLOCK, BLOCK)
+    values = decode_e2m1(unpack_pairs(weight.packed)).reshape(N, K // BLOCK, BLOCK)
     scale = weight.scale.astype(jnp.float32)
-    step = scale * weight.global_scale if weight.scale_multiplies else _divide(scale, weight.global_scale)
-    return (decode_e2m1(codes) * step[..., None]).reshape(N, K).astype(dtype)
+    step = scale * weight.global_scale if weight.scale_multiplies else divide(scale, weight.global_scale)
+    return (values * step[..., None]).reshape(N, K).astype(dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.formats import FORMATS, NVFP4Weight, Weight, dequantize, global_scale, quantize_nvfp4, repacked
+from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, repacked
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import (
     PROJECTIONS,
@@ -77,12 +77,15 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
         if weight_format == "bf16":
             weights |= dense
             continue
+        made = PACKED[weight_format]
         for name, w in dense.items():
-            if w.shape[1] % 16:
-                raise UserError(f"{name} [{w.shape[0]}, {w.shape[1]}]: NVFP4 needs inputs in multiples of 16")
-        amax = jnp.max(jnp.stack([jnp.abs(w).max() for w in dense.values()]))
-        shared = global_scale(amax, next(iter(dense.values())).dtype)
-        weights |= {name: quantize_nvfp4(w, shared) for name, w in dense.items()}
+            if not made.fits(*w.shape):
+                raise UserError(f"{name}: {made.needs}, found {list(w.shape)}")
+        shared = None
+        if made.shared_scale is not None:
+            amax = jnp.max(jnp.stack([jnp.abs(w).max() for w in dense.values()]))
+            shared = made.shared_scale(amax, next(iter(dense.values())).dtype)
+        weights |= {name: made.quantize(w, shared) for name, w in dense.items()}
     return layer.replace(**weights)
 
 

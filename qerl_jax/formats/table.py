@@ -1,0 +1,90 @@
+"""The one table of packed formats: whatever depends on the format of a weight is looked up here."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.formats.kernel_nvfp4 import KernelNVFP4, canonical
+from qerl_jax.formats.mxfp4 import MXFP4Weight, dequantize_mxfp4, quantize_mxfp4
+from qerl_jax.formats.nf4 import (
+    NF4DoubleQuantWeight,
+    NF4Weight,
+    dequantize_nf4,
+    dequantize_nf4_double_quant,
+    quantize_nf4,
+    quantize_nf4_double_quant,
+)
+from qerl_jax.formats.nvfp4 import NVFP4Weight, dequantize_nvfp4, global_scale, quantize_nvfp4
+
+PackedWeight = NVFP4Weight | KernelNVFP4 | MXFP4Weight | NF4Weight | NF4DoubleQuantWeight
+
+
+class PackedFormat(NamedTuple):
+    """How the weights of a packed format are made and read.
+
+    Attributes:
+      weight: their class.
+      fits: whether a weight [N, K] can be held.
+      needs: what `fits` asks for, in words.
+      quantize: (w [N, K] in float32 or bfloat16, what `shared_scale` returned or None) -> weight, under jit.
+      dequantize: (weight, dtype) -> [N, K], under jit.
+      shared_scale: (largest magnitude of the tensors that read one input, their dtype) -> the scale that they share;
+        None where each tensor stands for itself.
+    """
+
+    weight: type[PackedWeight]
+    fits: Callable[[int, int], bool]
+    needs: str
+    quantize: Callable[[jax.Array, Any], PackedWeight]
+    dequantize: Callable[[Any, jnp.dtype], jax.Array]
+    shared_scale: Callable[[jax.Array, jnp.dtype], jax.Array] | None = None
+
+
+def _whole_blocks(N: int, K: int) -> bool:
+    return K % 2 == 0 and N * K % 64 == 0
+
+
+_NF4_NEEDS = "NF4 needs an even number of inputs and a number of elements in multiples of 64"
+
+PACKED: dict[str, PackedFormat] = {
+    "nvfp4": PackedFormat(
+        NVFP4Weight,
+        lambda N, K: K % 16 == 0,
+        "NVFP4 needs inputs in multiples of 16",
+        quantize_nvfp4,
+        dequantize_nvfp4,
+        global_scale,
+    ),
+    "mxfp4": PackedFormat(
+        MXFP4Weight,
+        lambda N, K: K % 32 == 0,
+        "MXFP4 needs inputs in multiples of 32",
+        lambda w_NK, shared: quantize_mxfp4(w_NK),
+        dequantize_mxfp4,
+    ),
+    "nf4": PackedFormat(NF4Weight, _whole_blocks, _NF4_NEEDS, lambda w_NK, shared: quantize_nf4(w_NK), dequantize_nf4),
+    "nf4_double_quant": PackedFormat(
+        NF4DoubleQuantWeight,
+        _whole_blocks,
+        _NF4_NEEDS,
+        lambda w_NK, shared: quantize_nf4_double_quant(w_NK),
+        dequantize_nf4_double_quant,
+    ),
+}
+
+_BY_CLASS: dict[type, str] = {made.weight: name for name, made in PACKED.items()}
+
+
+def format_of(weight: Any) -> str:
+    """The name of the format that a weight is in: a key of `PACKED`, or `bf16` for a plain array."""
+    return "nvfp4" if isinstance(weight, KernelNVFP4) else _BY_CLASS.get(type(weight), "bf16")
+
+
+def dequantize(weight: Any, dtype: jnp.dtype) -> jax.Array:
+    """The matrix [N, K] that a weight of any format stands for, in `dtype`."""
+    if isinstance(weight, KernelNVFP4):
+        weight = canonical(weight)
+    name = format_of(weight)
+    return weight.astype(dtype) if name == "bf16" else PACKED[name].dequantize(weight, dtype)
