@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from qerl_jax.config_checks import conflicts, options_without_effect
 from qerl_jax.config_errors import render_validation_error
 from qerl_jax.errors import UserError
+from qerl_jax.format_names import FormatName
 from qerl_jax.recipes import Source, read_recipe, write_yaml
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
@@ -42,7 +43,7 @@ class ModelOptions:
     """The frozen base: a Hugging Face folder, a hub name or a shipped policy, and how its linear weights are held."""
 
     model_name_or_path: Text = "builtin:quickstart"
-    weight_format: Literal["nvfp4", "bf16"] = "nvfp4"
+    weight_format: FormatName = "nvfp4"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
 
 

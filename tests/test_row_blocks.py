@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.formats import global_scale, quantize_nvfp4, row_blocks
+from qerl_jax.formats import PACKED, global_scale, quantize_nvfp4, row_blocks
 from qerl_jax.formats.row_blocks import in_row_blocks
 
 
@@ -41,8 +41,24 @@ def test_blocks_change_no_byte(monkeypatch, dtype):
     assert weight.global_scale == shared
 
 
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "nvfp4"])
+@pytest.mark.parametrize("shape", [(52, 96), (40, 320)])
+def test_blocks_change_no_byte_of_the_other_formats(monkeypatch, name, shape):
+    w = jax.random.normal(jax.random.key(1), shape)
+    whole = PACKED[name].quantize(w, None)
+    monkeypatch.setattr(row_blocks, "ELEMENTS", 96 * 8)
+    # A shape of its own: the matrix above is compiled already.
+    longer = PACKED[name].quantize(jnp.pad(w, ((0, 4), (0, 0))), None)
+    np.testing.assert_array_equal(longer.packed[: shape[0]], whole.packed)
+    if name != "nf4_double_quant":  # whose absmax depend on the mean of all
+        scales = [jax.tree.leaves(weight)[1].reshape(-1) for weight in (longer, whole)]
+        np.testing.assert_array_equal(scales[0][: scales[1].size], scales[1])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_temporaries_stay_small(dtype):
-    w = jax.ShapeDtypeStruct((55296, 5120), dtype)
-    temporary = jax.jit(quantize_nvfp4).lower(w).compile().memory_analysis().temp_size_in_bytes
-    assert temporary < 20e6  # the matrix has 566 MB in bfloat16
+@pytest.mark.parametrize("name", PACKED)
+def test_temporaries_stay_small(name, dtype):
+    w = jax.ShapeDtypeStruct((55296, 5120), dtype)  # the largest projection of a 32B model: 566 MB in bfloat16
+    made = jax.jit(lambda w: PACKED[name].quantize(w, None)).lower(w).compile()
+    # Double quantization works on 4.4 million absmax in float64.
+    assert made.memory_analysis().temp_size_in_bytes < (150e6 if name == "nf4_double_quant" else 20e6)

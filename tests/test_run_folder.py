@@ -36,6 +36,7 @@ def test_the_same_config_continues_and_free_options_may_change(tmp_path):
         ("lora.lora_r=8", "lora.lora_r was 16, is now 8"),
         ("data.max_prompt_length=44", "data.max_prompt_length was"),
         ("model.weight_format=bf16", "model.weight_format was 'nvfp4', is now 'bf16'"),
+        ("model.weight_format=nf4", "model.weight_format was 'nvfp4', is now 'nf4'"),
         ("optimizer.max_steps=90", "optimizer.max_steps was"),
     ],
 )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, nearest, shown
-from qerl_jax.formats import FORMATS, Weight, dequantize, global_scale, quantize_nvfp4
+from qerl_jax.formats import FORMATS, PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
@@ -138,9 +138,9 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
 
     Args:
       path: folder, `owner/name` on the Hub, or `builtin:NAME`.
-      weight_format: None keeps the stored one; "nvfp4" quantizes plain weights (round to nearest in the dtype they are
-        stored in, float16 as float32; q/k/v and gate/up share a global scale, as llm-compressor writes them);
-        "bf16" leaves or unpacks plain weights in `dtype`.
+      weight_format: None keeps the stored one; "nvfp4", "mxfp4", "nf4" and "nf4_double_quant" quantize plain weights
+        (round to nearest in the dtype they are stored in, float16 as float32; in NVFP4 q/k/v and gate/up share a global
+        scale, as llm-compressor writes them); "bf16" leaves or unpacks plain weights in `dtype`.
       dtype: float32 or bfloat16, of embeddings, head, biases and plain weights; None takes the stored dtype of the
         embeddings (float32 where that is float16). Norm scales are float32 always.
 
@@ -150,6 +150,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     if weight_format is not None and weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
+    made = None if weight_format is None else PACKED.get(weight_format)
     folder, _, config, packing, tensors = open_model(path)
     if packing is not None and weight_format not in (None, "bf16", packing.weight_format):
         raise UserError(
@@ -181,8 +182,8 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
                     for suffix in packing.parts(*weight.shape):
                         progress.advance(tensors[name + suffix][1].nbytes)
             unpacked = {field: name for field, name in names.items() if field not in fields}
-            if weight_format == "nvfp4" and unpacked:
-                for field, fields[field] in _quantized(tensors, unpacked):
+            if made is not None and unpacked:
+                for field, fields[field] in _quantized(tensors, unpacked, made):
                     progress.advance(tensors[names[field]][1].nbytes)
             else:
                 fields |= {field: plain(name, dtype) for field, name in unpacked.items()}
@@ -244,24 +245,21 @@ def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> No
             raise UserError(f"{where}: tensor {name}: expected dtype {allowed}, found {array.dtype.name}")
 
 
-_quantize = jax.jit(quantize_nvfp4)
-
-
-def _quantized(tensors: Tensors, names: Mapping[str, str]) -> Iterator[tuple[str, Weight]]:
-    """NVFP4 weights of the projections that share one global scale, each alone on the device in 16 or 32 bits."""
+def _quantized(tensors: Tensors, names: Mapping[str, str], made: PackedFormat) -> Iterator[tuple[str, Weight]]:
+    """Packed weights of the projections that read one input, each alone on the device in 16 or 32 bits."""
     amaxes = []
     dtype = np.dtype(np.float32)
     for name in names.values():
         where, array = tensors[name]
-        if array.shape[1] % 16:
-            raise UserError(f"{where}: tensor {name}: NVFP4 needs inputs in multiples of 16, found {list(array.shape)}")
+        if not made.fits(*array.shape):
+            raise UserError(f"{where}: tensor {name}: {made.needs}, found {list(array.shape)}")
         dtype = np.dtype(np.float32) if array.dtype == np.float16 else array.dtype
         amaxes.append(largest_magnitude(array).astype(np.float32))
         if not np.isfinite(amaxes[-1]):
             raise UserError(f"{where}: tensor {name}: expected finite weights, found NaN or infinity")
-    shared = global_scale(jnp.float32(max(amaxes)), dtype)
+    shared = None if made.shared_scale is None else made.shared_scale(jnp.float32(max(amaxes)), dtype)
     for field, name in names.items():
         array = tensors[name][1]
         weight = to_device(array, np.dtype(np.float32) if array.dtype == np.float16 else array.dtype)
         # Waited for: calls that are only queued would hold their inputs, a whole layer's.
-        yield field, jax.block_until_ready(_quantize(weight, shared))
+        yield field, jax.block_until_ready(made.quantize(weight, shared))
