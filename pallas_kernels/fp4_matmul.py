@@ -113,7 +113,7 @@ def _linear_bwd(backend, saved, dys):
         return _dx(backend)(dys[0], weights[0], scales[0]), None, None, (None,), None
     dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
     for dy, w, s, lora, h in zip(dys, weights, scales, loras, hidden, strict=True):
-        dx = dx + _dx(backend, wide=True)(dy, w, s)
+        dx = dx + _dx(backend, wide_out=True)(dy, w, s)
         if lora is None:
             d_loras.append(None)
             continue
@@ -173,10 +173,10 @@ def _base(backend, count, no_bias, final):
 
 
 @functools.cache
-def _dx(backend, wide=False):
+def _dx(backend, wide_out=False):
     @custom_vmap
     def dx(dy, weight, scale):
-        out_dtype = jnp.float32 if wide else dy.dtype
+        out_dtype = jnp.float32 if wide_out else dy.dtype
         if dy.shape[0] == 0:
             return jnp.zeros((0, weight.k), out_dtype)
         variant = variants.choose_dx(dy.shape[0], weight.k, weight.n, backend)
