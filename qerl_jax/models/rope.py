@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
 from qerl_jax.models.fields import Fields
 
 
@@ -77,10 +77,9 @@ class YarnScaling:
             turns = self.original_max_position_embeddings / (times * 2 * math.pi)
             return 2 * half * math.log(turns) / (2 * math.log(theta))
 
-        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        low, high = max(pair_that_turns(self.beta_fast), 0), min(pair_that_turns(self.beta_slow), 2 * half - 1)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, 2 * half - 1)
         width = high - low or 0.001
         kept_F = 1 - np.clip((np.arange(half, dtype=np.float32) - low) / width, 0, 1)
         length = 0.1 * math.log(max(self.factor, 1.0)) + 1.0
@@ -102,17 +101,20 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
     spellings = [hf[key] for key in ("rope_scaling", "rope_parameters") if hf.get(key)] or [{}]
     for given in spellings:
         if not isinstance(given, dict):
-            raise UserError(f"{where}: rope parameters are {given!r}; expected a mapping")
+            raise UserError(f"{where}: rope parameters are {shown(repr(given))}; expected a mapping")
     if _named(spellings[0]) != _named(spellings[-1]):
-        raise UserError(
-            f"{where}: rope_scaling is {spellings[0]!r}, but rope_parameters {spellings[1]!r}; expected one"
-        )
+        first, second = (shown(repr(given)) for given in spellings)
+        raise UserError(f"{where}: rope_scaling is {first}, but rope_parameters {second}; expected the same, or one")
     thetas = [given["rope_theta"] for given in spellings if given.get("rope_theta") is not None]
     theta = Fields(hf | {"rope_theta": thetas[0]} if thetas else hf, where).get("rope_theta", float, 10000.0)
+    if theta <= 1:
+        raise UserError(f"{where}: rope_theta is {theta}; expected more than 1, so that each pair turns slower")
     parameters = _named(spellings[0])
     kind = parameters.pop("rope_type", "default")
     if kind != "default" and (not isinstance(kind, str) or kind not in _SCALINGS):
-        raise UserError(f"{where}: rope_type is {kind!r}; supported: 'default', {', '.join(map(repr, _SCALINGS))}")
+        raise UserError(
+            f"{where}: rope_type is {shown(repr(kind))}; supported: 'default', {', '.join(map(repr, _SCALINGS))}"
+        )
     if parameters.pop("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UserError(f"{where}: partial_rotary_factor is not 1; heads that rotate in part are not supported")
     scaling = None if kind == "default" else _SCALINGS[kind]
@@ -122,8 +124,8 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
         parameters[original] = hf.get(original) or parameters.get(original) or max_position_embeddings
     if unknown := sorted(set(parameters) - set(fields)):
         raise UserError(
-            f"{where}: rope parameter {unknown[0]} ({parameters[unknown[0]]!r}) is not supported for rope_type "
-            f"{kind!r}; allowed: {', '.join(['rope_theta', *fields])}"
+            f"{where}: rope parameter {shown(unknown[0])} ({shown(repr(parameters[unknown[0]]))}) is not supported for "
+            f"rope_type {kind!r}; allowed: {', '.join(['rope_theta', *fields])}"
         )
     if scaling is None:
         return theta, None
@@ -133,6 +135,11 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
         for name, field in fields.items()
         if field.default is dataclasses.MISSING or name in parameters
     }
+    if scaling is Llama3Scaling and read["high_freq_factor"] <= read["low_freq_factor"]:
+        raise UserError(
+            f"{where}: high_freq_factor is {read['high_freq_factor']}; expected more than low_freq_factor, "
+            f"{read['low_freq_factor']}"
+        )
     return theta, scaling(**read)
 
 

@@ -1,11 +1,12 @@
 """What transformers and PEFT compute for tiny random networks of each family, stored for the tests; and the check that
-PEFT reads the adapters that this library writes. Runs in an environment of its own, which this library does not need:
+they read the models and adapters that this library writes. Runs in an environment of its own, which this library does
+not need:
 
     python3.11 -m venv oracle && oracle/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 numpy
     oracle/bin/python tests/oracles/transformers_logits.py       # writes the folders and transformers_logits.npz here
 
-    python tests/oracles/write_adapters.py FOLDER                # this library writes one adapter per network ...
-    oracle/bin/python tests/oracles/transformers_logits.py check FOLDER                # ... and PEFT computes with them
+    python tests/oracles/write_families.py FOLDER                         # this library writes models and adapters,
+    oracle/bin/python tests/oracles/transformers_logits.py check FOLDER   # transformers and PEFT read them
 
 Per network N of `NETWORKS` there is a model folder N and an adapter folder N_adapter; transformers_logits.npz holds,
 computed in float32:

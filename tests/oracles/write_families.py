@@ -1,7 +1,7 @@
-"""Adapters that this library writes for each network of `transformers_logits.py`, with the logits that it finds, for
-PEFT to read:
+"""What this library writes for each network of `transformers_logits.py`, the model and an adapter, with the logits that
+it finds, for transformers and PEFT to read:
 
-    python tests/oracles/write_adapters.py FOLDER
+    python tests/oracles/write_families.py FOLDER
     oracle/bin/python tests/oracles/transformers_logits.py check FOLDER
 """
 
@@ -15,6 +15,7 @@ from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.peft import save_adapter
+from qerl_jax.models.saving import save_model
 from qerl_jax.models.transformer import logits
 
 HERE = Path(__file__).parent.resolve()
@@ -40,8 +41,10 @@ def write(folder: Path) -> None:
         moved = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
         adapter = jax.tree.unflatten(structure, moved)
         save_adapter(adapter, folder / name, name)
+        saved = (folder / f"{name}_model").resolve()
+        save_model(model, saved)
         found = np.asarray(logits(model, ids, adapter=adapter))
-        np.savez(folder / f"{name}.npz", model=str(HERE / name), input_ids=ids, logits=found)
+        np.savez(folder / f"{name}.npz", model=str(saved), input_ids=ids, logits=found)
 
 
 if __name__ == "__main__":
