@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny import CONFIG, tiny_model
+from folders import HF
 
 from qerl_jax.formats import dequantize
-from qerl_jax.models.init import init_layer
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.init import init_layer, init_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.transformer import logits, run_layer
 from qerl_jax.quantization.awq import candidates, representable, smooth
@@ -18,8 +19,10 @@ from qerl_jax.quantization.methods import HELD_OUT, SEARCHED, aqn_gain, quantize
 from qerl_jax.quantization.observation import GROUPS, Seen, nothing_seen, observe, relative_errors
 from qerl_jax.quantization.rtn import round_to_nearest
 
-# One key-value head for four query heads, one for two, one for each.
-HEADS = [1, 2, 4]
+# The layers of the tiny folders: one compiled program serves the tests of both.
+CONFIG = ModelConfig.from_hf(HF)
+# One key-value head for four query heads, and one for two.
+HEADS = [1, 2]
 
 
 def layer_in_bfloat16(heads=2, seed=0):
@@ -42,6 +45,15 @@ def wide(layer):
 
 def seen_of(config, layer, x_BTD, lengths):
     return observe(config, wide(layer), x_BTD, jnp.asarray(lengths, jnp.int32), nothing_seen(config))
+
+
+def unquantized(layer, done):
+    """The smoothed projections before they are rounded to 4 bits, float32 by name."""
+    return {
+        name: getattr(layer, name).astype(jnp.float32) * done.choices[group].columns / done.rows[name][:, None]
+        for group, names in GROUPS.items()
+        for name in names
+    }
 
 
 def test_candidates_by_hand():
@@ -74,12 +86,7 @@ def test_the_function_of_the_unquantized_layer_is_unchanged(heads):
     config, layer, x_BTD = layer_in_bfloat16(heads)
     done = smooth(config, layer, seen_of(config, layer, x_BTD, [9, 9, 9, 9]))
     assert all(np.ptp(choice.columns) > 0.1 for choice in done.choices.values()), "no scale was at work"
-    smoothed = {}
-    for group, names in GROUPS.items():
-        for name in names:
-            rows = done.rows[name][:, None]
-            smoothed[name] = jnp.asarray(wide(layer).__dict__[name] * done.choices[group].columns / rows)
-    changed = wide(done.layer.replace(**smoothed))
+    changed = wide(done.layer.replace(**unquantized(layer, done)))
     for field in ("input_norm", "post_attention_norm", "v_bias"):
         assert getattr(done.layer, field).dtype == jnp.bfloat16
         assert not np.array_equal(getattr(done.layer, field), getattr(layer, field)), field
@@ -153,18 +160,13 @@ def test_the_gain_of_aqns_noise_by_hand():
 
 
 def test_logits_of_a_network_of_smoothed_layers_are_the_same():
-    model = tiny_model(weight_format="bf16", std=0.2)
-    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 61, (4, 11)), jnp.int32)
+    model = init_model(jax.random.key(2), CONFIG, std=0.2)
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 24, (4, 9)), jnp.int32)
     x_BTD = model.base.embed[tokens]
     layers = []
     for layer in model.base.layers:
-        done = smooth(CONFIG, layer, seen_of(CONFIG, layer, x_BTD, [11] * 4))
-        scaled = {
-            name: getattr(layer, name) * done.choices[group].columns / done.rows[name][:, None]
-            for group, names in GROUPS.items()
-            for name in names
-        }
-        layers.append(done.layer.replace(**scaled))
+        done = smooth(CONFIG, layer, seen_of(CONFIG, layer, x_BTD, [9] * 4))
+        layers.append(done.layer.replace(**unquantized(layer, done)))
         x_BTD = run_layer(CONFIG, layer, x_BTD)
     changed = model.replace(base=model.base.replace(layers=tuple(layers)))
     np.testing.assert_allclose(logits(changed, tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)

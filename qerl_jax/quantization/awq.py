@@ -11,7 +11,8 @@ of its group, so s is one per key-value head and channel, from the mean over the
 The scale is searched per place: s = x^a / u^(1-a) or x^a, a = 0, 0.05, ..., 0.95, with x the mean magnitude of the
 input channel and u the weights' mean magnitude there, each 16 inputs relative to their largest (the `duo` scaling of
 llm-compressor). The best has the least sum of relative squared output errors of the place's projections, on all
-calibration tokens (see `observation`). v and up are quantized with the rows that o and down gave them.
+calibration tokens (see `observation`). v and up are quantized with the rows that o and down gave them. With the
+scales settled, each block of 16 inputs gets the block scale of least error: AWQ's clipping (see `block_scales`).
 
 Files hold norm scales and biases in 16 bit, where w / s would be rounded and the function with it. So s is moved to
 where w / s is a number of that type: by at most its rounding, and the folder's function is unchanged to float32.
@@ -24,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.formats import NVFP4Weight, dequantize, global_scale, quantize_nvfp4
+from qerl_jax.formats import NVFP4Weight, dequantize, global_scale
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer
+from qerl_jax.quantization.block_scales import nearest_values, search_block_scales
 from qerl_jax.quantization.observation import GROUPS, Seen, squared_output
 
 GRID = 20
@@ -98,17 +100,14 @@ def _relative_magnitude(weights: list[jax.Array]) -> jax.Array:
     return jnp.mean(blocks / jnp.where(largest > 0, largest, 1), axis=0).reshape(-1)
 
 
-def _pack(
-    weights: Mapping[str, jax.Array], columns_K: jax.Array, rows: Mapping[str, jax.Array]
-) -> dict[str, tuple[NVFP4Weight, jax.Array]]:
-    """By name Q(W * columns / rows), under one global scale, and what it stands for in W's coordinates."""
+Weights = Mapping[str, jax.Array]
+
+
+def _scaled(weights: Weights, columns_K: jax.Array, rows: Weights) -> tuple[dict[str, jax.Array], jax.Array]:
+    """W * columns / rows by name in float32, and the global scale that they share."""
     scaled = {name: w.astype(jnp.float32) * columns_K / rows[name][:, None] for name, w in weights.items()}
-    shared = global_scale(jnp.max(jnp.stack([jnp.abs(w).max() for w in scaled.values()])), jnp.dtype(jnp.float32))
-    packed = {name: quantize_nvfp4(w, shared) for name, w in scaled.items()}
-    return {
-        name: (weight, dequantize(weight, jnp.dtype(jnp.float32)) * rows[name][:, None] / columns_K)
-        for name, weight in packed.items()
-    }
+    largest = jnp.max(jnp.stack([jnp.abs(w).max() for w in scaled.values()]))
+    return scaled, global_scale(largest, jnp.dtype(jnp.float32))
 
 
 @jax.jit
@@ -119,17 +118,28 @@ def _losses(
     whole = {name: squared_output(w, gram_KK) for name, w in weights.items()}
 
     def loss(columns_K: jax.Array) -> jax.Array:
-        packed = _pack(weights, columns_K, rows)
-        errors = [
-            squared_output(weights[name].astype(jnp.float32) - plain, gram_KK) / jnp.maximum(whole[name], 1e-30)
-            for name, (_, plain) in packed.items()
-        ]
+        scaled, shared = _scaled(weights, columns_K, rows)
+        errors = []
+        for name, w_NK in scaled.items():
+            delta_NK = (nearest_values(w_NK, shared) - w_NK) * rows[name][:, None] / columns_K
+            errors.append(squared_output(delta_NK, gram_KK) / jnp.maximum(whole[name], 1e-30))
         return jnp.sum(jnp.stack(errors))
 
     return jax.lax.map(loss, columns_CK)
 
 
-_pack_once = jax.jit(_pack)
+@jax.jit
+def _packed(
+    weights: dict[str, jax.Array], rows: dict[str, jax.Array], gram_KK: jax.Array, columns_K: jax.Array
+) -> dict[str, tuple[NVFP4Weight, jax.Array]]:
+    """By name the packed W * columns / rows, and what it stands for in W's own coordinates."""
+    scaled, shared = _scaled(weights, columns_K, rows)
+    power_K = jnp.diagonal(gram_KK) / jnp.square(columns_K)
+    result = {}
+    for name, w_NK in scaled.items():
+        packed = search_block_scales(w_NK, shared, power_K)
+        result[name] = packed, dequantize(packed, jnp.dtype(jnp.float32)) * rows[name][:, None] / columns_K
+    return result
 
 
 def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoothed:
@@ -181,7 +191,8 @@ def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoot
     }
     plain: dict[str, jax.Array] = {}
     for group, members in weights.items():
-        packed = _pack_once(members, choices[group].columns, {name: rows[name] for name in members})
+        own_rows = {name: rows[name] for name in members}
+        packed = _packed(members, own_rows, seen[group].gram, choices[group].columns)
         for name, (weight, dense) in packed.items():
             changed[name], plain[name] = weight, dense
     return Smoothed(layer.replace(**changed), plain, rows, choices)
