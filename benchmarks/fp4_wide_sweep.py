@@ -1,9 +1,9 @@
 """Times of the wide kernel's configurations on an NVIDIA GPU, each result checked against float64 on sampled outputs.
 
     python -m benchmarks.fp4_wide_sweep OUT.json --case forward 3584 37888 1024 --case dx 3584 37888 1024
-        [--config 256 2 1 4 2 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
+        [--config 256 2 1 4 2 0 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
 
-A case is an operation, K, N and M; a configuration WideConfig's five numbers (without one, `candidates`). `--table`
+A case is an operation, K, N and M; a configuration WideConfig's six numbers (without one, `candidates`). `--table`
 writes the fastest configuration of each case that the kernel got right into the table.
 """
 
@@ -20,28 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.fp4_matmul import ROTATE_BYTES, device_us, random_weight, rotated
-from pallas_kernels import dequantize_kernel, wide
-from pallas_kernels.wide_plan import WideConfig, make_plan
+from pallas_kernels import dequantize_kernel, wide, wide_variants
+from pallas_kernels.wide_plan import WideConfig
 
 SAMPLES = 64
 
 
-def candidates(op: str, k: int, n: int, m: int) -> list[WideConfig]:
-    """Configurations worth a measurement: those that fill at least half of the multiprocessors in one wave, or all."""
+def candidates(op: str, k: int, n: int, m: int, count: int) -> list[WideConfig]:
+    """The configurations with the least estimated times."""
     d, r = (k, n) if op == "forward" else (n, k)
-    found = []
-    for m_tile in (128, 256) if m > 128 else (128,):
-        depths = (6, 3) if m_tile == 128 else (4, 2)
-        for share, split in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4), (2, 3), (2, 4)):
-            config = WideConfig(m_tile, share, split, *depths)
-            try:
-                plan = make_plan(m, d, (r,), op == "dx", config)
-            except ValueError:
-                continue
-            ctas = plan.items * config.cluster
-            if (split == 1 and (ctas >= 66 or m <= 128)) or (split > 1 and 66 <= ctas <= 132):
-                found.append(config)
-    return found
+    m_tiles = (128,) if m <= 128 else (128, 256) if m <= 256 else (160, 192, 256)
+    return [plan.config for plan in wide_variants.candidates(op, m, d, (r,), m_tiles)[:count]]
 
 
 def expected(op, x, weight, rows, outputs):
@@ -94,7 +83,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--case", nargs=4, action="append", required=True, metavar=("OP", "K", "N", "M"))
-    parser.add_argument("--config", nargs=5, type=int, action="append")
+    parser.add_argument("--config", nargs=6, type=int, action="append")
+    parser.add_argument("--count", type=int, default=4, help="configurations of a case; 2 from M > 1024")
     parser.add_argument("--table")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
     args = parser.parse_args()
@@ -106,7 +96,11 @@ def main():
                 print("out of time before", op, numbers)
                 break
             case = (op, *map(int, numbers))
-            configs = [WideConfig(*c) for c in args.config] if args.config else candidates(*case)
+            configs = (
+                [WideConfig(*c[:5], bool(c[5])) for c in args.config]
+                if args.config
+                else candidates(*case, args.count if case[3] <= 1024 else 2)
+            )
             found.append(sweep_case(*case, configs, pool, lambda text: print(text, flush=True)))
             with open(args.out, "w") as f:
                 json.dump(found, f, indent=1)

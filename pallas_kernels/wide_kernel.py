@@ -11,11 +11,13 @@ add their sums in a fixed order. So the order of additions for an output depends
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
@@ -26,8 +28,31 @@ from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
 from .wide_plan import STAGE, STAGES, WideConfig, WidePlan, make_plan
 
-# Registers a thread: 2 x 128 x 240 + 128 x 24 of 65536.
-COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
+# Registers a thread: 2 x 128 x 232 + 128 x 40, which is what a CTA of 384 threads starts with, 168 each.
+COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
+
+
+class Phase(NamedTuple):
+    """A run of items that are computed alike.
+
+    Attributes:
+      start, end: the items; a cluster takes one in `clusters`.
+      tiles: an item's tiles of outputs.
+      parts, part: how many CTAs of a cluster split D, and this CTA's place among them.
+      ranks: the CTAs of this one's tile by their place in the cluster.
+      first_block, end_block: this CTA's part of D.
+      shared: whether x is loaded once for `share` CTAs.
+    """
+
+    start: int
+    end: int
+    tiles: int
+    parts: int
+    part: ir.Value
+    ranks: list
+    first_block: ir.Value
+    end_block: ir.Value
+    shared: bool
 
 
 class _Kernel(MultiplyWarps):
@@ -57,8 +82,21 @@ class _Kernel(MultiplyWarps):
         rank = p.rem(cta, c.cluster)
         self.cluster = p.div(cta, c.cluster)
         self.share_rank, self.split_rank = p.rem(rank, c.share), p.div(rank, c.share)
-        self.first_block = p.div(p.mul(self.split_rank, plan.blocks), c.split)
-        self.end_block = p.div(p.mul(p.add(self.split_rank, 1), plan.blocks), c.split)
+        self.phases = self.make_phases()
+
+    def make_phases(self) -> list[Phase]:
+        plan, c = self.plan, self.plan.config
+
+        def phase(start, end, tiles, parts, part, ranks):
+            bounds = [p.div(p.mul(i, plan.blocks), parts) for i in (part, p.add(part, 1))]
+            return Phase(start, end, tiles, parts, part, ranks, *bounds, shared=tiles == c.share)
+
+        ranks = [p.add(self.share_rank, s * c.share) for s in range(c.split)]
+        whole = plan.items - plan.tail_items
+        phases = [phase(0, whole, c.share, c.split, self.split_rank, ranks)]
+        if plan.tail_items:  # twice as many items, of one tile each; their place in the grid begins at cluster 0 again
+            phases.append(phase(whole * 2, plan.items * 2, 1, 2, self.share_rank, [p.i32(0), p.i32(1)]))
+        return phases
 
     def run(self):
         c = self.plan.config
@@ -80,17 +118,14 @@ class _Kernel(MultiplyWarps):
             p.when(p.eq(self.warp, 8), lambda: p.when(self.is_lane_0, self.load_x))
             p.when(p.eq(self.warp, 9), lambda: p.when(self.is_lane_0, self.load_weights))
             p.warp_sync()
-            if c.split > 1:
-                p.cluster_sync()
+            for phase in self.phases:
+                if phase.parts > 1:
+                    self.if_any(phase, p.cluster_sync)
 
         def multiply():
             pt.set_registers(COMPUTE_REGISTERS, up=True)
             self.multiply()
             p.warp_sync()
-            if c.split > 1:
-                p.cluster_sync()
-                self.add_up()
-                p.warp_sync()
 
         p.if_else(p.lt(self.warp, 8), multiply, load)
         if c.cluster > 1:
@@ -99,17 +134,31 @@ class _Kernel(MultiplyWarps):
     def sync(self):
         (p.cluster_sync if self.plan.config.cluster > 1 else p.cta_sync)()
 
-    def item(self, index):
+    def item(self, index, phase):
         """The tile of outputs and the first row of an item: groups of row tiles, then outputs, then rows fastest."""
-        plan = self.plan
+        plan, share = self.plan, self.plan.config.share
+        within = self.share_rank
+        if phase.tiles < share:
+            index, within = p.div(index, share), p.rem(index, share)
         per_group = plan.m_group * plan.r_groups
         group, rest = p.div(index, per_group), p.rem(index, per_group)
         m_tile = p.add(p.mul(group, plan.m_group), p.rem(rest, plan.m_group))
-        r_tile = p.add(p.mul(p.div(rest, plan.m_group), plan.config.share), self.share_rank)
+        r_tile = p.add(p.mul(p.div(rest, plan.m_group), share), within)
         return r_tile, p.mul(m_tile, plan.config.m_tile)
 
     def each_item(self, carries, body):
-        return p.for_range(self.cluster, self.plan.items, self.plan.clusters, carries, body)
+        """body(phase, item, carries) -> carries for every item of this CTA, phase by phase."""
+        for phase in self.phases:
+
+            def one(index, carries, phase=phase):
+                return body(phase, index, carries)
+
+            first = p.add(self.cluster, phase.start)
+            carries = p.for_range(first, phase.end, self.plan.clusters, carries, one)
+
+    def if_any(self, phase, body):
+        """body() if this CTA has an item of a phase in which it has one at most."""
+        p.when(p.lt(p.add(self.cluster, phase.start), phase.end), body)
 
     def pick(self, tile, values):
         """The weight that a tile of outputs belongs to: its values, and the tile's index in it."""
@@ -131,30 +180,34 @@ class _Kernel(MultiplyWarps):
     def load_x(self):
         plan, c = self.plan, self.plan.config
         mask = pt.multicast_mask(p.mul(self.split_rank, c.share), c.share) if c.share > 1 else None
-        part = plan.x_slot // c.share
-        to = p.add(self.base, p.mul(self.share_rank, part))
+        rows, part = c.m_tile // c.share, plan.x_slot // c.share
+        mine_to, mine_row = p.mul(self.share_rank, part), p.mul(self.share_rank, rows)
 
-        def item(index, carry):
-            _, first_row = self.item(index)
-            row = p.add(first_row, p.mul(self.share_rank, c.m_tile // c.share))
+        def item(phase, index, carry):
+            _, first_row = self.item(index, phase)
 
             def stage(i, carry):
                 slot, parity = carry
                 full = p.add(self.x_full, p.mul(slot, 8))
+                to, column = p.add(self.base, p.mul(slot, plan.x_slot)), p.mul(i, STAGE)
                 mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
                 mem.barrier_expect(full, p.i32(plan.x_slot))
-                pt.tensor_load(p.add(to, p.mul(slot, plan.x_slot)), self.x_map, p.mul(i, STAGE), row, full, mask)
+                if phase.shared:
+                    pt.tensor_load(p.add(to, mine_to), self.x_map, column, p.add(first_row, mine_row), full, mask)
+                else:
+                    for s in range(c.share):
+                        pt.tensor_load(p.add(to, s * part), self.x_map, column, p.add(first_row, s * rows), full)
                 return self.advance(slot, parity, c.x_depth)
 
-            return p.for_range(p.mul(self.first_block, STAGES), p.mul(self.end_block, STAGES), 1, carry, stage)
+            return p.for_range(p.mul(phase.first_block, STAGES), p.mul(phase.end_block, STAGES), 1, carry, stage)
 
         self.each_item([p.i32(0), p.i32(0)], item)
 
     def load_weights(self):
         plan, c = self.plan, self.plan.config
 
-        def item(index, carry):
-            r_tile, _ = self.item(index)
+        def item(phase, index, carry):
+            r_tile, _ = self.item(index, phase)
             (codes, scales), tile = self.pick(r_tile, self.maps)
 
             def block(i, carry):
@@ -176,7 +229,7 @@ class _Kernel(MultiplyWarps):
                 pt.tensor_load(p.add(to, SCALES_AT), scales, at, row, full)
                 return self.advance(slot, parity, c.w_depth)
 
-            return p.for_range(self.first_block, self.end_block, 1, carry, block)
+            return p.for_range(phase.first_block, phase.end_block, 1, carry, block)
 
         self.each_item([p.i32(0), p.i32(0)], item)
 

@@ -22,22 +22,27 @@ class MultiplyWarps:
         group = p.shr(self.warp, 2)
         self.fragments = (TransposedFragments if plan.transposed else ForwardFragments)(self.lane, warp, group)
 
-        def item(index, carry):
+        def item(phase, index, carry):
             zeros = [p.f32(0.0)] * (c.m_tile // 2)
-            state = p.for_range(self.first_block, self.end_block, 1, [*carry, *zeros], self.block)
+
+            def block(i, carry):
+                return self.block(p.eq(i, phase.first_block), carry)
+
+            state = p.for_range(phase.first_block, phase.end_block, 1, [*carry, *zeros], block)
             w, w_parity, x, x_parity, *acc = state
             p.wgmma_wait(0)
             self.release_x(self.before(x))
-            r_tile, first_row = self.item(index)
-            if c.split > 1:
+            if phase.parts > 1:
                 self.leave_sums(acc, group)
+                p.cluster_sync()
+                self.add_up(index, phase)
             else:
-                self.store_tile(acc, warp, group, r_tile, first_row)
+                self.store_tile(acc, warp, group, *self.item(index, phase))
             return [w, w_parity, x, x_parity]
 
         self.each_item([p.i32(0)] * 4, item)
 
-    def block(self, index, carry):
+    def block(self, is_first, carry):
         """One block of weights, four slots of x: decode for a slot while the slot before is multiplied."""
         w, w_parity, x, x_parity, *acc = carry
         block = p.add(self.w_base, p.mul(w, BLOCK_BYTES))
@@ -54,8 +59,8 @@ class MultiplyWarps:
                 acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            if step == 0:
-                p.when(p.lt(self.first_block, index), lambda x=x: self.release_x(self.before(x)))
+            if step == 0:  # the item before has released its last slot itself
+                p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
             else:
                 self.release_x(self.before(x))
             x, x_parity = self.advance(x, x_parity, self.plan.config.x_depth)
@@ -117,7 +122,7 @@ class MultiplyWarps:
 
     def store_tile(self, acc, warp, group, r_tile, first_row):
         """Sums to shared memory and from there to the result, a chunk of rows at a time."""
-        at = p.add(self.base, p.add(p.mul(group, self.plan.sums_group), self.plan.sums_at))
+        at = p.add(self.base, p.add(p.mul(group, CHUNK * SUM_STRIDE), self.plan.chunks_at))
         store = self.output(r_tile, group)
         pair = p.shr(self.lane, 4)
         first_mine = p.add(p.mul(warp, CHUNK // 4), pair)
@@ -137,17 +142,17 @@ class MultiplyWarps:
         at = p.add(self.base, p.mul(group, self.plan.sums_group))
         self.put_sums(acc, at, 0, self.plan.config.m_tile)
 
-    def add_up(self):
+    def add_up(self, index, phase):
         """Add the sums of the CTAs that split D, D ascending; each takes an equal share of the rows."""
         plan, c = self.plan, self.plan.config
         warp, group = p.and_(self.warp, 3), p.shr(self.warp, 2)
-        r_tile, first_row = self.item(self.cluster)
+        r_tile, first_row = self.item(index, phase)
         store = self.output(r_tile, group)
-        share = -(-c.m_tile // (2 * c.split)) * 2
-        start = p.mul(self.split_rank, share)
+        share = -(-c.m_tile // (2 * phase.parts)) * 2
+        start = p.mul(phase.part, share)
         end = p.minimum(p.add(start, share), c.m_tile)
         at = p.add(p.add(self.base, p.mul(group, plan.sums_group)), p.mul(p.and_(self.lane, 15), 16))
-        remote = [mem.map_rank(at, p.add(self.share_rank, s * c.share)) for s in range(c.split)]
+        remote = [mem.map_rank(at, rank) for rank in phase.ranks]
 
         def two_rows(pair, _):
             row = p.add(p.mul(pair, 2), p.shr(self.lane, 4))

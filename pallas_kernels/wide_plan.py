@@ -23,10 +23,12 @@ class WideConfig:
     """One cut of a shape.
 
     Attributes:
-      m_tile: rows of x that a CTA multiplies at once, 128 or 256.
+      m_tile: rows of x that a CTA multiplies at once, a multiple of 32 up to 256.
       share: CTAs of neighbouring outputs that load each slot of x together, each its part for all.
       split: CTAs that split D and add their sums at the end; then each cluster computes one tile only.
       x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (256 inputs each).
+      tail: where the last wave would leave more than half of the pairs of CTAs idle, each of its tiles is computed by a
+        pair that splits D. Which tiles these are depends on the number of tiles, and with it on M.
     """
 
     m_tile: int = 256
@@ -34,6 +36,7 @@ class WideConfig:
     split: int = 1
     x_depth: int = 4
     w_depth: int = 2
+    tail: bool = False
 
     @property
     def cluster(self) -> int:
@@ -82,7 +85,15 @@ class WidePlan:
 
     @property
     def clusters(self) -> int:
-        return self.items if self.config.split > 1 else min(self.items, self.resident)
+        if self.config.split > 1:
+            return self.items
+        return max(min(self.items, self.resident), self.tail_items * self.config.share)
+
+    @property
+    def tail_items(self) -> int:
+        """Items of the last wave, each of `share` tiles, that the clusters take tile by tile."""
+        left = self.items % self.resident
+        return left if self.config.tail and left * self.config.share <= self.resident else 0
 
     @property
     def x_slot(self) -> int:
@@ -93,18 +104,17 @@ class WidePlan:
         return self.config.x_depth * self.x_slot
 
     @property
-    def sums_at(self) -> int:
-        return 0 if self.config.split > 1 else self.w_at + self.config.w_depth * BLOCK_BYTES
+    def chunks_at(self) -> int:
+        return self.w_at + self.config.w_depth * BLOCK_BYTES
 
     @property
     def sums_group(self) -> int:
-        """Bytes of one warpgroup's sums."""
-        return (self.config.m_tile if self.config.split > 1 else CHUNK) * SUM_STRIDE
+        """Bytes of all of one warpgroup's sums, which take the place of the rings when CTAs have split D."""
+        return self.config.m_tile * SUM_STRIDE
 
     @property
     def barriers_at(self) -> int:
-        rings = self.w_at + self.config.w_depth * BLOCK_BYTES
-        return max(rings, self.sums_at + 2 * self.sums_group)
+        return max(self.chunks_at + 2 * CHUNK * SUM_STRIDE, 2 * self.sums_group)
 
     @property
     def total(self) -> int:
@@ -114,8 +124,8 @@ class WidePlan:
 def make_plan(m: int, d: int, r: tuple[int, ...], transposed: bool, config: WideConfig) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     plan = WidePlan(m, d, tuple(r), transposed, config)
-    if config.m_tile not in (128, 256):
-        raise ValueError(f"m_tile must be 128 or 256, got {config.m_tile}")
+    if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
+        raise ValueError(f"m_tile must be a multiple of {CHUNK} up to 256, got {config.m_tile}")
     if config.cluster not in _RESIDENT:
         raise ValueError(f"share * split must be one of {sorted(_RESIDENT)}, got {config.share} * {config.split}")
     if config.m_tile % (8 * config.share):
@@ -126,6 +136,10 @@ def make_plan(m: int, d: int, r: tuple[int, ...], transposed: bool, config: Wide
         raise ValueError(f"the wide kernel takes N and K that are multiples of 8, got {d} inputs and {r} outputs")
     if config.split > plan.blocks:
         raise ValueError(f"{d} inputs are {plan.blocks} blocks of {COLS}, too few to split by {config.split}")
+    if config.tail and (config.share, config.split) != (2, 1):
+        raise ValueError(f"tail needs share 2 and split 1, got {config.share} and {config.split}")
+    if plan.tail_items and plan.blocks % 2:
+        raise ValueError(f"tail needs an even number of blocks of {COLS} inputs, got {d} inputs")
     if transposed and len(r) != 1:
         raise ValueError(f"dx takes one weight at a time, got {len(r)}")
     if plan.total > SMEM_LIMIT:

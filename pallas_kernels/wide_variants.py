@@ -36,21 +36,40 @@ def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
 
 
 def _by_rule(op: str, m: int, d: int, r: tuple[int, ...]) -> WideConfig:
-    """The least estimated time among a few configurations: waves of tiles, and what it costs to add up a split."""
-    m_tile, x_depth, w_depth = (128, 6, 3) if m <= 128 else (256, 4, 2)
+    """The least estimated time; no tail with several tiles of rows, so that a row's result does not depend on M."""
+    plans = candidates(op, m, d, r, (128,) if m <= 128 else (256,))
+    if not plans:  # what does not take this one takes none: says why
+        make_plan(m, d, r, op == "dx", WideConfig())
+    return next(plan.config for plan in plans if not (plan.config.tail and plan.m_tiles > 1))
+
+
+def candidates(op: str, m: int, d: int, r: tuple[int, ...], m_tiles: tuple[int, ...]) -> list[WidePlan]:
+    """The cuts that fit, the least estimated time first."""
     plans = []
-    for share, split in ((2, 1), (1, 1), (1, 2), (1, 3), (1, 4)):
-        try:
-            plans.append(make_plan(m, d, r, op == "dx", WideConfig(m_tile, share, split, x_depth, w_depth)))
-        except ValueError:
-            if (share, split) == (2, 1):  # what does not take this one takes none
-                raise
-    return min(plans, key=_clocks).config
+    for m_tile in m_tiles:
+        depths = (6, 3) if m_tile <= 128 else (4, 2)
+        for share, split, tail in _CUTS:
+            try:
+                plan = make_plan(m, d, r, op == "dx", WideConfig(m_tile, share, split, *depths, tail))
+            except ValueError:
+                continue
+            if bool(plan.tail_items) == tail:
+                plans.append(plan)
+    return sorted(plans, key=clocks)
 
 
-def _clocks(plan: WidePlan) -> float:
-    """Clocks of a multiprocessor: 4096 for 256 inputs of a tile of 256 rows, 10% more where x is not shared."""
+_CUTS = ((2, 1, False), (1, 1, False), (4, 1, False), (2, 1, True), (1, 2, False), (1, 3, False), (1, 4, False))
+_CUTS += ((2, 2, False),)
+
+
+def clocks(plan: WidePlan) -> float:
+    """Estimated clocks: 4096 for 256 inputs of a tile of 256 rows, more for fewer rows, where decoding is not hidden,
+    and where x is not shared; a tile's way out; and adding up where D is split."""
     c = plan.config
-    waves = -(-plan.items // plan.resident)
-    block = 16 * c.m_tile * (1.0 if c.share > 1 else 1.1)
-    return waves * (-(-plan.blocks // c.split) * block + 12 * c.m_tile) + (0 if c.split == 1 else 16 * c.m_tile)
+    slower = 1 + 0.25 * (256 - c.m_tile) / 128
+    block = 16 * c.m_tile * slower * (1.0 if c.share > 1 else 1.02)
+    waves = -(-(plan.items - plan.tail_items) // plan.resident)
+    time = waves * (-(-plan.blocks // c.split) * block + 12 * c.m_tile)
+    if plan.tail_items:
+        time += plan.blocks / 2 * block
+    return time + (20 * c.m_tile if plan.tail_items or c.split > 1 else 0)

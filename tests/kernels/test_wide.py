@@ -86,7 +86,7 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_ou
 
 
 @pytest.mark.parametrize("config, d, r, message", [
-    (WideConfig(m_tile=64), 1024, (512,), "m_tile"),
+    (WideConfig(m_tile=80), 1024, (512,), "m_tile"),
     (WideConfig(share=5), 1024, (512,), "share"),
     (WideConfig(split=4), 512, (512,), "too few to split by 4"),
     (WideConfig(), 1024, (12,), "multiples of 8"),
