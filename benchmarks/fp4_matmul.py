@@ -90,7 +90,7 @@ def measure_shape(k, n, ms, dx_ms, ops):
             g = (lambda x, w: jnp.dot(x, w.T)) if op == "forward" else jnp.dot
             us = device_us(rotated(lambda x, w, f=f: f(x, w, scale), few), xs, packed[:few]) / few
             bf16 = device_us(rotated(g, plain_count), xs, plain) / plain_count
-            variant = variants.choose(m, k, (n,)) if op == "forward" else variants.choose_dx()
+            variant = variants.choose(m, k, (n,)) if op == "forward" else variants.choose_dx(m, k, n)
             marlin = MARLIN.get((k, n), {}).get(m) if op == "forward" else None
             rows.append({
                 "format": "nvfp4", "op": op, "m": m, "k": k, "n": n, "device_us": us, "bf16_us": bf16,

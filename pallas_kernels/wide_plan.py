@@ -12,8 +12,8 @@ from .wide_fragments import BLOCK_BYTES
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
 STAGES = COLS // STAGE  # slots of x to one block of weights
-# Multiprocessors' clusters of three, counted from how many of two, four and eight are resident at once.
-_RESIDENT = {**RESIDENT, 3: 40, 6: 15}
+# Of three, 36 were one wave on an H200 and 40 were two.
+_RESIDENT = {**RESIDENT, 3: 36}
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
 
