@@ -26,6 +26,7 @@ def compiled_programs(folder: Path) -> Iterator[None]:
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()  # a folder that was opened before would still be used
     try:
         yield
     finally:

@@ -27,6 +27,9 @@ def _compile(number):
 
 
 def test_each_folder_gets_its_own_programs(no_cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "earlier"))
+    _compile(0)
+    jax.config.update("jax_compilation_cache_dir", None)
     for number in (1, 2):
         with compiled_programs(tmp_path / str(number)):
             _compile(number)

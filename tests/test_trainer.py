@@ -340,13 +340,26 @@ def test_equal_rewards_are_counted_and_give_no_gradient(policy, tmp_path):
             assert not after[name].any(), name
 
 
-# Each is a float32, their sum is not: the advantages, and with them loss and gradient, become NaN.
-HUGE = "[3e38 - 1e37 * i for i in range(len(completions))]"
+def poison_batches(patch, rollouts):
+    """Makes NaN of the rewards that the updates of these rollouts get, and so of their losses and gradients."""
+    begin = trainer._Run._begin_or_resume
+
+    def begun(self):
+        begin(self)
+        assemble = self.batch_fn
+
+        def assembled(*arguments):
+            batch = assemble(*arguments)
+            return batch.replace(rewards=batch.rewards * jnp.nan) if self.progress["rollout"] in rollouts else batch
+
+        self.batch_fn = assembled
+
+    patch.setattr(trainer._Run, "_begin_or_resume", begun)
 
 
-def test_updates_that_are_never_finite_are_refused_and_stop_the_run(policy, tmp_path, capsys):
-    config, run = config_in(tmp_path, policy), tmp_path / "run"
-    reward_file(tmp_path, COUNTED + f"    return {HUGE} if calls > 2 else scores\n")
+def test_updates_that_are_never_finite_are_refused_and_stop_the_run(config, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    poison_batches(monkeypatch, range(10))
     with pytest.raises(UserError, match=r"not finite in 3 updates in a row, at step 1 \(rollout 1\)"):
         train(config, run)
     assert [(row["step"], row["rollout"], row["nonfinite"]) for row in rows(run)] == [(1, 0, 1), (1, 0, 1), (1, 1, 1)]
@@ -355,10 +368,8 @@ def test_updates_that_are_never_finite_are_refused_and_stop_the_run(policy, tmp_
     assert checkpoints(run) == [0]
 
 
-def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_step(policy, tmp_path, monkeypatch):
-    config = config_in(tmp_path, policy)
-    # Calls 1 and 2 are the evaluation before the run, sampled and greedy.
-    reward_file(tmp_path, COUNTED + f"    return {HUGE} if calls == 3 else scores\n")
+def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_step(config, tmp_path, monkeypatch):
+    poison_batches(monkeypatch, [0])
     states = []
     rollout = trainer._Run._one_rollout
 
