@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from folders import assert_equal
+from folders import assert_equal, write_file
 
-from qerl_jax.formats import dequantize
+from qerl_jax.errors import UserError
+from qerl_jax.formats import MXFP4Weight, dequantize, quantize_mxfp4
 from qerl_jax.models.hub import load_model, named_weights
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.safetensors import read_safetensors
@@ -28,6 +29,7 @@ NVFP4 = (
     "modelopt_nvfp4",
     "modelopt_w4a16",
 )
+MXFP4 = "llmcompressor_mxfp4"
 WITH_ACTIVATIONS = ("llmcompressor_nvfp4_w4a4", "modelopt_nvfp4")
 
 
@@ -41,7 +43,7 @@ def load(name, *arguments, **options):
         return load_model(FOLDERS / name, *arguments, **options)
 
 
-@pytest.mark.parametrize("name", NVFP4)
+@pytest.mark.parametrize("name", [*NVFP4, MXFP4])
 def test_weights_and_logits_are_those_of_the_program(name):
     oracle = np.load(FOLDERS / f"{name}.npz")
     model = load(name, dtype="float32")
@@ -68,6 +70,16 @@ def test_stored_bytes_are_kept(name):
         parts = ("", "_scale", "_scale_2") if weight.scale_multiplies else ("_packed", "_scale", "_global_scale")
         for part, array in zip(parts, (weight.packed, weight.scale, weight.global_scale), strict=True):
             assert np.asarray(array).tobytes() == stored[linear + part].tobytes(), linear + part
+
+
+def test_stored_bytes_of_mxfp4_are_kept():
+    stored = read_safetensors(FOLDERS / MXFP4 / "model.safetensors")
+    for linear, weight in named_weights(load(MXFP4)).items():
+        if not isinstance(weight, jax.Array):
+            assert isinstance(weight, MXFP4Weight)
+            assert np.asarray(weight.packed).tobytes() == stored[f"{linear}_packed"].tobytes()
+            assert np.asarray(weight.scale).tobytes() == stored[f"{linear}_scale"].tobytes()
+    assert isinstance(load(MXFP4).base.layers[1].down_proj, jax.Array)  # left alone
 
 
 def test_global_scales_are_those_of_each_linear():
@@ -107,6 +119,31 @@ def test_the_configuration_is_spelled_as_llm_compressor_does(tmp_path):
         for path in (tmp_path / "m", FOLDERS / "llmcompressor_nvfp4")
     )
     assert ours | {"version": "0.19.0"} == theirs
+
+
+def test_mxfp4_is_not_written_as_a_folder(tmp_path):
+    with pytest.raises(UserError, match=r"q_proj.weight: a compressed-tensors folder is .* NVFP4 weights; found MXFP4"):
+        save_model(load(MXFP4), tmp_path / "m", weight_format="nvfp4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_bytes_of_mxfp4_are_those_that_the_quantizer_writes():
+    """All linears but down_proj, whose 48 inputs are no multiple of 32."""
+    source, stored = (load(name) for name in (FOLDERS.parent / "qwen2_untied", MXFP4))
+    for layer, expected in zip(source.base.layers, stored.base.layers, strict=True):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"):
+            assert_equal(quantize_mxfp4(getattr(layer, name)), getattr(expected, name))
+
+
+def test_an_exponent_that_is_nan_is_refused(tmp_path):
+    shutil.copytree(FOLDERS / MXFP4, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    arrays = {name: np.array(array) for name, array in read_safetensors(file).items()}
+    name = "model.layers.1.self_attn.k_proj.weight_scale"
+    arrays[name][3, 0] = 255
+    write_file(file, arrays)
+    with pytest.raises(UserError, match=rf"{name}: expected exponents below 255, which is NaN; found 1 .* at .3, 0."):
+        load_model(tmp_path / "m")
 
 
 def test_kernels_get_the_reciprocal_of_a_scale_that_multiplies():

@@ -1,4 +1,5 @@
-"""Packed weights as compressed-tensors (llm-compressor, vLLM) stores them: `nvfp4-pack-quantized`, read and written.
+"""Packed weights as compressed-tensors (llm-compressor, vLLM) stores them: `nvfp4-pack-quantized`, read and
+written, and `mxfp4-pack-quantized`, read.
 
 Beside the name of the plain weight there are `_packed`, `_scale` and, for NVFP4, `_global_scale`; their bytes are those
 of `qerl_jax.formats`. Scales are read, never recomputed: q/k/v may share a global scale or each have their own.
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.formats import KernelNVFP4, NVFP4Weight, Weight, canonical
+from qerl_jax.formats import KernelNVFP4, MXFP4Weight, NVFP4Weight, Weight, canonical
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
     Packing,
@@ -29,8 +30,9 @@ from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
 
 _LINEAR = "Linear"
-_NVFP4 = "nvfp4-pack-quantized"
+_NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _DTYPE_E4M3 = "torch.float8_e4m3fn"
+_E8M0_NAN = 255
 # Keys of quantization_config that are read here, or that say nothing about the weights; any other must be unset.
 _KNOWN = {
     "config_groups",
@@ -76,6 +78,21 @@ def packed_weight(tensors: Tensors, name: str) -> NVFP4Weight:
     return NVFP4Weight(to_device(packed), to_device(scale), jnp.float32(whole))
 
 
+def _mxfp4_parts(N: int, K: int) -> StoredParts:
+    return {"_packed": ((N, K // 2), ("uint8",)), "_scale": ((N, K // 32), ("uint8",))}
+
+
+def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Weight:
+    where, scale = tensors[f"{name}_scale"]
+    bad = np.argwhere(scale == _E8M0_NAN)
+    if bad.size:
+        raise UserError(
+            f"{where}: tensor {name}_scale: expected exponents below {_E8M0_NAN}, which is NaN; found {len(bad)} of "
+            f"it, the first at {bad[0].tolist()}"
+        )
+    return MXFP4Weight(to_device(tensors[f"{name}_packed"][1]), to_device(scale))
+
+
 _FORMATS = {
     _NVFP4: _Stored(
         "nvfp4",
@@ -88,6 +105,18 @@ _FORMATS = {
         },
         _nvfp4_parts,
         packed_weight,
+    ),
+    _MXFP4: _Stored(
+        "mxfp4",
+        _FP4
+        | {
+            "strategy": ("group",),
+            "group_size": (32,),
+            "dynamic": (False,),
+            "scale_dtype": ("torch.uint8", None),
+        },
+        _mxfp4_parts,
+        _read_mxfp4,
     ),
 }
 
