@@ -34,7 +34,8 @@ from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
 
-_SECONDS = 5.0
+_SECONDS = 5.0  # of the processor, for others may be using it
+_WAIT = 60.0  # seconds, which only something that waits for ever needs
 _MEMORY = 512 << 20  # address space beyond that of the warm process
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -360,27 +361,61 @@ def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> No
     safetensors.numpy.save_file(arrays, folder / _WEIGHTS, {"format": "pt"})
 
 
+def patch(folder: Path, name: str, place: int, new: bytes) -> None:
+    """Overwrites bytes of a stored tensor."""
+    header, body = split(folder / _WEIGHTS)
+    begin = header[name]["data_offsets"][0] + place
+    join(folder / _WEIGHTS, header, body[:begin] + new + body[begin + len(new) :])
+
+
+def stored_names(folder: Path, *endings: str) -> list[str]:
+    return [name for name in split(folder / _WEIGHTS)[0] if name.endswith(endings)]
+
+
 def scale_byte(rng: Rng, folder: Path) -> str:
     value = int(pick(rng, [0x7F, 0xFF, 0x80, 0x81, 0xB8, 0xFE, int(rng.integers(0x7F, 0x100))]))
-
-    def change(arrays: dict[str, np.ndarray]) -> None:
-        name = pick(rng, [name for name in arrays if name.endswith("weight_scale")])
-        raw = arrays[name].view(np.uint8).copy()
-        raw[tuple(int(rng.integers(n)) for n in raw.shape)] = value
-        arrays[name] = raw.view(arrays[name].dtype)
-
-    rewrite(folder, change)
+    name = pick(rng, stored_names(folder, "weight_scale"))
+    size = math.prod(split(folder / _WEIGHTS)[0][name]["shape"])
+    patch(folder, name, int(rng.integers(size)), bytes([value]))
     return f"scale byte {value:#x}"
 
 
 def whole_scale(rng: Rng, folder: Path) -> str:
     value = float(pick(rng, [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan, -1e-45]))
-
-    def change(arrays: dict[str, np.ndarray]) -> None:
-        arrays[pick(rng, [name for name in arrays if "global" in name])] = np.full(1, value, np.float32)
-
-    rewrite(folder, change)
+    patch(folder, pick(rng, stored_names(folder, "global_scale", "scale_2")), 0, np.float32(value).tobytes())
     return f"global scale {value}"
+
+
+def modelopt_option(rng: Rng, folder: Path) -> str:
+    menu: dict[str, list[Any]] = {
+        "quant_algo": [*JUNK, "FP8", "NVFP4_AWQ", "W4A8_AWQ", "nvfp4"],
+        "group_size": [value for value in JUNK if value is not None] + [32],
+        "kv_cache_quant_algo": ["FP8", 3, [], {}, "a\nb"],
+        "exclude_modules": [3, "lm_head", {"a": 1}, [3], [[]], [None], ["*"], ["*proj"], ["(((" * 9, "model*"]],
+    }
+    key = pick(rng, menu)
+    value = pick(rng, menu[key])
+    (folder / "config.json").write_text(json.dumps(_plain_config(folder)))
+    edit(folder / "hf_quant_config.json", lambda values: values["quantization"].update({key: value}))
+    return f"{key} = {value!r}"
+
+
+def _plain_config(folder: Path) -> dict[str, Any]:
+    """config.json without what repeats hf_quant_config.json."""
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    values.pop("quantization_config", None)
+    return values
+
+
+def ignored_modules(rng: Rng, folder: Path) -> str:
+    value = pick(rng, [
+        ["re:("], ["re:[", "lm_head"], ["re:.*"], ["re:(a+)+$"], ["re:(.*)*x"], ["re:" + "(" * 300], ["re:\\"], ["\0"],
+        [""], ["re:"], ["re:(?P<a>x)(?P<a>y)"], ["re:(?<=a+)b"], ["re:.*q_proj"], ["re:" + ".*" * 9 + "x"],
+        ["lm_head", "model.layers.0.self_attn.q_proj"], [3], [None], "lm_head", 3,
+        {"a": 1}, [["lm_head"]], ["Linear"], ["re:x{99999999999}"],
+    ])  # fmt: skip
+    edit(folder / "config.json", lambda hf: hf["quantization_config"].update({"ignore": value}))
+    return f"ignore = {str(value)[:60]!r}"
 
 
 def tensor_shape(rng: Rng, folder: Path) -> str:
@@ -439,7 +474,8 @@ _CONFIG = (config_size, config_missing, config_value)
 MUTATIONS = {
     "plain": (*_FILES, *_CONFIG),
     "sharded": (*_FILES, index_map, index_map, index_shape, index_shape),
-    "packed": (*_FILES, scale_byte, whole_scale, tensor_shape, *_CONFIG),
+    "packed": (*_FILES, scale_byte, whole_scale, tensor_shape, ignored_modules, *_CONFIG),
+    "modelopt": (scale_byte, whole_scale, modelopt_option, modelopt_option, truncated, header_shape, config_size),
     "adapter": (*_FILES, adapter_option, adapter_option, adapter_option),
 }
 
@@ -450,6 +486,7 @@ def make_folders(root: Path) -> dict[str, Path]:
         "plain": write_folder(root / "plain", random_arrays(), V4),
         "sharded": write_folder(root / "sharded", random_arrays(), V5, shards=3),
         "packed": write_folder(root / "packed", packed_arrays(), V5 | {"quantization_config": NVFP4}),
+        "modelopt": shutil.copytree(Path(__file__).parent / "oracles/quantized/modelopt_w4a16", root / "modelopt"),
         "adapter": root / "adapter",
     }
     adapter = init_adapter(jax.random.key(0), load_model(folders["plain"]), 4, 8, ("q_proj", "down_proj"), True)
@@ -471,7 +508,7 @@ def same(one: Any, other: Any) -> bool:
 
 def outcome(load: Callable[[Path], Any], folder: Path, right: Any) -> str:
     """`refused`, `harmless`, or what is wrong."""
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         found = load(folder)
     except UserError as error:
@@ -483,7 +520,7 @@ def outcome(load: Callable[[Path], Any], folder: Path, right: Any) -> str:
         return "refused"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     if seconds > _SECONDS:
         return f"{seconds:.1f} s"
     return "harmless" if same(found, right) else "accepted, and other than it was"
@@ -499,6 +536,7 @@ def main() -> None:
         raise TooSlow
 
     signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
     failures: list[dict[str, Any]] = []
     counts: collections.Counter[str] = collections.Counter()
     outcomes: collections.Counter[str] = collections.Counter()
@@ -510,6 +548,7 @@ def main() -> None:
             "plain": load_model,
             "sharded": load_model,
             "packed": load_model,
+            "modelopt": load_model,
             "adapter": lambda folder: load_adapter(folder, model),
         }
         right = {kind: load(folders[kind]) for kind, load in loads.items()}
@@ -525,9 +564,11 @@ def main() -> None:
             shutil.copytree(folders[kind], folder)
             what = mutation(rng, folder)
             print(f"{number} {kind} {mutation.__name__}: {what!a}", file=sys.stderr, flush=True)
-            signal.setitimer(signal.ITIMER_REAL, 2 * _SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, _WAIT)
+            signal.setitimer(signal.ITIMER_PROF, 2 * _SECONDS)
             result = outcome(loads[kind], folder, right[kind])
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             counts[mutation.__name__] += 1
             outcomes[result if result in ("refused", "harmless") else "failed"] += 1
             if result not in ("refused", "harmless"):

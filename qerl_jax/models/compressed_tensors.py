@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import KernelNVFP4, MXFP4Weight, NVFP4Weight, Weight, canonical
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
@@ -29,6 +29,7 @@ from qerl_jax.models.packing import (
 from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
 
+_MOST_REPETITIONS = 5
 _LINEAR = "Linear"
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _DTYPE_E4M3 = "torch.float8_e4m3fn"
@@ -178,11 +179,21 @@ def _check_group(group: dict[str, Any], stored_as: _Stored, place: str) -> None:
 def _matcher(patterns: list[str], place: str) -> Callable[[str], bool]:
     """Whether a linear module's name is one of `patterns`, as compressed-tensors matches them."""
     exact = {pattern for pattern in patterns if not pattern.startswith("re:")}
-    try:
-        expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
-    except re.error as error:
-        raise UserError(f"{place} is {patterns!r}; {error.pattern!r} is not a regular expression ({error})") from None
+    expressions = [_expression(pattern.removeprefix("re:"), place) for pattern in patterns if pattern.startswith("re:")]
     return lambda name: _LINEAR in exact or name in exact or any(e.match(name) for e in expressions)
+
+
+def _expression(text: str, place: str) -> re.Pattern[str]:
+    """A compiled pattern. It comes from a file: one that repeats a group, or repeats often, may take years to match."""
+    if re.search(r"\)[*+{]", text) or len(re.findall(r"[*+{]", text)) > _MOST_REPETITIONS:
+        raise UserError(
+            f"{place} is {shown(repr(text))}; supported are regular expressions without repeated groups and with at "
+            f"most {_MOST_REPETITIONS} repetitions"
+        )
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UserError(f"{place}: {shown(repr(text))} is not a regular expression ({error})") from None
 
 
 def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
