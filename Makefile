@@ -1,18 +1,22 @@
 # make quickstart   train the shipped 1M-parameter policy with 4-bit weights, on the CPU, in minutes
-# make test         all tests but those marked slow or gpu
+# make test         all tests but those marked slow, gpu or interop
+# make test-interop the tests that exchange folders with transformers, PEFT and compressed-tensors, in .venv-interop
 # make check        lint, formatting, types
-# make clean        remove .venv and caches (never runs/)
-# Each makes .venv first when there is none; TEST_ARGS="-k noise" goes to pytest, ARGS="run.seed=1" to qerl train.
+# make clean        remove .venv, .venv-interop and caches (never runs/)
+# Each makes its environment first when there is none; TEST_ARGS="-k noise" goes to pytest, ARGS="run.seed=1" to train.
 
 PYTHON := .venv/bin/python
 
-.PHONY: quickstart test check clean
+.PHONY: quickstart test test-interop check clean
 
 quickstart: .venv/.installed
 	$(PYTHON) -m qerl_jax.cli train quickstart $(ARGS)
 
 test: .venv/.installed
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+
+test-interop: .venv/.installed .venv-interop/.installed
+	INTEROP_PYTHON=.venv-interop/bin/python $(PYTHON) -m pytest -m interop tests/interop $(TEST_ARGS)
 
 check: .venv/.installed
 	$(PYTHON) -m ruff check .
@@ -22,6 +26,9 @@ check: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt scripts/make_venv.sh
 	@sh scripts/make_venv.sh
 
+.venv-interop/.installed: tests/interop/requirements.txt scripts/make_interop_venv.sh
+	@sh scripts/make_interop_venv.sh
+
 clean:
-	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-interop .cache .pytest_cache .mypy_cache .ruff_cache build dist
 	find qerl_jax tests -name __pycache__ -type d -prune -exec rm -rf {} +

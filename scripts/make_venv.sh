@@ -8,41 +8,15 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-usable() { # a Python that really runs (a pyenv shim may exist and fail), is new enough, and can make environments
-    "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
-}
+. scripts/find_python.sh
 
-find_python() {
-    for name in python3.13 python3.12 python3; do
-        if command -v "$name" >/dev/null 2>&1 && usable "$name"; then
-            command -v "$name"
-            return
-        fi
-    done
-    root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "$HOME/.pyenv")}
-    for minor in 3.13 3.12; do
-        for candidate in "$root/versions/$minor".*/bin/python3; do
-            if usable "$candidate"; then
-                echo "$candidate"
-                return
-            fi
-        done
-    done
-    for candidate in "$root"/versions/*/bin/python3; do
-        if usable "$candidate"; then
-            echo "$candidate"
-            return
-        fi
-    done
-}
-
-if [ -d .venv ] && { [ -e .venv/.unfinished ] || ! usable .venv/bin/python || ! .venv/bin/python -c 'import pip'; }; then
+if [ -d .venv ] && { [ -e .venv/.unfinished ] || ! usable 12 .venv/bin/python || ! .venv/bin/python -c 'import pip'; }; then
     echo "make_venv: .venv is unfinished, too old or does not run; making it anew"
     rm -rf .venv
 fi
 
 if [ ! -d .venv ]; then
-    python=$(find_python)
+    python=$(find_python 12 3.13 3.12)
     if [ -n "$python" ]; then
         echo "make_venv: making .venv with $python ($("$python" --version))"
         mkdir .venv

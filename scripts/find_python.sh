@@ -1,0 +1,33 @@
+# Functions for the scripts that make environments; to be read by them with `.`.
+#
+#     find_python OLDEST NAME_OF_MINOR...     such as: find_python 12 3.13 3.12
+
+usable() { # usable OLDEST PYTHON: it really runs (a pyenv shim may exist and fail), is new enough, and makes environments
+    "$2" -c "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, $1))" >/dev/null 2>&1
+}
+
+find_python() { # prints the first usable Python: of the versions given, in their order, then any
+    oldest=$1
+    shift
+    for name in "$@" 3; do
+        if command -v "python$name" >/dev/null 2>&1 && usable "$oldest" "python$name"; then
+            command -v "python$name"
+            return
+        fi
+    done
+    root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "$HOME/.pyenv")}
+    for minor in "$@"; do
+        for candidate in "$root/versions/$minor".*/bin/python3; do
+            if usable "$oldest" "$candidate"; then
+                echo "$candidate"
+                return
+            fi
+        done
+    done
+    for candidate in "$root"/versions/*/bin/python3; do
+        if usable "$oldest" "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
