@@ -1,6 +1,6 @@
 """GPU kernels behind plain functions, each with a pure-JAX reference beside it."""
 
-from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference
+from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference, takes_decode_attention
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
@@ -21,5 +21,6 @@ __all__ = [
     "fp4_matmul_reference",
     "has_kernels",
     "repack",
+    "takes_decode_attention",
     "unpack",
 ]

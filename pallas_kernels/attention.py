@@ -72,8 +72,7 @@ def decode_attention(
     """
     B, E = q.shape[0], prompt.k.shape[-1]
     H, K = q.shape[1] // E, prompt.k.shape[2]
-    runs = capability() == 90 and q.dtype == jnp.bfloat16 and E in HEAD_SIZES and H // K <= MAX_GROUP
-    if config is None and not runs:
+    if config is None and not takes_decode_attention(q.dtype, H, K, E):
         return decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
     N, P = prompt.k.shape[:2]
     config = config or choose_attention(B, K, paired)
@@ -81,6 +80,12 @@ def decode_attention(
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
+
+
+def takes_decode_attention(dtype: jnp.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether the default device runs the kernel, and the kernel takes the shape."""
+    fits = head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP
+    return capability() == 90 and dtype == jnp.bfloat16 and fits
 
 
 def choose_attention(B: int, K: int, paired: bool) -> AttentionConfig:

@@ -18,7 +18,8 @@ from qerl_jax.models.rope import (
     read_rope,
     rope_frequencies,
     rope_to_hf,
-    rotary,
+    rotated,
+    rotation,
 )
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -37,7 +38,7 @@ NETWORK = {
 def test_a_pair_turns_by_position_times_frequency():
     """E = 4, theta = 100: pair (0, 2) has frequency 1, pair (1, 3) has 0.1."""
     x = jnp.asarray([1.0, 10.0, 2.0, 20.0]).reshape(1, 1, 1, 4)
-    found = rotary(x, jnp.asarray([[3]]), 100.0)[0, 0, 0]
+    found = rotated(x, *rotation(jnp.asarray([[3]]), 4, 100.0))[0, 0, 0]
     c, s, slow_c, slow_s = math.cos(3), math.sin(3), math.cos(0.3), math.sin(0.3)
     expected = [1 * c - 2 * s, 10 * slow_c - 20 * slow_s, 2 * c + 1 * s, 20 * slow_c + 10 * slow_s]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -61,7 +62,8 @@ def test_scalings_by_hand():
 
 def test_yarn_lengthens_what_it_turns():
     x = jnp.ones((1, 1, 1, 4))
-    short, long = (rotary(x, jnp.asarray([[5]]), 100.0, YarnScaling(1.0, 200, attention_factor=f)) for f in (1.0, 1.5))
+    turns = (rotation(jnp.asarray([[5]]), 4, 100.0, YarnScaling(1.0, 200, attention_factor=f)) for f in (1.0, 1.5))
+    short, long = (rotated(x, *turn) for turn in turns)
     np.testing.assert_allclose(long, 1.5 * short, rtol=1e-6)
 
 

@@ -171,12 +171,19 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return frequencies_F.astype(np.float32), factor
 
 
-def rotary(x_BTHE: jax.Array, positions_BT: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """x turned by its position, in x's dtype, with the halves convention of Hugging Face: element i pairs with
+def rotation(
+    positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of the angles at each position, float32 [B, T, F]."""
+    frequencies_F, factor = rope_frequencies(head_dim, theta, scaling)
+    angles_BTF = positions_BT[..., None].astype(jnp.float32) * frequencies_F
+    return jnp.cos(angles_BTF) * factor, jnp.sin(angles_BTF) * factor
+
+
+def rotated(x_BTHE: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Array:
+    """x turned by `rotation`'s angles, in x's dtype, with the halves convention of Hugging Face: element i pairs with
     i + E / 2."""
-    frequencies_F, factor = rope_frequencies(x_BTHE.shape[-1], theta, scaling)
-    angles = positions_BT[..., None, None].astype(jnp.float32) * frequencies_F
-    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos, sin = cos_BTF[:, :, None], sin_BTF[:, :, None]
     wide = x_BTHE.astype(jnp.promote_types(x_BTHE.dtype, jnp.float32))
     first, second = jnp.split(wide, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)

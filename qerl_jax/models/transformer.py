@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import linears, matmul_rows
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
-from qerl_jax.models.rope import rotary
+from qerl_jax.models.rope import rotated, rotation
 
 KV = tuple[jax.Array, jax.Array]
+# Of a layer and its projected queries, keys and values [B, T, heads * E]: the attention's output [B, T, H * E], and the
+# rotated keys and values.
+Attend = Callable[[Layer, jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]]
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
@@ -38,18 +41,31 @@ def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, ma
     )
 
 
+def rotation_at(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rotation of queries and keys at `positions_BT`, the same for all layers."""
+    return rotation(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling)
+
+
+def split_heads(
+    config: ModelConfig, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, turn: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Projected [B, T, heads * E] -> [B, T, heads, E], queries and keys normed where the family does, and rotated."""
+    q, k, v = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in (q, k, v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    return rotated(q, *turn), rotated(k, *turn), v
+
+
 def block(
     config: ModelConfig,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]],
+    attend: Attend,
     layer: Layer,
     lora: dict[str, LoRA],
     scales: tuple[jax.Array, jax.Array],
     x_BTD: jax.Array,
-    positions_BT: jax.Array,
     observe: Callable[[str, jax.Array], None] | None = None,
 ) -> tuple[jax.Array, KV]:
-    """One layer. `attend(q, k, v)` gets rotated [B, T, heads, E] arrays, returns ([B, T, H * E], keys and values);
-    `observe(name, x)` is told what the projection `name`, and those beside it, read."""
+    """One layer. `observe(name, x)` is told what the projection `name`, and those beside it, read."""
 
     def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
         if observe is not None:
@@ -57,17 +73,23 @@ def block(
         biases = [getattr(layer, bias_name(name)) for name in names]
         return linears(x, [getattr(layer, name) for name in names], [lora.get(name) for name in names], biases)
 
-    B, T = positions_BT.shape
     h = rms_norm(x_BTD, scales[0], config.rms_norm_eps)
-    q, k, v = (y.reshape(B, T, -1, config.head_dim) for y in project(h, "q_proj", "k_proj", "v_proj"))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    q, k = (rotary(y, positions_BT, config.rope_theta, config.rope_scaling) for y in (q, k))
-    attended, kv = attend(q, k, v)
+    attended, kv = attend(layer, *project(h, "q_proj", "k_proj", "v_proj"))
     x_BTD += project(attended, "o_proj")[0]
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps)
     gate, up = project(h, "gate_proj", "up_proj")
     return x_BTD + project(jax.nn.silu(gate) * up, "down_proj")[0], kv
+
+
+def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.Array | None) -> Attend:
+    """The attention of whole rows."""
+    turn = rotation_at(config, positions_BT)
+
+    def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+        q, k, v = split_heads(config, layer, q, k, v, turn)
+        return causal_attention(q, k, v, mask_BT).reshape(*q.shape[:2], -1), (k, v)
+
+    return attend
 
 
 def run_layer(
@@ -89,13 +111,9 @@ def run_layer(
       The residual stream after it [B, T, D].
     """
     B, T, _ = x_BTD.shape
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
-        return causal_attention(q, k, v, None).reshape(B, T, -1), (k, v)
-
+    attend = attend_causally(config, jnp.broadcast_to(jnp.arange(T), (B, T)), None)
     scales = layer.input_norm, layer.post_attention_norm
-    return block(config, attend, layer, {}, scales, x_BTD, positions_BT, observe)[0]
+    return block(config, attend, layer, {}, scales, x_BTD, observe)[0]
 
 
 def lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
@@ -131,17 +149,13 @@ def forward(
         positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     else:
         positions_BT = jnp.maximum(jnp.cumsum(attention_mask_BT, axis=1) - 1, 0)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
-        return causal_attention(q, k, v, attention_mask_BT).reshape(B, T, -1), (k, v)
-
-    plain = functools.partial(block, config, attend)
+    plain = functools.partial(block, config, attend_causally(config, positions_BT, attention_mask_BT))
     run = jax.checkpoint(plain) if gradient_checkpointing else plain
     x_BTD = base.embed[tokens_BT]
     caches = []
     for i, layer in enumerate(base.layers):
         scales = norms.input[i], norms.post_attention[i]
-        x_BTD, kv = run(layer, lora_of(adapter, i), scales, x_BTD, positions_BT)
+        x_BTD, kv = run(layer, lora_of(adapter, i), scales, x_BTD)
         caches.append(kv)
     return rms_norm(x_BTD, norms.final, config.rms_norm_eps), tuple(caches)
 

@@ -37,9 +37,9 @@ from qerl_jax.formats import dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_model, quantize
 from qerl_jax.models.params import PROJECTIONS, Layer, Model, parameter_count
-from qerl_jax.models.rope import rotary
+from qerl_jax.models.rope import rotated
 from qerl_jax.models.saving import save_model
-from qerl_jax.models.transformer import causal_attention, rms_norm
+from qerl_jax.models.transformer import causal_attention, rms_norm, rotation_at
 from qerl_jax.policies.tokenizer import EOS, PAD, PieceEncoder, build_tokenizer, save_tokenizer
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 
@@ -124,7 +124,7 @@ def logits(model: Model, tokens_BT: jax.Array) -> jax.Array:
     withhold by design."""
     config = model.config
     B, T = tokens_BT.shape
-    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    turn = rotation_at(config, jnp.broadcast_to(jnp.arange(T), (B, T)))
 
     def heads(x: jax.Array, weight: Any, bias: Any) -> jax.Array:
         return (x @ weight.T + bias).reshape(B, T, -1, config.head_dim)
@@ -133,8 +133,8 @@ def logits(model: Model, tokens_BT: jax.Array) -> jax.Array:
     layers: tuple[Any, ...] = model.base.layers  # every projection is a plain array here
     for layer in layers:
         h = rms_norm(x_BTD, layer.input_norm, config.rms_norm_eps)
-        q = rotary(heads(h, layer.q_proj, layer.q_bias), positions_BT, config.rope_theta)
-        k = rotary(heads(h, layer.k_proj, layer.k_bias), positions_BT, config.rope_theta)
+        q = rotated(heads(h, layer.q_proj, layer.q_bias), *turn)
+        k = rotated(heads(h, layer.k_proj, layer.k_bias), *turn)
         attended = causal_attention(q, k, heads(h, layer.v_proj, layer.v_bias), None)
         x_BTD += attended.reshape(B, T, -1) @ layer.o_proj.T
         h = rms_norm(x_BTD, layer.post_attention_norm, config.rms_norm_eps)

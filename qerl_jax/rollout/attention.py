@@ -1,4 +1,5 @@
-"""The cache of keys and values, and the attention of one new token per slot over it: the place for a GPU kernel.
+"""The cache of keys and values, and the attention of one new token per slot over it: a kernel on Hopper, plain
+JAX elsewhere.
 
 A prompt's keys are stored once, in a row of the pool, however many samples go on from it; a slot holds its own sample's
 keys in a contiguous row. Both keep the dtype of their arrays, and what is read is cast to the query's: a narrower
@@ -8,11 +9,16 @@ Dimension letters: S slots, R rows of the prompt pool, P prompt positions, C com
 query heads per key-value head, E head size; G slots per row where the slots stand in groups, then N = S / G.
 """
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.models.transformer import KV
+from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, takes_decode_attention
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import Layer
+from qerl_jax.models.transformer import KV, Attend, rotation_at, split_heads
 
 _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
 
@@ -23,6 +29,58 @@ class KVCache(flax.struct.PyTreeNode):
     prompt: tuple[KV, ...]  # each [R, P, K, E]
     completion: tuple[KV, ...]  # each [S, C, K, E]
     prompt_lengths_R: jax.Array  # int32
+
+
+def token_attention(
+    config: ModelConfig,
+    cache: KVCache,
+    prompt_of_S: jax.Array,
+    steps_S: jax.Array,
+    live_S: jax.Array,
+    group: int | None,
+) -> Callable[[int], Attend]:
+    """The attention of layer i for one new token per slot, which also puts the token's key and value in the cache.
+
+    Args:
+      prompt_of_S: each slot's row of the pool.
+      steps_S: the completion position of the new token.
+      live_S: slots whose result is of interest.
+      group: G where slot s is known to read row s // G, so that a row is read once for its whole group; None where
+        slots read any row.
+    """
+    lengths_S = cache.prompt_lengths_R[prompt_of_S]
+    turn = rotation_at(config, (lengths_S + steps_S)[:, None])
+    cos_SF, sin_SF = (part[:, 0] for part in turn)
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+    def by_kernel(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+        prompt = PromptKV(*cache.prompt[i], prompt_of_S, lengths_S)
+        own = OwnKV(*cache.completion[i], jnp.where(live_S, steps_S, -1))
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
+        paired = group is not None and group % 2 == 0
+        out, own_k, own_v = decode_attention(
+            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, paired=paired
+        )
+        return out[:, None], (own_k, own_v)
+
+    def plainly(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+        q, k, v = split_heads(config, layer, q, k, v, turn)
+        own = write_token(cache.completion[i], (k[:, 0], v[:, 0]), steps_S)
+        q_SKQE = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)
+        out = cached_attention(q_SKQE, cache.prompt[i], own, cache.prompt_lengths_R, prompt_of_S, steps_S, group)
+        return out.reshape(q.shape[0], 1, -1), own
+
+    def of_layer(i: int) -> Attend:
+        def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+            kept = {array.dtype for array in (*cache.prompt[i], *cache.completion[i])}
+            kernel = kept == {q.dtype} and takes_decode_attention(q.dtype, *heads)
+            return (by_kernel if kernel else plainly)(i, layer, q, k, v)
+
+        return attend
+
+    return of_layer
 
 
 def write_token(kept: KV, new: KV, steps_S: jax.Array) -> KV:

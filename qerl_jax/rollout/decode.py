@@ -7,9 +7,9 @@ key-value heads, E head size.
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.models.params import Adapter, Model, Norms
-from qerl_jax.models.transformer import KV, block, forward, lora_of, rms_norm
-from qerl_jax.rollout.attention import KVCache, cached_attention, write_token
+from qerl_jax.models.params import Adapter, Layer, Model, Norms
+from qerl_jax.models.transformer import KV, block, forward, lora_of, rms_norm, rotation_at, split_heads
+from qerl_jax.rollout.attention import KVCache, token_attention
 
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
 
@@ -65,11 +65,13 @@ def _in_chunks(
         start, last_AD, caches = state
         positions_AT = jnp.broadcast_to(start + jnp.arange(T), (A, T))
         mask = jnp.arange(wide) <= positions_AT[:, None, :, None]
+        turn = rotation_at(config, positions_AT)
         x_ATD = model.base.embed[jax.lax.dynamic_slice_in_dim(tokens_AP, start, T, axis=1)]
         updated = []
         for i, layer in enumerate(model.base.layers):
 
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
+            def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
+                q, k, v = split_heads(config, layer, q, k, v, turn)
                 all_k, all_v = (
                     jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
                     for old, new in zip(caches[i], (k, v), strict=True)
@@ -78,7 +80,7 @@ def _in_chunks(
                 return out.reshape(A, T, -1), (all_k, all_v)
 
             scales = norms.input[i], norms.post_attention[i]
-            x_ATD, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_ATD, positions_AT)
+            x_ATD, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_ATD)
             updated.append(kv)
         hidden_ATD = rms_norm(x_ATD, norms.final, config.rms_norm_eps)
         at_A = lengths_A - 1 - start
@@ -98,30 +100,23 @@ def decode_step(
     cache: KVCache,
     prompt_of_S: jax.Array,
     steps_S: jax.Array,
+    live_S: jax.Array,
     norms: Norms,
     group: int | None,
 ) -> tuple[jax.Array, KVCache]:
-    """Feeds each slot's completion token number `steps_S` (0-based); `group` is that of `cached_attention`.
+    """Feeds each live slot's completion token number `steps_S` (0-based); `group` is that of `token_attention`.
 
     Returns:
-      Hidden states after the final norm [S, D], and the cache with the new keys and values.
+      Hidden states after the final norm [S, D], and the cache with the new keys and values; of slots that are not live
+      values of no meaning.
     """
     config = model.config
-    S, K = tokens_S.shape[0], config.num_key_value_heads
-    positions_S1 = (cache.prompt_lengths_R[prompt_of_S] + steps_S)[:, None]
+    attend = token_attention(config, cache, prompt_of_S, steps_S, live_S, group)
     x_S1D = model.base.embed[tokens_S[:, None]]
     updated = []
     for i, layer in enumerate(model.base.layers):
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
-            own = write_token(cache.completion[i], (k[:, 0], v[:, 0]), steps_S)
-            q_SKQE = q.reshape(S, K, -1, config.head_dim)
-            lengths_R = cache.prompt_lengths_R
-            out = cached_attention(q_SKQE, cache.prompt[i], own, lengths_R, prompt_of_S, steps_S, group)
-            return out.reshape(S, 1, -1), own
-
         scales = norms.input[i], norms.post_attention[i]
-        x_S1D, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_S1D, positions_S1)
+        x_S1D, kv = block(config, attend(i), layer, lora_of(adapter, i), scales, x_S1D)
         updated.append(kv)
     hidden_SD = rms_norm(x_S1D, norms.final, config.rms_norm_eps)[:, 0]
     return hidden_SD, cache.replace(completion=tuple(updated))

@@ -151,7 +151,9 @@ def decode(
         slots, steps = state
         newest_S = jnp.maximum(slots.out.lengths - 1, 0)
         fed_S = jnp.take_along_axis(slots.out.tokens, newest_S[:, None], axis=1)[:, 0]
-        hidden_SD, cache = decode_step(model, adapter, fed_S, slots.cache, slots.prompt_of_S, newest_S, norms, group)
+        hidden_SD, cache = decode_step(
+            model, adapter, fed_S, slots.cache, slots.prompt_of_S, newest_S, slots.live_S, norms, group
+        )
         return _draw(slots.replace(cache=cache), model, hidden_SD, slots.live_S, settings), steps + 1
 
     return jax.lax.while_loop(more, step, (slots, jnp.int32(0)))

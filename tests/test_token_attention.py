@@ -1,0 +1,67 @@
+"""The decode loop with the attention kernel's function in it: the same completions, and the kernel in the program."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from tiny import CONFIG, tiny_model
+
+import pallas_kernels.attention
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.init import init_model
+from qerl_jax.models.params import norms_of
+from qerl_jax.rollout import Prompts, SamplingSettings, attention, generate
+from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.decode import decode_step
+from qerl_jax.rollout.slots import empty_completions, empty_pool
+
+PROMPTS = Prompts(
+    tokens=jnp.array([[5, 9, 11, 0, 0], [7, 0, 0, 0, 0], [20, 21, 22, 23, 24]], jnp.int32),
+    lengths=jnp.array([3, 1, 5], jnp.int32),
+    places=jnp.array([40, 41, 42], jnp.int32),
+)
+
+
+@pytest.mark.parametrize("family, generations", [("qwen2", 4), ("qwen3", 3)])
+def test_completions_are_the_same_with_the_kernels_function(family, generations, monkeypatch, request):
+    model = tiny_model()
+    if family == "qwen3":
+        model = load_model(request.path.parent / "oracles" / "qwen3_sharded", dtype="float32")
+        assert model.base.layers[0].q_norm is not None
+    settings = SamplingSettings(8, (3, 4, 10, 12, 50), 0)
+
+    def run():
+        return jax.jit(lambda key: generate(model, None, PROMPTS, key, settings, generations))(jax.random.key(0))
+
+    plain = run()
+    calls = []
+
+    def called(*arguments, **options):
+        calls.append(options["paired"])
+        return pallas_kernels.attention.decode_attention(*arguments, **options)
+
+    monkeypatch.setattr(attention, "takes_decode_attention", lambda *_: True)
+    monkeypatch.setattr(attention, "decode_attention", called)
+    with_kernel = run()
+    assert calls and set(calls) == {generations % 2 == 0}
+    assert len(set(np.asarray(plain.lengths).tolist())) > 1, "the example should hold slots that end early"
+    np.testing.assert_array_equal(with_kernel.tokens, plain.tokens)
+    np.testing.assert_allclose(with_kernel.logps, plain.logps, atol=1e-5)
+
+
+def test_the_kernel_is_in_the_decode_step(monkeypatch):
+    monkeypatch.setattr(pallas_kernels.attention, "capability", lambda: 90)
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    model = init_model(jax.random.key(0), config, jnp.bfloat16)
+    _, layers = empty_pool(model, 2, 16)
+    cache = KVCache(layers, empty_completions(model, 4, 8), jnp.array([3, 16]))
+
+    def step(tokens_S, cache, of_S, steps_S, live_S):
+        return decode_step(model, None, tokens_S, cache, of_S, steps_S, live_S, norms_of(model, None), 2)
+
+    numbers = jnp.zeros(4, jnp.int32)
+    lowered = export.export(jax.jit(step), platforms=["cuda"])(numbers, cache, numbers, numbers, numbers == 0)
+    assert lowered.mlir_module().count("mosaic_gpu") >= config.num_hidden_layers
