@@ -1,4 +1,4 @@
-"""The scripts that make environments, among stand-ins for Python: which one is taken, what interruptions leave."""
+"""The scripts that make environments, beside stand-ins for Python: which one is taken, what interruptions leave."""
 
 import os
 import shutil
