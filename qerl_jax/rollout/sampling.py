@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError
+from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +56,9 @@ def truncate(scaled_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
     """Sets excluded tokens' logits to -inf. `scaled_BV` is logits / temperature, float32. Ties at a threshold stay."""
     V = scaled_BV.shape[-1]
     if 0 < settings.top_k < V:
-        kth = jax.lax.top_k(scaled_BV, settings.top_k)[0][:, -1:]
-        scaled_BV = jnp.where(scaled_BV < kth, -jnp.inf, scaled_BV)
+        scaled_BV = jnp.where(scaled_BV < kth_largest(scaled_BV, settings.top_k), -jnp.inf, scaled_BV)
     if settings.top_p < 1:
-        descending = jnp.sort(scaled_BV, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(descending, axis=-1)
-        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < settings.top_p  # mass before it is short of top_p
-        smallest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
-        scaled_BV = jnp.where(scaled_BV < smallest, -jnp.inf, scaled_BV)
+        scaled_BV = jnp.where(scaled_BV < nucleus_floor(scaled_BV, settings.top_p), -jnp.inf, scaled_BV)
     if settings.min_p > 0:
         floor = scaled_BV.max(-1, keepdims=True) + jnp.log(settings.min_p)
         scaled_BV = jnp.where(scaled_BV < floor, -jnp.inf, scaled_BV)
