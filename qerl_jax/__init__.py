@@ -78,7 +78,10 @@ _EXPORTS = {
         "update_step",
     ),
     "qerl_jax.rollout": (
+        "Completion",
+        "Engine",
         "Prompts",
+        "Request",
         "Rollout",
         "SamplingSettings",
         "generate",

@@ -1,7 +1,8 @@
 """Sampling completions."""
 
 from qerl_jax.rollout.batch import Prompts, Rollout
+from qerl_jax.rollout.engine import Completion, Engine, Request
 from qerl_jax.rollout.generate import generate
 from qerl_jax.rollout.sampling import SamplingSettings
 
-__all__ = ["Prompts", "Rollout", "SamplingSettings", "generate"]
+__all__ = ["Completion", "Engine", "Prompts", "Request", "Rollout", "SamplingSettings", "generate"]

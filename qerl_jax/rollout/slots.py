@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Model, Norms, with_lora_in
-from qerl_jax.models.transformer import head
+from qerl_jax.models.transformer import KV, head
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Rollout
-from qerl_jax.rollout.decode import PREFILL_TOKENS, decode_step, prefill
+from qerl_jax.rollout.decode import decode_step, prefill
 from qerl_jax.rollout.sampling import SamplingSettings, sample
 
 
@@ -55,7 +55,7 @@ def empty_slots(
     )
 
 
-def empty_pool(model: Model, rows: int, max_prompt_length: int) -> tuple[jax.Array, tuple[tuple[jax.Array, ...], ...]]:
+def empty_pool(model: Model, rows: int, max_prompt_length: int) -> tuple[jax.Array, tuple[KV, ...]]:
     """Zero hidden states [R, D], and zero keys and values [R, P, K, E] for each layer."""
     config, dtype = model.config, model.base.embed.dtype
     shape = (rows, max_prompt_length, config.num_key_value_heads, config.head_dim)
@@ -63,7 +63,7 @@ def empty_pool(model: Model, rows: int, max_prompt_length: int) -> tuple[jax.Arr
     return jnp.zeros((rows, config.hidden_size), dtype), layers
 
 
-def empty_completions(model: Model, slots: int, max_completion_length: int) -> tuple[tuple[jax.Array, jax.Array], ...]:
+def empty_completions(model: Model, slots: int, max_completion_length: int) -> tuple[KV, ...]:
     """Zero keys and values [S, C, K, E] for each layer."""
     config, dtype = model.config, model.base.embed.dtype
     shape = (slots, max_completion_length, config.num_key_value_heads, config.head_dim)
@@ -78,10 +78,9 @@ def admit(
     tokens_AP: jax.Array,
     lengths_A: jax.Array,
     rows_A: jax.Array,
-    tokens_at_once: int = PREFILL_TOKENS,
 ) -> Slots:
     """Prefills prompts into rows of the pool; a row number beyond the pool is that of padding, and is dropped."""
-    last_AD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms, tokens_at_once)
+    last_AD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms)
 
     def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
         return pool.at[rows_A].set(rows.astype(pool.dtype), mode="drop")

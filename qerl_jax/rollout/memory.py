@@ -1,0 +1,109 @@
+"""How many samples fit in memory: planned before anything is allocated.
+
+A slot and a row of the prompt pool cost a known number of bytes; what the weights and the work beside them need is
+taken off the device's limit first. The figures of the work are upper estimates of XLA's temporaries, not counts.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from qerl_jax.errors import UserError
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
+from qerl_jax.rollout.decode import PREFILL_TOKENS
+from qerl_jax.rollout.sampling import SamplingSettings
+
+_SHARE = 0.9  # of the device's limit; the rest is for fragmentation and what is not counted
+_CPU_BYTES = 4 * 10**9  # for slots and pool on a CPU, unless another limit is given
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Slots to use and pool rows, bytes of one of each, and the bytes that were there for them."""
+
+    slots: int
+    rows: int
+    slot_bytes: int
+    row_bytes: int
+    budget: int
+
+    @property
+    def allocated(self) -> int:
+        """Slots to allocate: two at least, since on a CPU a lone row takes another code path, with other rounding."""
+        return max(2, self.slots)
+
+
+def plan_slots(
+    model: Model,
+    settings: SamplingSettings,
+    max_prompt_length: int,
+    *,
+    samples: int,
+    prompts: int,
+    max_slots: int | None = None,
+    cache_bytes: int | None = None,
+    resident: Any = None,
+) -> Plan:
+    """As many slots as there are samples, or as fit.
+
+    A row is kept for every prompt that can be in work at once, which is as many as slots at the most.
+
+    Args:
+      model: as it decodes: linear layers that are not packed count as they are.
+      settings: the completions' length and sampling.
+      max_prompt_length: P, the width of the pool.
+      samples, prompts: how many there are, 1 or more.
+      max_slots: no more than these.
+      cache_bytes: the bytes for slots and pool; None is what the device has left, or 4 GB on a CPU.
+      resident: a pytree of other arrays that stay on the device.
+
+    Raises:
+      UserError: not even one slot fits, with the numbers.
+    """
+    config, itemsize = model.config, model.base.embed.dtype.itemsize
+    C, P, V = settings.max_completion_length, max_prompt_length, config.vocab_size
+    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    # Kept: the cache, and token and log-probabilities. At work: float32 logits four times over (scaled, truncated,
+    # noise, their sum), and one layer's copy of the slot's prompt.
+    slot_bytes = C * (position + 12) + 16 * V + P * position // config.num_hidden_layers
+    row_bytes = P * position + config.hidden_size * itemsize
+    budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
+    most = min(samples, max_slots or samples)
+    slots = most
+    while slots and (over := max(2, slots) * slot_bytes + min(prompts, slots) * row_bytes - budget) > 0:
+        slots = max(0, slots - max(1, over // (slot_bytes + row_bytes)))
+    if slots == 0:
+        raise UserError(
+            f"not one completion fits in memory: {C} tokens (max_completion_length) need {slot_bytes / 1e6:.1f} MB and "
+            f"a prompt of up to {P} tokens (max_prompt_length) {row_bytes / 1e6:.1f} MB; {max(0, budget) / 1e6:.1f} MB "
+            "are there for them. Shorten one of the lengths, or give the cache more memory"
+        )
+    return Plan(slots, min(prompts, slots), slot_bytes, row_bytes, budget)
+
+
+def _device_bytes(model: Model, max_prompt_length: int, resident: Any) -> int:
+    """What the device has for slots and pool: a function of the model and the lengths, not of what else happens to be
+    allocated, so that a run that is continued plans as before."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return _CPU_BYTES
+    taken = _nbytes(model) + _nbytes(resident) + _prefill_bytes(model.config, max_prompt_length, model)
+    return int(_SHARE * stats["bytes_limit"]) - taken
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _prefill_bytes(config: ModelConfig, max_prompt_length: int, model: Model) -> int:
+    """Activations of a prefill: a token's widest ones in one layer, and the keys and values that it leaves."""
+    itemsize = model.base.embed.dtype.itemsize
+    widths = sum(projection_shape(config, name)[0] for name in PROJECTIONS) + 4 * config.hidden_size
+    tokens = max(PREFILL_TOKENS, max_prompt_length)
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    scores = (
+        config.num_attention_heads * PREFILL_TOKENS * max_prompt_length * 4 if max_prompt_length > PREFILL_TOKENS else 0
+    )
+    return tokens * (widths + kept) * itemsize + 2 * scores

@@ -1,0 +1,63 @@
+"""The engine's compiled programs, shared by all engines of a process.
+
+On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
+than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
+refilled do without it: there a sample is bitwise the same in any slot of any number of slots. The one of a whole
+rollout keeps it: its decode loop is a third faster with it, and its numbers are those of the others up to rounding.
+"""
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+
+from qerl_jax.rollout.generate import generate, sample_key, unpacked
+from qerl_jax.rollout.slots import admit, decode, fill
+
+_ROW_STABLE = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"}
+
+
+class Programs(NamedTuple):
+    """Jitted functions; slots are donated."""
+
+    generate: Any
+    admit: Any
+    fill: Any
+    decode: Any
+    unpacked: Any
+    sample_keys: Any
+
+
+@functools.cache
+def programs() -> Programs:
+    """The programs for the default backend."""
+    options = _compiler_options()
+    return Programs(
+        generate=jax.jit(generate, static_argnames=("settings", "num_generations")),
+        admit=jax.jit(admit, donate_argnames="slots", compiler_options=options),
+        fill=jax.jit(fill, static_argnames="settings", donate_argnames="slots", compiler_options=options),
+        decode=jax.jit(
+            decode, static_argnames=("settings", "group"), donate_argnames="slots", compiler_options=options
+        ),
+        unpacked=jax.jit(unpacked),
+        sample_keys=jax.jit(jax.vmap(sample_key, (None, 0, 0))),
+    )
+
+
+@functools.cache
+def _compiler_options() -> dict[str, str]:
+    """What makes a row's numbers independent of the rows beside it."""
+    if jax.default_backend() != "cpu":
+        return {}
+    try:
+        jax.jit(lambda x: x, compiler_options=_ROW_STABLE)(0)
+    except jax.errors.JaxRuntimeError as error:
+        logging.getLogger(__name__).warning(
+            "this version of jaxlib has no option %s (%s): log-probabilities may differ in their last bits with the "
+            "number of slots",
+            *_ROW_STABLE,
+            error,
+        )
+        return {}
+    return _ROW_STABLE

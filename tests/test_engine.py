@@ -1,0 +1,193 @@
+"""The engine: what a sample may and may not depend on, how full the slots are, and what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG, tiny_adapter, tiny_model
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
+from qerl_jax.rollout.memory import plan_slots
+
+MODEL = tiny_model()
+ADAPTER = tiny_adapter(MODEL)
+P, C, N, G = 9, 12, 5, 4
+SETTINGS = SamplingSettings(C, (3, 4, 10, 12), 0)
+KEY = jax.random.key(5)
+ENDLESS = (CONFIG.vocab_size,)  # an EOS that is never drawn
+
+
+def requests(seed=0):
+    """Five prompts of 1 to P tokens with four samples each, which end at an EOS, at the limit or at limits of their
+    own."""
+    random = np.random.default_rng(seed)
+    lengths = [1, P, 4, 2, 7]
+    limits = [None, None, 3, 1, None]
+    return [
+        Request(random.integers(13, CONFIG.vocab_size, length).tolist(), G, 40 + i, limit)
+        for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+    ]
+
+
+def engine(settings=SETTINGS, **options):
+    return Engine(MODEL, settings, max_prompt_length=P, **options)
+
+
+def finished(completions):
+    """{(place's request, sample): completion}"""
+    return {(done.request, done.sample): done for done in completions if done.finish_reason is not None}
+
+
+@functools.cache
+def with_slots(slots):
+    return finished(engine(max_slots=slots).generate(ADAPTER, requests(), KEY))
+
+
+def same(a, b):
+    assert (a.ids, a.finish_reason) == (b.ids, b.finish_reason)
+    np.testing.assert_array_equal(a.logps, b.logps)
+
+
+def test_all_samples_come_once_and_end_as_they_say():
+    found = with_slots(3)
+    assert found.keys() == {(n, g) for n in range(N) for g in range(G)}
+    assert {done.finish_reason for done in found.values()} == {"eos", "length"}
+    for (n, _), done in found.items():
+        limit = requests()[n].max_completion_length or C
+        ends = [i for i, token in enumerate(done.ids) if token in SETTINGS.eos_token_ids]
+        assert len(done.logps) == len(done.ids) <= limit
+        assert ends == [len(done.ids) - 1] if done.finish_reason == "eos" else (not ends and len(done.ids) == limit)
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_the_number_of_slots_changes_no_bit(slots):
+    for name, done in with_slots(slots).items():
+        same(done, with_slots(3)[name])
+
+
+def test_order_of_requests_and_chunks_change_no_bit():
+    order = [3, 0, 4, 2, 1]
+    shuffled = [requests()[i] for i in order]
+    found = finished(engine(max_slots=3).generate(ADAPTER, shuffled, KEY, every=2))
+    for (n, g), done in found.items():
+        same(done, with_slots(3)[order[n], g])
+
+
+def test_all_at_once_in_one_program_equals_slots_that_are_refilled():
+    all_of_them = [Request(r.prompt, G, r.place) for r in requests()]
+    tokens = np.zeros((N, P), np.int32)
+    for row, request in zip(tokens, all_of_them, strict=True):
+        row[: len(request.prompt)] = request.prompt
+    lengths = np.array([len(r.prompt) for r in all_of_them], np.int32)
+    prompts = Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(40, 40 + N))
+    whole = engine().rollout(ADAPTER, prompts, KEY, G)
+    refilled = engine(max_slots=3).rollout(ADAPTER, prompts, KEY, G)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(refilled), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    for name in ("tokens", "lengths", "terminated"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(refilled, name))
+    np.testing.assert_allclose(whole.logps, refilled.logps, atol=2e-5)
+    rows = jnp.repeat(prompts.tokens, G, 0), jnp.repeat(prompts.lengths, G)
+    logps, _ = completion_logps(MODEL, ADAPTER, *rows, whole.tokens, whole.lengths, 1.0)
+    mask = np.arange(C) < np.asarray(whole.lengths)[:, None]
+    np.testing.assert_allclose(np.asarray(whole.logps)[mask], np.asarray(logps)[mask], atol=1e-4)
+
+
+def test_progress_shows_beginnings_of_what_comes():
+    last = {}
+    for done in engine(max_slots=3).generate(ADAPTER, requests(), KEY, every=2):
+        name = done.request, done.sample
+        before = last.get(name, [])
+        assert done.ids[: len(before)] == before
+        last[name] = done.ids
+    assert all(last[name] == done.ids for name, done in with_slots(3).items())
+
+
+def test_until_ends_a_sample_early_and_changes_no_other():
+    target = next(name for name, done in with_slots(3).items() if len(done.ids) > 4)
+    beginning = with_slots(3)[target].ids[:3]
+
+    def until(ids):
+        return 3 if ids[:3] == beginning else None
+
+    found = finished(engine(max_slots=3).generate(ADAPTER, requests(), KEY, until=until, every=5))
+    assert found[target].ids == beginning and found[target].finish_reason == "stop"
+    np.testing.assert_array_equal(found[target].logps, with_slots(3)[target].logps[:3])
+    for name, done in with_slots(3).items():
+        if done.ids[:3] != beginning:
+            same(found[name], done)
+
+
+def test_slots_stay_full_when_lengths_have_a_long_tail():
+    """Lengths of 64 to 4096 by an eighth, most of them short, in 8 slots, as long as there are some that wait."""
+    random = np.random.default_rng(1)
+    lengths = np.clip(8 * (1 - random.random(120)) ** -1.0, 8, 512).astype(int)
+    assert np.median(lengths) < 20 and (lengths > 100).sum() >= 5
+    many = engine(SamplingSettings(512, ENDLESS, 0), max_slots=8)
+    waiting = [Request([20, 21], 1, i, int(length)) for i, length in enumerate(lengths)]
+    found = {}
+    for done in many.generate(ADAPTER, waiting, KEY):
+        found[done.request] = len(done.ids)
+        if many.statistics.prompts < len(waiting):
+            busy = dataclasses.replace(many.statistics)
+    assert [found[i] for i in range(len(waiting))] == lengths.tolist()
+    assert many.statistics.tokens == lengths.sum() and many.statistics.samples == len(waiting)
+    assert busy.occupancy >= 0.9, busy
+    # In waves of 8, each as long as its longest, it would be this much less.
+    waves = sum(lengths[low : low + 8].max() - 1 for low in range(0, len(lengths), 8))
+    assert (lengths - 1).sum() / (8 * waves) < 0.5
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples():
+    one = engine(SamplingSettings(C, ENDLESS, 0), max_slots=3)
+    assert len(list(one.generate(ADAPTER, requests(), KEY))) == N * G
+    assert one.statistics.prompts == N and one.statistics.fills > N
+
+
+def test_a_bad_request_is_named_and_the_others_run():
+    good = requests()[0]
+    bad = {
+        1: (Request([]), "is empty"),
+        2: (Request([20] * (P + 1)), f"has {P + 1} tokens; allowed: 1 to {P}"),
+        3: (Request([20, CONFIG.vocab_size]), f"has the token id {CONFIG.vocab_size}; allowed: 0 to"),
+        4: (Request([-1]), "has the token id -1"),
+        5: (Request([20], n=0), "asks for 0 samples"),
+        6: (Request([20], max_completion_length=C + 1), f"asks for {C + 1} tokens; allowed: 1 to the engine's {C}"),
+    }
+    found = list(engine(max_slots=3).generate(ADAPTER, [good, *(request for request, _ in bad.values())], KEY))
+    assert {done.request: done.error for done in found if done.error}.keys() == bad.keys()
+    for done in found:
+        if done.request in bad:
+            assert done.finish_reason == "error" and bad[done.request][1] in done.error
+        else:
+            same(done, with_slots(3)[0, done.sample])
+    assert len(found) == G + len(bad)
+
+
+def test_memory_is_planned_by_hand():
+    # Per position 2 (keys, values) x 2 layers x 2 heads x 8 x 4 bytes = 256; per slot 12 tokens x (256 + 12), logits
+    # 16 x 61, and a copy of one layer's prompt 9 x 128; per row 9 x 256 + 32 x 4.
+    slot, row = 12 * 268 + 976 + 1152, 9 * 256 + 128
+    plan = functools.partial(plan_slots, MODEL, SETTINGS, P)
+    found = plan(samples=20, prompts=5, cache_bytes=10**9)
+    assert (found.slots, found.rows, found.slot_bytes, found.row_bytes) == (20, 5, slot, row)
+    assert plan(samples=20, prompts=5, max_slots=3).rows == 3
+    assert plan(samples=20, prompts=5, cache_bytes=2 * (slot + row)).slots == 2
+    alone = plan(samples=20, prompts=5, cache_bytes=2 * (slot + row) - 1)
+    assert (alone.slots, alone.allocated, alone.rows) == (1, 2, 1)
+    assert plan(samples=20, prompts=1, cache_bytes=7 * slot + row).slots == 7
+    with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):
+        plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
+
+
+def test_more_samples_than_memory_run_in_turn():
+    small = engine(cache_bytes=3 * 10**4)
+    slots = small.plan(N * G, N).slots
+    assert 1 < slots < 8
+    for name, done in finished(small.generate(ADAPTER, requests(), KEY)).items():
+        same(done, with_slots(3)[name])
