@@ -6,7 +6,8 @@
     qerl evaluate runs/quickstart --seed 7
     qerl plot runs/quickstart runs/quickstart-2
 
-Exit codes: 0 done; 2 a mistake in the arguments, options or files, told in one line each; 130 interrupted by Ctrl-C.
+Exit codes: 0 done; 2 a mistake in the arguments, options or files, told in one line each; 3 some prompts of a file
+could not be answered; 130 interrupted by Ctrl-C.
 JAX is imported by the commands that compute, so that `--help` answers at once.
 """
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unknown command {words[0]!r}{nearest(words[0], commands)}; commands: {', '.join(commands)}")
         parsed = parser.parse_args(words)
     try:
-        parsed.command(parsed)
+        code: int | None = parsed.command(parsed)
         sys.stdout.flush()
     except UserError as error:
         print(f"qerl {words[0]}: {error}", file=sys.stderr)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"qerl {words[0]}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def _version() -> str:

@@ -70,7 +70,8 @@ class DataOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class GenerationOptions:
-    """Sampling of rollouts. top_p 1, top_k 0 and min_p 0 switch the respective truncation off."""
+    """Sampling of rollouts. top_p 1, top_k 0 and min_p 0 switch the respective truncation off. More completions than
+    `max_slots`, or than memory holds, are sampled one after the other as slots become free."""
 
     num_generations: Group = 8
     max_completion_length: Count = 64
@@ -78,6 +79,8 @@ class GenerationOptions:
     top_p: PositiveFraction = 1.0
     top_k: CountOrZero = 0
     min_p: Fraction = 0.0
+    max_slots: Count | None = None  # completions decoded at once; null: all, or as many as fit
+    kv_cache_gb: Positive | None = None  # for their keys and values; null: what the device has left, 4 on a CPU
 
 
 @dataclass(frozen=True, config=_FROZEN)

@@ -19,14 +19,12 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_settings
-from qerl_jax.rollout import Prompts, generate
+from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_engine, sampling_settings
+from qerl_jax.rollout import Prompts
 
 _SAMPLES = 3
 # The stream of a run's root key that evaluation draws from; training uses others.
 STREAM = 2
-
-_generate = jax.jit(generate, static_argnames=("settings", "num_generations"))
 
 
 def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFunctions, seed: int) -> dict[str, Any]:
@@ -46,6 +44,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     dataset = load_dataset(options.eval_dataset, split="eval", seed=seed)
     examples = [dataset[i] for i in range(min(options.num_problems, len(dataset)))]
     prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
+    batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
     modes = (
         ("sampled", {"temperature": options.temperature, "top_p": options.top_p}),
@@ -53,19 +52,9 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     )
     for mode, sampling in modes:
         settings = sampling_settings(config, policy, top_k=0, min_p=0.0, **sampling)
-        texts: list[str] = []
-        ids: list[list[int]] = []
-        # Two rows at least: on CPU a single one takes another code path, with other rounding.
-        size = max(2, min(options.batch_size, len(examples)))
-        for low in range(0, len(examples), size):
-            # The last batch is filled up with its last row, so that one compiled shape serves all.
-            rows = np.minimum(np.arange(low, low + size), len(examples) - 1)
-            batch = Prompts(jnp.asarray(prompts[rows]), jnp.asarray(lengths[rows]), jnp.arange(low, low + size))
-            out = _generate(policy.model, adapter, batch, key, settings)
-            more_texts, more_ids = decode_completions(policy.tokenizer, out)
-            texts += more_texts
-            ids += more_ids
-        texts, ids = texts[: len(examples)], ids[: len(examples)]
+        engine = sampling_engine(config, policy, settings, options.batch_size)
+        out = engine.rollout(adapter, batch, key, 1)
+        texts, ids = decode_completions(policy.tokenizer, out)
         scores = rewards(examples, texts, ids, 1)
         results[mode] = scores.means | {"mean_length": float(np.mean([len(row) for row in ids]))}
     results["samples"] = [

@@ -194,17 +194,22 @@ def test_generate(words, expected, refused):
     assert expected in refused("generate", *words)
 
 
-def test_generate_names_the_row_that_is_too_long_before_it_answers_any(folder, refused):
-    jsonl(folder, *({"prompt": " pens" * count} for count in (3, 4, 200, 5)))
-    assert f"prompt 3 of 4 has 200 tokens; allowed: 1 to {POSITIONS - 1}" in refused(
-        "generate", MODEL, "--prompts", "rows.jsonl"
-    )
+def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):
+    jsonl(folder, *({"prompt": " pens" * count} for count in (3, 200, 0)))
+    assert main(["generate", MODEL, "--prompts", "rows.jsonl", "--max-new-tokens", "2"]) == 3
+    printed = capsys.readouterr()
+    rows = {row["row"]: row for row in map(json.loads, printed.out.splitlines())}
+    assert rows[0]["finish_reason"] in ("length", "eos")
+    assert rows[1]["error"].startswith(f"the prompt has 200 tokens; allowed: 1 to {POSITIONS - 2}")
+    assert rows[2]["error"] == "the prompt is empty; expected a text"
+    assert "2 of 3 prompts not answered" in printed.err
 
 
-def test_generate_from_conversations_without_a_chat_template(folder, refused):
+def test_generate_from_conversations_without_a_chat_template(folder, capsys):
     policy(folder / "plain", tokenizer_config=lambda values: values.pop("chat_template"))
     jsonl(folder, {"prompt": [{"role": "user", "content": "x"}]})
-    assert "has no chat template" in refused("generate", "plain", "--prompts", "rows.jsonl")
+    assert main(["generate", "plain", "--prompts", "rows.jsonl"]) == 3
+    assert "has no chat template" in json.loads(capsys.readouterr().out)["error"]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "plot"])

@@ -13,6 +13,13 @@ from qerl_jax.config import load_config, save_yaml
 from qerl_jax.errors import UserError
 
 
+def answer(prompt, sample, text, error=None):
+    reason = "error" if error else "eos"
+    return types.SimpleNamespace(
+        prompt=prompt, sample=sample, text=text, ids=[5, 6], logps=[-0.5, -1.25], finish_reason=reason, error=error
+    )
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Stands in for the functions behind the commands and records how they are called."""
@@ -35,7 +42,11 @@ def calls(monkeypatch):
     fake(
         "qerl_jax.rollout.texts",
         "generate_texts",
-        lambda model, prompts, n, **_: [[f"{p} -> {i}" for i in range(n)] for p in prompts],
+        lambda model, prompts, n, **_: (
+            answer(number, i, f"{prompt} -> {i}") if prompt else answer(number, 0, "", error="the prompt is empty")
+            for number, prompt in enumerate(prompts)
+            for i in reversed(range(n))
+        ),
     )
     return seen_and_fake
 
@@ -87,6 +98,8 @@ def test_train_without_a_config_is_the_quickstart(calls):
         (["train", "quickstart", "b"], "found quickstart and b; expected one config"),
         (["train", "learning_rate=1"], "it lives in optimizer.learning_rate"),
         (["generate", "m", "--prompt", "p", "--n", "0"], "--n is 0; allowed: a whole number >= 1"),
+        (["generate", "m", "--prompt", "p", "--stop", ""], "--stop is empty"),
+        (["generate", "m", "--prompt", "p", "--logprobs"], "--logprobs has no effect on text; add --output FILE"),
         (["generate", "m", "--prompt", "p", "--greedy", "--n", "2"], "--n is 2; allowed with --greedy: 1"),
         (["generate", "m", "--prompt", "p", "--greedy", "--min-p", "0.1"], "--min-p has no effect with --greedy"),
         (["generate", "m", "--prompt", "p", "--top-p", "2"], "top_p is 2.0; allowed: a number above 0 and at most 1"),
@@ -145,16 +158,42 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
         "adapter": None,
         "seed": 9,
         "greedy": False,
+        "stop": [],
+        "stream": True,
     }
-    assert capsys.readouterr().out == "1+1 -> 0\n"
+    printed = capsys.readouterr()
+    assert printed.out == "1+1 -> 0\n"
+    assert printed.err.startswith("1 completions, 2 tokens in ") and " tokens/s" in printed.err
 
 
 def test_generate_many_prints_rows(calls, tmp_path, capsys):
     calls.fake("qerl_jax.data.dataset", "load_dataset", lambda name, split: [{"prompt": "a"}, {"prompt": "é"}])
     assert main(["generate", "some/model", "--prompts", "file.jsonl", "--n", "2"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == {"prompt": "a", "completion": "a -> 0"}
-    assert rows[3] == {"prompt": "é", "completion": "é -> 1"}
+    assert rows[0] == {"row": 0, "prompt": "a", "sample": 1, "completion": "a -> 1", "finish_reason": "eos"}
+    assert rows[3] == {"row": 1, "prompt": "é", "sample": 0, "completion": "é -> 0", "finish_reason": "eos"}
+
+
+def test_generate_tells_of_prompts_that_failed_in_their_rows_and_by_its_exit_code(calls, tmp_path, capsys):
+    calls.fake("qerl_jax.data.dataset", "load_dataset", lambda name, split: [{"prompt": ""}, {"prompt": "b"}])
+    words = ["generate", "some/model", "--prompts", "file.jsonl", "--logprobs", "--output", str(tmp_path / "out.jsonl")]
+    assert main(words) == 3
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert rows[0] == {"row": 0, "prompt": "", "error": "the prompt is empty"}
+    assert rows[1].items() >= {"completion": "b -> 0", "ids": [5, 6], "logprobs": [-0.5, -1.25]}.items()
+    printed = capsys.readouterr()
+    assert printed.out == "" and "1 of 2 prompts not answered" in printed.err
+    assert main(["generate", "some/model", "--prompt", ""]) == 2
+    assert "qerl generate: the prompt is empty" in capsys.readouterr().err
+
+
+def test_generate_prints_several_texts_in_their_order(calls, capsys):
+    words = ["generate", "m", "--prompts", "a text", "--n", "2", "--stop", "x", "--stop", "y", "--max-new-tokens", "9"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "--- 1 of 2\na text -> 0\n--- 2 of 2\na text -> 1\n"
+    ((_, args, options),) = calls.seen
+    assert args[1] == ["a text"]
+    assert (options["stop"], options["max_completion_length"], options["stream"]) == (["x", "y"], 9, False)
 
 
 def test_evaluate_prints_what_it_measured(calls, run, capsys):

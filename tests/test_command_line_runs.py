@@ -170,9 +170,9 @@ def test_generate_from_a_file_and_what_the_seed_and_the_neighbours_change(traine
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt, "more": 1} for prompt in prompts])
     words = ("generate", trained.folder, "--prompts", file, "--n", 3)
     out = run_main(*words)
-    rows = [json.loads(line) for line in out.splitlines()]
+    rows = sorted((json.loads(line) for line in out.splitlines()), key=lambda row: (row["row"], row["sample"]))
     assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(3)]
-    assert all(row.keys() == {"prompt", "completion"} for row in rows)
+    assert all(row.keys() == {"row", "sample", "prompt", "completion", "finish_reason"} for row in rows)
     assert len({row["completion"] for row in rows}) > 3
     assert run_main(*words, "--seed", 0) == out != run_main(*words, "--seed", 1)
     alone = run_main("generate", trained.folder, "--prompt", prompts[0], "--n", 3).splitlines()
@@ -188,7 +188,7 @@ def test_generate_takes_conversations(trained, prompts, tmp_path):
     answers = []
     for file in (plain, chat):
         out = run_main("generate", trained.folder, "--greedy", "--prompts", file)
-        answers.append([json.loads(line) for line in out.splitlines()])
+        answers.append(sorted((json.loads(line) for line in out.splitlines()), key=lambda row: row["row"]))
     assert [row["prompt"] for row in answers[1]] == talks
     assert [row["completion"] for row in answers[1]] == [row["completion"] for row in answers[0]]
 
@@ -209,29 +209,32 @@ def test_generate_of_a_model_has_lengths_that_fit_it(prompts):
     assert "####" in run_main("generate", MODEL, "--greedy", "--prompt", prompts[0])
 
 
-def test_generate_prints_each_batch_as_it_ends(trained, prompts, tmp_path, monkeypatch):
-    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
-    words = ["generate", str(trained.folder), "--prompts", str(file)]
-    events = []
+def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained, prompts):
+    words = ("generate", trained.folder, "--greedy", "--prompt", prompts[0])
+    pieces = []
 
-    class Pipe(io.StringIO):
+    class Terminal(io.StringIO):
         def flush(self):
-            events.append(f"{len(self.getvalue().splitlines())} lines out")
+            pieces.append(self.getvalue())
 
-    decode = texts.decode_completions
+    terminal = Terminal()
+    with contextlib.redirect_stdout(terminal):
+        assert main([str(word) for word in words]) == 0
+    whole = terminal.getvalue()
+    assert len(set(pieces)) > 3 and all(whole.startswith(piece) for piece in pieces)
+    stop = whole[3:6]
+    assert run_main(*words, "--stop", stop) == whole[: whole.index(stop)] + "\n"
 
-    def recorded(*arguments):
-        events.append("batch")
-        return decode(*arguments)
 
-    whole = run_main(*words)
-    monkeypatch.setattr(texts, "_ROWS", 2)
-    monkeypatch.setattr(texts, "decode_completions", recorded)
-    pipe = Pipe()
-    with contextlib.redirect_stdout(pipe):
-        assert main(words) == 0
-    assert events[:5] == ["batch", "1 lines out", "2 lines out", "batch", "3 lines out"]
-    assert pipe.getvalue() == whole  # the same draws, whatever the batches
+def test_generate_writes_the_same_rows_whatever_runs_beside_them(trained, prompts, tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    words = ("generate", trained.folder, "--prompts", file, "--n", 2, "--logprobs", "--output")
+    outputs = []
+    for slots in (64, 3):
+        monkeypatch.setattr(texts, "_MAX_SLOTS", slots)
+        run_main(*words, tmp_path / f"{slots}.jsonl")
+        outputs.append(sorted((tmp_path / f"{slots}.jsonl").read_text().splitlines()))
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 2 * len(prompts)
 
 
 def test_plot_one_run_and_two(trained, tmp_path):

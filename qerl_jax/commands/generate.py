@@ -3,26 +3,35 @@
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_jax.commands.command import add_command
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from qerl_jax.commands.command import Commands
     from qerl_jax.config import GenerationOptions
+    from qerl_jax.rollout.texts import Answer
 
 _DESCRIPTION = """\
 Completes prompts with a model (a Hugging Face folder or hub name) or with the result of a run. Noise is never added.
-One --prompt prints its completions as text; --prompts prints one JSON row per completion. Sampling options not given
-are the ones the run was trained with, or the defaults.
+One text is answered as text, as it grows; a file by one JSON row per completion, as they end: `row` and `sample` say
+which it is, and a prompt that cannot be answered gets a row with `error`. Sampling options not given are the ones the
+run was trained with, or the defaults.
 """
 _EXAMPLES = """\
 examples:
   qerl generate runs/quickstart --prompt "Tom has 3 apples and buys 4. How many now?" --greedy
   qerl generate Qwen/Qwen2.5-0.5B-Instruct --adapter my/adapter --prompts questions.jsonl --n 4 --temperature 0.6
+  qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop "\\n\\n" --logprobs
+
+exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
 """
+_SOME_FAILED = 3
 
 
 def add(commands: "Commands") -> None:
@@ -31,34 +40,45 @@ def add(commands: "Commands") -> None:
     parser.add_argument("model_or_run", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run folder")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    prompt.add_argument("--prompts", metavar="FILE.jsonl", help="many: rows with a `prompt` (text or messages)")
+    prompt.add_argument(
+        "--prompts", metavar="FILE.jsonl|TEXT", help="many: rows with a `prompt` (text or messages); or one text"
+    )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="X", help="divides the logits")
     parser.add_argument("--top-p", type=float, metavar="X", help="sample from the most likely tokens that sum to X")
     parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all")
     parser.add_argument("--min-p", type=float, metavar="X", help="drop tokens below X times the most likely one")
     parser.add_argument(
-        "--max-completion-length", type=int, metavar="N", help="most tokens of a completion (default of a model: 256)"
+        "--max-completion-length",
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens of a completion (default of a model: 256)",
     )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end a completion before this text; may be repeated"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write JSON rows to this file instead of the terminal")
+    parser.add_argument("--logprobs", action="store_true", help="add token ids and log-probabilities to the JSON rows")
     parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to apply to the model")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Prints the completions."""
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the completions, and how fast they came; returns the exit code."""
     options, length = _generation_options(arguments)
     if arguments.greedy and arguments.n > 1:
         raise UserError(f"--n is {arguments.n}; allowed with --greedy: 1, since all completions would be the same")
     if arguments.n < 1:
         raise UserError(f"--n is {arguments.n}; allowed: a whole number >= 1")
-    prompts: list[Any] = [arguments.prompt]
-    if arguments.prompts is not None:
-        from qerl_jax.data.dataset import load_dataset
-
-        rows = load_dataset(arguments.prompts, split="eval")
-        prompts = [rows[index]["prompt"] for index in range(len(rows))]
+    if "" in arguments.stop:
+        raise UserError("--stop is empty; expected a text")
+    prompts, from_file = _prompts(arguments)
+    as_rows = from_file or arguments.output is not None
+    if arguments.logprobs and not as_rows:
+        raise UserError("--logprobs has no effect on text; add --output FILE, which gets JSON rows")
 
     from qerl_jax.rollout.texts import generate_texts
 
@@ -74,17 +94,73 @@ def run(arguments: argparse.Namespace) -> None:
         adapter=arguments.adapter,
         seed=arguments.seed,
         greedy=arguments.greedy,
+        stop=arguments.stop,
+        stream=not as_rows and arguments.n == 1,
     )
-    if arguments.prompts is not None:
-        for prompt, texts in zip(prompts, answers, strict=True):
-            for text in texts:
-                print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False))
-            sys.stdout.flush()  # answers come in batches; a pipe shall see each as it ends
+    began, counts = time.perf_counter(), {"tokens": 0, "answers": 0, "errors": 0}
+
+    def counted() -> "Iterator[Answer]":
+        for answer in answers:
+            if answer.error is not None and not from_file:
+                raise UserError(answer.error)
+            if answer.finish_reason is not None:
+                counts["tokens"] += len(answer.ids)
+                counts["errors" if answer.error else "answers"] += 1
+            yield answer
+
+    if not as_rows:
+        _print_texts(counted(), arguments.n)
+    elif arguments.output is None:
+        _write_rows(counted(), prompts, arguments.logprobs, sys.stdout)
     else:
-        for number, text in enumerate(next(iter(answers)), start=1):
-            if arguments.n > 1:
-                print(f"--- {number} of {arguments.n}")
-            print(text)
+        with open(arguments.output, "w", encoding="utf-8") as file:
+            _write_rows(counted(), prompts, arguments.logprobs, file)
+    seconds = time.perf_counter() - began
+    failed = f"; {counts['errors']} of {len(prompts)} prompts not answered" if counts["errors"] else ""
+    print(
+        f"{counts['answers']} completions, {counts['tokens']} tokens in {seconds:.1f} s with loading and compilation: "
+        f"{counts['tokens'] / seconds:.0f} tokens/s{failed}",
+        file=sys.stderr,
+    )
+    return _SOME_FAILED if counts["errors"] else 0
+
+
+def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
+    """The prompts, and whether they come from a file."""
+    if arguments.prompts is None:
+        return [arguments.prompt], False
+    if not arguments.prompts.endswith(".jsonl") and not Path(arguments.prompts).is_file():
+        return [arguments.prompts], False
+    from qerl_jax.data.dataset import load_dataset
+
+    rows = load_dataset(arguments.prompts, split="eval")
+    return [rows[index]["prompt"] for index in range(len(rows))], True
+
+
+def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, file: TextIO) -> None:
+    for answer in answers:
+        row: dict[str, Any] = {"row": answer.prompt, "prompt": prompts[answer.prompt]}
+        if answer.error is not None:
+            row["error"] = answer.error
+        else:
+            row |= {"sample": answer.sample, "completion": answer.text, "finish_reason": answer.finish_reason}
+            if logprobs:
+                row |= {"ids": answer.ids, "logprobs": [float(f"{logp:.6g}") for logp in answer.logps]}
+        print(json.dumps(row, ensure_ascii=False), file=file, flush=True)  # a pipe shall see each as it ends
+
+
+def _print_texts(answers: "Iterator[Answer]", n: int) -> None:
+    """One text as it grows; several in their order, each as soon as those before it are there."""
+    shown, ended, number = "", {}, 0
+    for answer in answers:
+        if n == 1:
+            print(answer.text[len(shown) :], end="" if answer.finish_reason is None else "\n", flush=True)
+            shown = answer.text
+            continue
+        ended[answer.sample] = answer.text
+        while number in ended:
+            print(f"--- {number + 1} of {n}\n{ended[number]}", flush=True)
+            number += 1
 
 
 def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptions", int | None]:

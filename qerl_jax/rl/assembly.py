@@ -25,7 +25,7 @@ from qerl_jax.rl.losses import LossSpec
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
 from qerl_jax.rl.step import StepSettings
 from qerl_jax.rl.update import UpdateSettings
-from qerl_jax.rollout import Rollout, SamplingSettings
+from qerl_jax.rollout import Engine, Rollout, SamplingSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,18 @@ def sampling_settings(config: Config, policy: Policy, **changes: Any) -> Samplin
         "min_p": generation.min_p,
     }
     return SamplingSettings(eos_token_ids=policy.eos_token_ids, pad_token_id=policy.pad_token_id, **(options | changes))
+
+
+def sampling_engine(config: Config, policy: Policy, settings: SamplingSettings, max_slots: int | None) -> Engine:
+    """An engine for the config's prompts, within its cache."""
+    cache = config.generation.kv_cache_gb
+    return Engine(
+        policy.model,
+        settings,
+        max_prompt_length=config.data.max_prompt_length,
+        max_slots=max_slots,
+        cache_bytes=None if cache is None else int(cache * 1e9),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

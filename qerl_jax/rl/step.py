@@ -21,7 +21,7 @@ from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, score, update_
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
 
 # Streams of a rollout's key.
-_NOISE, _DRAWS = 0, 1
+_NOISE, DRAWS = 0, 1
 
 RewardFn = Callable[[Prompts, Rollout], jax.Array]
 
@@ -69,7 +69,7 @@ def sample_rollout(
       The completions and sigma.
     """
     norms, sigma = rollout_norms(model, adapter, key, step, settings)
-    sample_key = jax.random.fold_in(key, _DRAWS)
+    sample_key = jax.random.fold_in(key, DRAWS)
     out = generate(model, adapter, prompts, sample_key, settings.sampling, settings.update.num_generations, norms)
     return out, sigma
 

@@ -37,9 +37,9 @@ from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
-from qerl_jax.rl.assembly import Experiment, assemble, decode_completions
+from qerl_jax.rl.assembly import Experiment, assemble, decode_completions, sampling_engine
 from qerl_jax.rl.optimizer import learning_rate_schedule
-from qerl_jax.rl.step import make_batch, reward_metrics, sample_rollout, with_policies
+from qerl_jax.rl.step import DRAWS, make_batch, reward_metrics, rollout_norms, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
 from qerl_jax.rollout import Prompts
 from qerl_jax.summary import report
@@ -90,7 +90,9 @@ class _Run:
         self.config = experiment.config
         settings, optimizer = experiment.settings, experiment.optimizer
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
-        self.rollout_fn = jax.jit(functools.partial(sample_rollout, settings=settings))
+        self.norms_fn = jax.jit(functools.partial(rollout_norms, settings=settings))
+        slots = self.config.generation.max_slots
+        self.engine = sampling_engine(self.config, experiment.policy, settings.sampling, slots)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings))
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
@@ -171,7 +173,8 @@ class _Run:
         prompts = self._encode(examples, places)
         key = jax.random.fold_in(jax.random.fold_in(self.root, _ROLLOUTS), number)
         start = self.state.step
-        completions, sigma = self.rollout_fn(model, self.state.adapter, prompts, key, start)
+        norms, sigma = self.norms_fn(model, self.state.adapter, key, start)
+        completions = self.engine.rollout(self.state.adapter, prompts, jax.random.fold_in(key, DRAWS), G, norms)
         texts, ids = decode_completions(self.experiment.policy.tokenizer, completions)
         sampled = time.perf_counter()
         scores = self.rewards(examples, texts, ids, G)

@@ -137,7 +137,7 @@ class Engine:
     ) -> Rollout:
         """`qerl_jax.rollout.generate` for any number of prompts: in one program where all samples fit at once."""
         N, G, C = prompts.tokens.shape[0], num_generations, self.settings.max_completion_length
-        if self.plan(N * G, N, adapter).slots == N * G:
+        if N * G > 1 and self.plan(N * G, N, adapter).slots == N * G:
             began = time.perf_counter()
             run = programs().generate
             out: Rollout = run(self.model, adapter, prompts, key, self.settings, num_generations=G, norms=norms)

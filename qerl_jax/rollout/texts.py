@@ -1,12 +1,11 @@
 """Completions of texts, for people: from a model or a run to strings."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import run_folder
@@ -15,16 +14,37 @@ from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import load_adapter
-from qerl_jax.rl.assembly import Policy, decode_completions, load_policy
-from qerl_jax.rollout.batch import Prompts
-from qerl_jax.rollout.generate import generate
+from qerl_jax.rl.assembly import Policy, load_policy
+from qerl_jax.rollout.engine import Completion, Engine, Request
 from qerl_jax.rollout.sampling import SamplingSettings
+from qerl_jax.rollout.stop_strings import cut_at_stop, showable, tokens_until_stop
 
-_ROWS = 64  # completions decoded at once
-_BUCKET = 32  # prompt slots come in multiples of this, so that few shapes are compiled
+_BUCKET = 32  # prompt positions come in multiples of this, so that few shapes are compiled
 _LENGTH = 256  # tokens of a completion, if nothing else is asked for
+_MAX_SLOTS = 64  # completions decoded at once
+_STREAM, _LOOK = 4, 32  # steps between two pieces shown, and between two looks for stop strings
 
-_generate = jax.jit(generate, static_argnames=("settings", "num_generations"))
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A completion of a prompt as text, or why there is none.
+
+    Attributes:
+      prompt, sample: the number of the prompt, and of the completion (0-based).
+      text: without special tokens, and up to a stop string.
+      ids, logps: the fewest tokens that spell the text (all of them, the EOS included, where it ended by itself), and
+        their log-probabilities.
+      finish_reason: "eos", "length", "stop" or "error"; None for what there is of a text while it grows.
+      error: why the prompt was refused.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    ids: list[int]
+    logps: np.ndarray
+    finish_reason: str | None
+    error: str | None = None
 
 
 def generate_texts(
@@ -40,8 +60,10 @@ def generate_texts(
     adapter: str | None = None,
     seed: int = 0,
     greedy: bool = False,
-) -> Iterator[list[str]]:
-    """Yields the `n` completions of each prompt, in order, batch by batch; all prompts are checked before the first.
+    stop: Sequence[str] = (),
+    stream: bool = False,
+) -> Iterator[Answer]:
+    """Yields the `n` completions of each prompt as they end; first the prompts that are refused, each alone.
 
     A prompt's completions depend on the seed, its number and its text, never on the prompts around it.
 
@@ -52,10 +74,11 @@ def generate_texts(
       max_completion_length: None is 256, or what the model's positions leave beside the longest prompt.
       adapter: a PEFT folder; for a run, instead of its own.
       greedy: take the most likely token each time; the sampling options are then ignored.
+      stop: texts that end a completion, found across the borders of tokens.
+      stream: also yields texts while they grow, as far as they are sure.
 
     Raises:
-      UserError: a prompt that is empty or leaves no room for the completion, a model that cannot be loaded, or a run
-        that has no adapter yet.
+      UserError: a model that cannot be loaded, a run that has no adapter yet, lengths that do not fit the model.
     """
     run, trained = Path(model_or_run), None
     if (run / run_folder.CONFIG).is_file():
@@ -65,23 +88,50 @@ def generate_texts(
     else:
         policy = load_policy(model_or_run, None, "auto")
     weights = trained if adapter is None else load_adapter(adapter, policy.model)
-    ids, length = _encode(policy, prompts, max_completion_length)
+    requests, length, errors = _encode(policy, prompts, n, max_completion_length)
+    for number, error in errors.items():
+        yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)
+    if not requests:
+        return
     settings = SamplingSettings(length, policy.eos_token_ids, policy.pad_token_id, temperature=0.0)
     if not greedy:
         settings = dataclasses.replace(settings, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    # Two rows at least: on CPU a single one takes another code path, with other rounding.
-    size = max(1 if n > 1 else 2, min(_ROWS // n, len(ids)))
-    for low in range(0, len(ids), size):
-        rows = ids[low : low + size]
-        batch = _padded(rows + rows[-1:] * (size - len(rows)), low, policy)
-        completions = _generate(policy.model, weights, batch, jax.random.key(seed), settings, n)
-        texts, _ = decode_completions(policy.tokenizer, completions)
-        for row in range(len(rows)):
-            yield texts[row * n : row * n + n]
+    longest = max(len(request.prompt) for request in requests)
+    width = min(policy.model.config.max_position_embeddings, -(-longest // _BUCKET) * _BUCKET)
+    engine = Engine(policy.model, settings, max_prompt_length=width, max_slots=_MAX_SLOTS)
+
+    def decode(ids: Sequence[int]) -> str:
+        text = policy.tokenizer.decode(ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    completions = engine.generate(
+        weights,
+        requests,
+        jax.random.key(seed),
+        until=(lambda ids: tokens_until_stop(decode, ids, stop)) if stop else None,
+        every=_STREAM if stream else _LOOK if stop else None,
+    )
+    for done in completions:
+        if done.finish_reason is not None or stream:
+            yield _answer(done, requests[done.request], decode, stop)
 
 
-def _encode(policy: Policy, prompts: list[Any], max_completion_length: int | None) -> tuple[list[list[int]], int]:
-    """Token ids of the prompts, and the most tokens of a completion."""
+def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> Answer:
+    number = request.place
+    assert number is not None
+    if done.error is not None:
+        return Answer(number, 0, "", [], done.logps, "error", f"the prompt {done.error}")
+    if done.finish_reason is None:
+        return Answer(number, done.sample, showable(decode(done.ids), stop), done.ids, done.logps, None)
+    text, count = cut_at_stop(decode, done.ids, stop) if done.finish_reason == "stop" else (decode(done.ids), None)
+    return Answer(number, done.sample, text, done.ids[:count], done.logps[:count], done.finish_reason)
+
+
+def _encode(
+    policy: Policy, prompts: list[Any], n: int, max_completion_length: int | None
+) -> tuple[list[Request], int, dict[int, str]]:
+    """The requests of the prompts that can be answered, the most tokens of a completion, and the others' errors."""
     positions = policy.model.config.max_position_embeddings
     if max_completion_length is not None and max_completion_length >= positions:
         raise UserError(
@@ -89,26 +139,23 @@ def _encode(policy: Policy, prompts: list[Any], max_completion_length: int | Non
             "so that a prompt fits too"
         )
     room = positions - (max_completion_length or 1)
-    ids: list[list[int]] = []
-    for number, prompt in enumerate(prompts, start=1):
-        which = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
-        text = prompt_text(policy.tokenizer, prompt)
+    requests: list[Request] = []
+    errors: dict[int, str] = {}
+    for number, prompt in enumerate(prompts):
+        try:
+            text = prompt_text(policy.tokenizer, prompt)
+            ids = prompt_ids(policy.tokenizer, prompt)
+        except UserError as error:  # messages that the chat template refuses
+            errors[number] = str(error)
+            continue
         if not text:
-            raise UserError(f"{which} is empty; expected a text")
-        encoded = prompt_ids(policy.tokenizer, prompt)
-        if not 1 <= len(encoded) <= room:
-            raise UserError(
-                f"{which} has {len(encoded)} tokens; allowed: 1 to {room} (the model has {positions} positions, and "
+            errors[number] = "the prompt is empty; expected a text"
+        elif not 1 <= len(ids) <= room:
+            errors[number] = (
+                f"the prompt has {len(ids)} tokens; allowed: 1 to {room} (the model has {positions} positions, and "
                 f"{positions - room} are for the completion); it begins {text[:60]!r}"
             )
-        ids.append(encoded)
-    return ids, max_completion_length or min(_LENGTH, positions - max(map(len, ids)))
-
-
-def _padded(rows: list[list[int]], first: int, policy: Policy) -> Prompts:
-    longest, positions = max(map(len, rows)), policy.model.config.max_position_embeddings
-    tokens = np.full((len(rows), min(positions, -(-longest // _BUCKET) * _BUCKET)), policy.pad_token_id, np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
-    places = jnp.arange(first, first + len(rows), dtype=jnp.int32)
-    return Prompts(jnp.asarray(tokens), jnp.asarray([len(ids) for ids in rows], jnp.int32), places)
+        else:
+            requests.append(Request(ids, n, number))
+    longest = max((len(request.prompt) for request in requests), default=0)
+    return requests, max_completion_length or min(_LENGTH, positions - longest), errors

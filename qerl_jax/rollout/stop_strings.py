@@ -1,0 +1,55 @@
+"""Where a completion's text ends and how much of it can be shown while it grows.
+
+Tokens and characters do not meet at the same borders: a token may hold half a character, or the end of the text and the
+beginning of a stop string.
+"""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text; a character that is not complete at the end becomes U+FFFD."""
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop strings in `text` begins, or None."""
+    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+
+
+def tokens_until_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> int | None:
+    """The fewest tokens whose text holds a stop string, or None: the `until` of `Engine.generate`."""
+    if not stops or first_stop(decode(ids), stops) is None:
+        return None
+    return _fewest(len(ids), lambda count: first_stop(decode(ids[:count]), stops) is not None)
+
+
+def cut_at_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
+    """The text before the first stop string, and the fewest tokens that spell it; the last of them may go on into the
+    stop string. Without a stop string, the whole text and all tokens."""
+    text = decode(ids)
+    place = first_stop(text, stops)
+    if place is None:
+        return text, len(ids)
+    return text[:place], _fewest(len(ids), lambda count: decode(ids[:count]).startswith(text[:place]))
+
+
+def showable(text: str, stops: Sequence[str]) -> str:
+    """The part of a growing text that no further token can change: without a character that is not complete, and
+    without the beginning of what may become a stop string."""
+    text = text.rstrip("\ufffd")
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return text[:-length]
+    return text
+
+
+def _fewest(most: int, holds: Callable[[int], bool]) -> int:
+    """The smallest count up to `most` at which a condition holds that stays true once it is, as it is at `most`."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
