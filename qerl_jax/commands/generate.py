@@ -133,7 +133,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
         return [arguments.prompts], False
     from qerl_jax.data.dataset import load_dataset
 
-    rows = load_dataset(arguments.prompts, split="eval")
+    rows = load_dataset(arguments.prompts, split="eval", empty_prompts=True)
     return [rows[index]["prompt"] for index in range(len(rows))], True
 
 

@@ -63,8 +63,8 @@ class ArithmeticDataset:
 class JsonlDataset:
     """A local JSONL file, checked line by line and held by the `datasets` library as Arrow columns."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the file.
+    def __init__(self, path: Path, empty_prompts: bool = False) -> None:
+        """Reads the file; `empty_prompts` is that of `load_dataset`.
 
         Raises:
           UserError: the file is missing or has no rows, a line is not a JSON object with a usable prompt, or a column
@@ -77,7 +77,7 @@ class JsonlDataset:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        rows = list(_read_rows(path, data))
+        rows = list(_read_rows(path, data, empty_prompts))
         if not rows:
             raise UserError(f"{path}: has no rows; expected one JSON object a line")
         names = dict.fromkeys(name for row in rows for name in row)
@@ -102,7 +102,7 @@ class JsonlDataset:
         return row
 
 
-def _read_rows(path: Path, data: bytes) -> list[dict[str, Any]]:
+def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         where = f"{path}, line {number}"
@@ -119,7 +119,8 @@ def _read_rows(path: Path, data: bytes) -> list[dict[str, Any]]:
         if "prompt" not in row:
             found = ", ".join(map(repr, row)) or "none"
             raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
-        _check_prompt(row["prompt"], where)
+        if not (empty_prompts and row["prompt"] == ""):
+            _check_prompt(row["prompt"], where)
         if rows and isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
             raise UserError(f"{where}: prompts are texts in some rows and messages in others; expected one kind")
         rows.append(row)
@@ -142,7 +143,9 @@ def _check_prompt(prompt: Any, where: str) -> None:
         raise UserError(f"{where}: the prompt ends with the assistant's message; expected the user's, to be answered")
 
 
-def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size: int | None = None) -> Dataset:
+def load_dataset(
+    name_or_path: str, split: str = "train", *, seed: int = 0, size: int | None = None, empty_prompts: bool = False
+) -> Dataset:
     """Opens a data set.
 
     Args:
@@ -150,6 +153,7 @@ def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size
       split: `train`, `eval` or `pretrain` of a generated data set.
       seed: of a generated data set; another seed gives other problems of the same split.
       size: rows of a generated data set, None for its usual number.
+      empty_prompts: let rows of a file pass whose prompt is an empty text, for who refuses them one by one.
 
     Raises:
       UserError: an unknown name, a missing or empty file, or an unreadable line, by number.
@@ -158,7 +162,7 @@ def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size
         return ArithmeticDataset(split, _ARITHMETIC_ROWS[split] if size is None else size, seed)
     path = Path(name_or_path)
     if path.suffix in (".jsonl", ".ndjson") and path.is_file():
-        return JsonlDataset(path)
+        return JsonlDataset(path, empty_prompts)
     if path.suffix in (".jsonl", ".ndjson"):
         raise UserError(f"data set {name_or_path!r}: there is no file {path.absolute()}")
     raise UserError(
