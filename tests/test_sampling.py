@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,6 @@ from qerl_jax.errors import UserError
 from qerl_jax.rollout.sampling import SamplingSettings, sample, truncate
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.2, 0.15, 0.1, 0.05]]))
-DRAWS = 20000
 
 
 def settings(**kwargs):
@@ -30,34 +31,79 @@ def test_truncation_by_hand():
     assert allowed(top_k=4, top_p=0.8, min_p=0.35) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 3},
-        {"top_p": 0.8},
-        {"min_p": 0.2},
-        {"temperature": 1.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
-    ],
-)
+MANY = 60_000
+SPREAD = np.linspace(3, -3, 96)  # logits; probabilities from 0.06 down, less than 0.02 where top-p cuts
+BOUND = 1e-3  # of the p-value
+
+
+def exactly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Probabilities of the tokens by definition, in float64: sorted, each rule after the one before it."""
+    p = np.exp(logits / temperature - np.max(logits / temperature))
+    order = np.argsort(-p, kind="stable")
+    p = p[order] / p.sum()
+    if top_k:
+        p[top_k:] = 0
+        p /= p.sum()
+    p[np.cumsum(p) - p >= top_p] = 0
+    p /= p.sum()
+    p[p < min_p * p[0]] = 0
+    out = np.zeros(len(p))
+    out[order] = p / p.sum()
+    return out
+
+
+def pvalue(tokens, exact):
+    """Of the hypothesis that tokens were drawn with these probabilities; 0 if a forbidden one was."""
+    counts, live = np.bincount(tokens, minlength=len(exact)), exact > 0
+    return chisquare(counts[live], exact[live] * len(tokens)).pvalue if counts[~live].sum() == 0 else 0.0
+
+
+@functools.cache
+def draws(**kwargs):
+    order = np.random.default_rng(8).permutation(len(SPREAD))  # so that the vocabulary is not sorted
+    run = jax.jit(sample, static_argnames="settings")
+    rows = jnp.broadcast_to(jnp.asarray(SPREAD[order], jnp.float32), (MANY, len(SPREAD)))
+    tokens, logps, renormalised = run(rows, jax.random.split(jax.random.key(0), MANY), settings(**kwargs))
+    return order[np.asarray(tokens)], logps, renormalised
+
+
+CASES = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 40},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"temperature": 1.5, "top_k": 60},
+    {"temperature": 0.7, "top_p": 0.95},
+    {"top_k": 50, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 70, "top_p": 0.95, "min_p": 0.3},
+]
+
+
+@pytest.mark.parametrize("kwargs", CASES, ids=str)
 def test_frequencies_and_recorded_logps_match_exact_probabilities(kwargs):
-    s = settings(**kwargs)
-    scaled = np.asarray(LOGITS[0], np.float64) / s.temperature
-    full = np.exp(scaled) / np.exp(scaled).sum()
-    live = np.isfinite(np.asarray(truncate(LOGITS / s.temperature, s))[0])
-    exact = np.where(live, full, 0) / full[live].sum()
-    tokens, logps, renormalised = sample(
-        jnp.broadcast_to(LOGITS, (DRAWS, 5)), jax.random.split(jax.random.key(0), DRAWS), s
-    )
-    counts = np.bincount(np.asarray(tokens), minlength=5)
-    assert counts[~live].sum() == 0
-    assert chisquare(counts[live], exact[live] * DRAWS).pvalue > 1e-3
-    np.testing.assert_allclose(logps, np.log(full)[np.asarray(tokens)], rtol=1e-5)
-    if s.truncated:
-        np.testing.assert_allclose(renormalised, np.log(exact[np.asarray(tokens)]), rtol=1e-4, atol=1e-6)
+    exact = exactly(SPREAD, **kwargs)
+    tokens, logps, renormalised = draws(**kwargs)
+    assert pvalue(tokens, exact) > BOUND
+    np.testing.assert_allclose(logps, np.log(exactly(SPREAD, kwargs.get("temperature", 1.0)))[tokens], rtol=1e-5)
+    if exact.min() == 0:
+        np.testing.assert_allclose(renormalised, np.log(exact[tokens]), rtol=1e-5, atol=1e-6)
     else:
         assert renormalised is None
+
+
+@pytest.mark.parametrize("kwargs", CASES, ids=str)
+def test_slightly_wrong_sampling_would_be_noticed(kwargs):
+    """A temperature 5% off, a top-p off by 0.02, a top-k by one, a min-p by 0.02: the same draws do not fit."""
+    tokens, _, _ = draws(**kwargs)
+    temperature = kwargs.get("temperature", 1.0)
+    wrong = [{"temperature": temperature * 1.05}, {"temperature": temperature / 1.05}]
+    rules = [name for name in ("top_k", "top_p", "min_p") if name in kwargs]
+    for name, by in zip(("top_k", "top_p", "min_p"), (1, 0.02, 0.02), strict=True):
+        if rules[-1:] == [name]:  # a rule may be hidden by those that come after it
+            wrong += [{name: kwargs[name] + by}, {name: kwargs[name] - by}]
+    for change in wrong:
+        assert pvalue(tokens, exactly(SPREAD, **(kwargs | change))) < BOUND, change
 
 
 def test_greedy_takes_the_largest_and_records_temperature_one():
