@@ -1,7 +1,9 @@
-"""A language model of 26M parameters trained on Python's own library: for `benchmarks.awq`.
+"""Language models trained on Python's own library, small and not so small: for `benchmarks.awq`.
 
-    python -m benchmarks.text_model data text_model        # tokenizer, token rows and calibration text; a minute
-    python -m benchmarks.text_model train text_model       # text_model/model; half a minute on an H200
+    python -m benchmarks.text_model 26M runs/26M    # on an H200: text about a minute, training half a minute
+    python -m benchmarks.text_model 3M runs/3M      # on two CPU cores: 25 minutes
+
+FOLDER/model is the network, FOLDER/calibration.jsonl the text to quantize it with. What a folder has already is kept.
 
 The text is every .py file of the standard library of the Python that runs this. One file in 16 (by the hash of its
 name) is not trained on; calibration.jsonl is cut from those. The network is a Qwen2 with tied embeddings and the
@@ -10,11 +12,12 @@ vocabulary of a byte-level BPE trained on the same text.
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +31,23 @@ from qerl_jax.models.params import Model, parameter_count
 from qerl_jax.models.saving import save_model
 from qerl_jax.policies.train_quickstart import logits, stored
 
+
+class Size(NamedTuple):
+    """A network, the tokens of a training row, the rows of a step, and how long and how fast it learns."""
+
+    config: ModelConfig
+    length: int
+    rows: int
+    steps: int
+    learning_rate: float
+
+
+SIZES = {
+    "26M": Size(ModelConfig("qwen2", 4096, 512, 1536, 8, 8, 2, 64, 1e-6, 1e4, True, True, 2048), 512, 64, 500, 2e-3),
+    "3M": Size(ModelConfig("qwen2", 1024, 256, 640, 4, 4, 2, 64, 1e-6, 1e4, True, True, 1024), 256, 16, 400, 3e-3),
+}
 EOS = "<|endoftext|>"
-VOCABULARY, LENGTH = 4096, 512
-STEPS_PER_CALL = 20
-CONFIG = ModelConfig("qwen2", VOCABULARY, 512, 1536, 8, 8, 2, 64, 1e-6, 10000.0, True, True, 2048)
+STEPS_PER_CALL = 20  # one program runs so many, with no word to Python between them
 CALIBRATION_ROWS, CALIBRATION_CHARACTERS = 768, 1600
 
 
@@ -51,8 +67,8 @@ def library_texts() -> tuple[list[str], list[str]]:
     return parts
 
 
-def make_data(folder: Path) -> None:
-    """Writes the tokenizer, rows.npy (uint16 [rows, LENGTH + 1]) and calibration.jsonl."""
+def make_data(size: Size, folder: Path) -> None:
+    """Writes the tokenizer, calibration.jsonl and, last, rows.npy (uint16 [rows, length + 1])."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held = library_texts()
     tokenizer = Tokenizer(models.BPE())
@@ -60,84 +76,89 @@ def make_data(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = AddedToken(EOS, special=True, normalized=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[special], initial_alphabet=alphabet)
+    vocabulary = size.config.vocab_size
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[special], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(train[::4], trainer)
     (folder / "tokenizer").mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "pad_token": EOS}))
-    ids = np.concatenate([[*encoding.ids, 0] for encoding in tokenizer.encode_batch(train)]).astype(np.uint16)
-    rows = (len(ids) - 1) // LENGTH
-    starts = np.arange(rows)[:, None] * LENGTH
-    np.save(folder / "rows.npy", ids[starts + np.arange(LENGTH + 1)])
-    size = CALIBRATION_CHARACTERS
-    pieces = [text[i : i + size] for text in held for i in range(0, len(text) - size, size)]
-    chosen = [pieces[i * len(pieces) // CALIBRATION_ROWS] for i in range(CALIBRATION_ROWS)]
+    characters = CALIBRATION_CHARACTERS
+    pieces = [text[i : i + characters] for text in held for i in range(0, len(text) - characters, characters)]
+    chosen = [pieces[i * len(pieces) // CALIBRATION_ROWS] for i in range(min(CALIBRATION_ROWS, len(pieces)))]
     (folder / "calibration.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen))
-    print(f"{rows} rows of {LENGTH} tokens; {len(pieces)} pieces of held-out text")
+    ids = np.concatenate([[*encoding.ids, 0] for encoding in tokenizer.encode_batch(train)]).astype(np.uint16)
+    rows = (len(ids) - 1) // size.length
+    np.save(folder / "rows.npy", ids[np.arange(rows)[:, None] * size.length + np.arange(size.length + 1)])
+    print(f"{rows} rows of {size.length} tokens; {len(pieces)} pieces of held-out text", flush=True)
 
 
-def loss(model: Model, rows_BT: jax.Array) -> jax.Array:
-    """Mean cross-entropy of every token after the first, computed in bfloat16 but for the softmax."""
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
-    predicted = logits(half, rows_BT[:, :-1]).astype(jnp.float32)
+def loss(model: Model, rows_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Mean cross-entropy of every token after the first, computed in `dtype` but for the softmax."""
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
+    predicted = logits(cast, rows_BT[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(predicted, rows_BT[:, 1:].astype(jnp.int32)).mean()
 
 
-def train(folder: Path, steps: int, batch: int, learning_rate: float, seed: int) -> None:
-    """Trains the network and writes it to `folder`/model, with training.json beside its weights."""
+def train(size: Size, folder: Path, seed: int) -> None:
+    """Trains the network on rows.npy and writes `folder`/model, with training.json beside its weights."""
     rows = np.load(folder / "rows.npy")
-    order = (
-        np.random.default_rng(seed).permutation(np.arange(steps * batch) % len(rows)).reshape(-1, STEPS_PER_CALL, batch)
-    )
-    model = jax.tree.map(jnp.copy, init_model(jax.random.key(seed), CONFIG))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps, 0.02 * learning_rate)
-    matrices = lambda tree: jax.tree.map(lambda leaf: leaf.ndim == 2, tree)  # noqa: E731
+    count = size.steps * size.rows
+    order = np.random.default_rng(seed).permutation(np.arange(count) % len(rows)).reshape(-1, STEPS_PER_CALL, size.rows)
+    model = jax.tree.map(jnp.copy, init_model(jax.random.key(seed), size.config))
+    peak, dtype = size.learning_rate, jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, size.steps // 10, size.steps, 0.02 * peak)
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            schedule, b2=0.95, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim == 2, tree)
+        ),
     )
 
     def step(carry: Any, rows_BT: jax.Array) -> tuple[Any, jax.Array]:
         model, state = carry
-        value, gradient = jax.value_and_grad(loss)(model, rows_BT)
+        value, gradient = jax.value_and_grad(loss)(model, rows_BT, dtype)
         updates, state = optimizer.update(gradient, state, model)
         return (optax.apply_updates(model, updates), state), value
 
     run = jax.jit(lambda carry, stacked: jax.lax.scan(step, carry, stacked), donate_argnums=0)
     carry = model, jax.jit(optimizer.init)(model)
-    began, values = time.monotonic(), jnp.zeros(1)
-    for call, places in enumerate(order.reshape(-1, STEPS_PER_CALL, batch), start=1):
+    began, last = time.monotonic(), float("nan")
+    for call, places in enumerate(order, start=1):
         carry, values = run(carry, rows[places])
-        seconds = time.monotonic() - began
-        print(f"step {call * STEPS_PER_CALL}  loss {values.mean():.3f}  {seconds:.1f}s", flush=True)
-    save_model(stored(carry[0]), folder / "model", folder / "tokenizer")
+        last = float(values.mean())  # waits for the call
+        print(f"step {call * STEPS_PER_CALL}  loss {last:.3f}  {time.monotonic() - began:.1f}s", flush=True)
     report = {
         "parameters": parameter_count(carry[0]),
-        "steps": steps,
-        "rows_per_step": batch,
-        "learning_rate": learning_rate,
+        "steps": size.steps,
+        "rows_per_step": size.rows,
+        "learning_rate": size.learning_rate,
         "seed": seed,
-        "tokens": steps * batch * LENGTH,
+        "tokens": count * size.length,
         "distinct_tokens": int(rows.size),
-        "last_loss": round(float(values.mean()), 4),
+        "last_loss": round(last, 4),
         "seconds": round(time.monotonic() - began, 1),
         "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax", "tokenizers")},
     }
+    save_model(stored(carry[0]), folder / "model", folder / "tokenizer")
     (folder / "model" / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def make_model(size: Size, folder: Path, seed: int = 0) -> None:
+    """Makes what the folder lacks of text and trained network."""
+    if not (folder / "rows.npy").is_file():
+        make_data(size, folder)
+    if not (folder / "model" / "training.json").is_file():
+        train(size, folder, seed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("data", "train"))
+    parser.add_argument("size", choices=SIZES)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rows-per-step", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.stage == "data":
-        make_data(arguments.folder)
-    else:
-        train(arguments.folder, arguments.steps, arguments.rows_per_step, arguments.learning_rate, arguments.seed)
+    make_model(SIZES[arguments.size], arguments.folder, arguments.seed)
 
 
 if __name__ == "__main__":
