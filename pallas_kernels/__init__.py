@@ -4,13 +4,14 @@ from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_atte
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
-from .variants import describe, has_kernels
+from .variants import compiling_for, describe, has_kernels
 
 __all__ = [
     "HeadNorms",
     "KernelWeight",
     "OwnKV",
     "PromptKV",
+    "compiling_for",
     "decode_attention",
     "decode_attention_reference",
     "dequantize",

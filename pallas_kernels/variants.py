@@ -7,9 +7,12 @@ configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 3
 (wide_variants.py), or, where it does not take the shape, through the streaming kernel 64 at a time.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib.resources
 import json
+from collections.abc import Iterator
 
 import jax
 
@@ -33,8 +36,25 @@ def _load() -> dict[tuple[int, int, int], StreamConfig]:
 TABLE = _load()
 
 
+_TARGET: contextvars.ContextVar[int | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """What is traced inside gets the kernels of a CUDA device of this compute capability (times ten) instead of the
+    default device's: for programs that are lowered or compiled ahead of time."""
+    token = _TARGET.set(capability)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
 def capability() -> int:
-    """Compute capability of the default device, times ten; 0 without a CUDA device."""
+    """Compute capability of the device that is compiled for, times ten; 0 without a CUDA device."""
+    target = _TARGET.get()
+    if target is not None:
+        return target
     if jax.default_backend() != "gpu":
         return 0
     return round(float(jax.devices()[0].compute_capability) * 10)

@@ -10,6 +10,7 @@ from jax import export
 from tiny import CONFIG, tiny_model
 
 import pallas_kernels.attention
+from pallas_kernels import compiling_for
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model
 from qerl_jax.models.params import norms_of
@@ -52,8 +53,7 @@ def test_completions_are_the_same_with_the_kernels_function(family, generations,
     np.testing.assert_allclose(with_kernel.logps, plain.logps, atol=1e-5)
 
 
-def test_the_kernel_is_in_the_decode_step(monkeypatch):
-    monkeypatch.setattr(pallas_kernels.attention, "capability", lambda: 90)
+def test_the_kernel_is_in_the_decode_step():
     config = dataclasses.replace(CONFIG, head_dim=64)
     model = init_model(jax.random.key(0), config, jnp.bfloat16)
     _, layers = empty_pool(model, 2, 16)
@@ -63,5 +63,6 @@ def test_the_kernel_is_in_the_decode_step(monkeypatch):
         return decode_step(model, None, tokens_S, cache, of_S, steps_S, live_S, norms_of(model, None), 2)
 
     numbers = jnp.zeros(4, jnp.int32)
-    lowered = export.export(jax.jit(step), platforms=["cuda"])(numbers, cache, numbers, numbers, numbers == 0)
+    with compiling_for(90):
+        lowered = export.export(jax.jit(step), platforms=["cuda"])(numbers, cache, numbers, numbers, numbers == 0)
     assert lowered.mlir_module().count("mosaic_gpu") >= config.num_hidden_layers

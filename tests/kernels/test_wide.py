@@ -114,15 +114,15 @@ def test_shapes_outside_the_table_get_a_configuration(op):
     assert wide_config("forward", 128, 4096, (2048,)).split == 4
 
 
-def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
-    monkeypatch.setattr(variants, "capability", lambda: 90)
-    assert isinstance(variants.choose(64, 3584, (4608,)), StreamConfig)
-    assert isinstance(variants.choose(65, 3584, (4608,)), WideConfig)
-    assert isinstance(variants.choose(65, 3584, (4609,)), StreamConfig)  # N is no multiple of 8
-    assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, 4609) == "dequantize-mosaic"
-    assert isinstance(variants.choose_dx(8, 3584, 4608), WideConfig)
-    monkeypatch.setattr(variants, "capability", lambda: 80)
-    assert variants.choose(300, 3584, (4608,)) == variants.choose_dx(300, 3584, 4608) == "dequantize"
+def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper():
+    with variants.compiling_for(90):
+        assert isinstance(variants.choose(64, 3584, (4608,)), StreamConfig)
+        assert isinstance(variants.choose(65, 3584, (4608,)), WideConfig)
+        assert isinstance(variants.choose(65, 3584, (4609,)), StreamConfig)  # N is no multiple of 8
+        assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, 4609) == "dequantize-mosaic"
+        assert isinstance(variants.choose_dx(8, 3584, 4608), WideConfig)
+    with variants.compiling_for(80):
+        assert variants.choose(300, 3584, (4608,)) == variants.choose_dx(300, 3584, 4608) == "dequantize"
 
 
 def test_every_tile_is_an_item_once():

@@ -1,0 +1,165 @@
+"""The kernels of one decode step, read off the compiled program: what runs, what is copied, how much memory it needs.
+
+    python -m benchmarks.decode_program --model qwen2.5-7b --batch 8 --lora-rank 32 --output decode_program.json
+
+No GPU is needed: XLA compiles for an H200 ahead of time (`pip install .[cuda]` brings the compiler; on a machine
+without a driver set JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1). Autotuning is off there, so that which
+tiles a matmul takes may differ from a real run; which kernels there are does not. Programs of two and of three layers
+are compiled; their difference is a layer.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks.grpo_step import MODELS, random_packed_model
+from pallas_kernels import compiling_for
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.rollout import Prompts, SamplingSettings, generate
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
+_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
+
+
+class Kernel(NamedTuple):
+    """One launch: the instruction's opcode, what of the model's code it is, and the bytes that it writes."""
+
+    opcode: str
+    name: str
+    nbytes: int
+
+
+def loop_body(hlo: str) -> list[Kernel]:
+    """The launches of one turn of the program's longest while loop, in their order."""
+    bodies = (computation(hlo, name) for name in re.findall(r"\bbody=%([\w.\-]+)", hlo))
+    return max((list(map(_kernel, filter(_launches, body))) for body in bodies), key=len)
+
+
+def computation(hlo: str, name: str) -> list[str]:
+    """The instructions of a computation of an HLO module's text."""
+    found = re.search(rf"^(?:ENTRY )?%{re.escape(name)} \(.*?^\}}", hlo, re.DOTALL | re.MULTILINE)
+    assert found is not None, name
+    return [line.strip().removeprefix("ROOT ") for line in found.group().splitlines()[1:-1]]
+
+
+def _split(line: str) -> tuple[str, str]:
+    """The type and the opcode of an instruction."""
+    rest = line.split(" = ", 1)[1]
+    if rest.startswith("("):
+        end = next(i for i in range(len(rest)) if rest[: i + 1].count("(") == rest[: i + 1].count(")"))
+        kind, rest = rest[: end + 1], rest[end + 1 :].strip()
+    else:
+        kind, rest = rest.split(" ", 1)
+    return kind, rest.split("(", 1)[0]
+
+
+def _launches(line: str) -> bool:
+    return " = " in line and _split(line)[1] not in _NO_KERNEL
+
+
+def _kernel(line: str) -> Kernel:
+    kind, opcode = _split(line)
+    place = re.search(r'op_name="([^"]*)"', line)
+    steps = place.group(1).removeprefix("jit(<lambda>)/").split("/") if place else ["?"]
+    name = steps[-2] if steps[-1] == "mpmd_map" else steps[-1]
+    nbytes = 0
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", kind):
+        size = _SIZES[dtype]
+        for dim in filter(None, dims.split(",")):
+            size *= int(dim)
+        nbytes += size
+    return Kernel(opcode, name, nbytes)
+
+
+def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int) -> Any:
+    """The rollout of `batch` completions of one prompt, compiled for an H200."""
+    target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
+    place = SingleDeviceSharding(target.devices[0])
+
+    def on_target(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+    model = jax.eval_shape(lambda: for_kernels(random_packed_model(config, jnp.dtype(jnp.bfloat16))))
+    adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, rank, 2.0 * rank)) if rank else None
+    prompts = Prompts(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,), (1,))))
+    settings = SamplingSettings(new, (config.vocab_size - 1,), 0)
+
+    def run(model: Any, adapter: Any, prompts: Any, key: jax.Array) -> Any:
+        return generate(model, adapter, prompts, key, settings, batch)
+
+    with compiling_for(90):
+        lowered = jax.jit(run).lower(*map(on_target, (model, adapter, prompts, jax.eval_shape(jax.random.key, 0))))
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result row."""
+    config = MODELS[arguments.model]
+    steps, seconds = [], []
+    for layers in (2, 3):
+        shallow = dataclasses.replace(config, num_hidden_layers=layers)
+        began = time.perf_counter()
+        program = compiled(shallow, arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new)
+        seconds.append(round(time.perf_counter() - began, 1))
+        steps.append(loop_body(program.as_text()))
+    counts = [collections.Counter(kernel.name for kernel in step) for step in steps]
+    layer = counts[1] - counts[0]
+    rest = counts[0] - collections.Counter({name: 2 * count for name, count in layer.items()})
+    return {
+        "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
+        "target": "NVIDIA H200, compiled ahead of time, without autotuning",
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin")},
+        "kernels_a_layer": layer.total(),
+        "kernels_beside_layers": rest.total(),
+        "kernels_a_step": layer.total() * config.num_hidden_layers + rest.total(),
+        "a_layer": dict(layer),
+        "beside_layers": dict(rest),
+        "copies": [kernel._asdict() for kernel in steps[1] if kernel.opcode.startswith("copy")],
+        "temporary_mb": round(program.memory_analysis().temp_size_in_bytes / 1e6, 1),
+        "compile_seconds_of_2_and_3_layers": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
+    parser.add_argument("--batch", type=int, default=8, help="completions that decode at once")
+    parser.add_argument("--lora-rank", type=int, default=32, help="0: no adapter")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    text = json.dumps(measure(arguments), indent=1, default=str)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

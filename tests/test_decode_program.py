@@ -1,0 +1,39 @@
+"""What benchmarks.decode_program reads off the text of a compiled program."""
+
+from benchmarks.decode_program import Kernel, loop_body
+
+HLO = """HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
+
+%fused_add (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %add.9 = f32[4]{0} add(%p, %p)
+}
+
+%short.2 (arg: (s32[])) -> (s32[]) {
+  %arg = (s32[]) parameter(0)
+  ROOT %tuple.1 = (s32[]) tuple(%arg)
+}
+
+%region_1.7 (arg.1: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %arg.1 = (s32[], /*index=1*/f32[4]{0}) parameter(0)
+  %get-tuple-element.3 = f32[4]{0} get-tuple-element(%arg.1), index=1
+  %loop_add = f32[4]{0} fusion(%get-tuple-element.3), kind=kLoop, metadata={op_name="jit(<lambda>)/while/add"}
+  %map.5 = (bf16[8,32]{1,0}, bf16[2]) custom-call(%loop_add), metadata={op_name="while/nvfp4_decode_matmul/mpmd_map"}
+  %c.6 = f32[4]{0} copy(%loop_add)
+  ROOT %tuple.4 = (s32[], f32[4]{0}) tuple(%get-tuple-element.3, %c.6)
+}
+
+ENTRY %main.1 (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %while.0 = (s32[]) while(%x), condition=%c.1, body=%short.2
+  ROOT %while.1 = (s32[], f32[4]{0}) while(%x), condition=%c.2, body=%region_1.7
+}
+"""
+
+
+def test_the_launches_of_the_longest_loop():
+    assert loop_body(HLO) == [
+        Kernel("fusion", "add", 16),
+        Kernel("custom-call", "nvfp4_decode_matmul", 8 * 32 * 2 + 4),
+        Kernel("copy", "?", 16),
+    ]
