@@ -60,14 +60,14 @@ def wgmma_candidates(m, k, n):
         per_cta = -(-tiles_all // RESIDENT[cluster])
         warps_n = -(-per_cta // (4 * tiles)) * 4
         for depth in range(8, 1, -1):
-            config = StreamConfig(cluster, warps_n, warps_k, tiles, depth, x_depth, True)
+            config = StreamConfig(cluster, warps_n, warps_k, tiles, depth, x_depth, True, promote=0)
             try:
                 plan = make_plan(m, k, (n,), config)
             except ValueError:
                 continue
             if plan.bytes_ahead > 90_000 and depth > 2:
                 continue
-            room = min(1, 65536 / (config.warpgroups * 128) / (tiles * m_tiles * 4 + 16 * tiles + 36))
+            room = min(1, 65536 / (plan.warpgroups * 128) / (tiles * m_tiles * 4 + 16 * tiles + 36))
             busy = tiles_all / (warps_n * tiles * RESIDENT[cluster]) * quads / (-(-quads // cluster) * cluster)
             score = busy * room * min(1, plan.bytes_ahead / 40_000) ** 0.5 * min(1, config.warps / 12) ** 0.3
             found.append((score, config))
@@ -168,14 +168,16 @@ def main():
 
 def merge(rows, path):
     with open(path) as f:
-        best = {(e["k"], e["n"], e["m"]): e for e in json.load(f)}
+        table = json.load(f)
+    with_lora = [e for e in table if e.get("lora")]
+    best = {(e["k"], e["n"], e["m"]): e for e in table if not e.get("lora")}
     for r in rows:
         key = (r["k"], r["n"], r["m"])
         old = best.get(key, {}).get("us") or float("inf")
         if "us" in r and r["error"] < 5e-6 and r["us"] < old:
             best[key] = {"k": r["k"], "n": r["n"], "m": r["m"], "config": r["config"], "us": round(r["us"], 2)}
     with open(path, "w") as f:
-        f.write(json.dumps([best[key] for key in sorted(best)]).replace("}, {", "},\n {") + "\n")
+        f.write(json.dumps([best[key] for key in sorted(best)] + with_lora).replace("}, {", "},\n {") + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
       x_MK: [M, K] bfloat16 (other floats are cast); M = 0 gives an empty result.
       weight: KernelWeight of shape [N, K], or a list of them that share x (q, k, v; gate, up).
       global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
-      lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None.
+      lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None. The kernel multiplies in
+        bfloat16: cast float32 masters once, outside a decode loop. A rank that is no multiple of 16 is padded.
       bias: None or [N]; for a list, a list (entries may be None) or None.
       backend: None (by the table), "mosaic" (the streaming kernel), "wide" (the kernel for many rows), "triton" (the
         portable kernel), "dequantize", "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
@@ -69,23 +70,23 @@ def _per_weight(value, single, count, name):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(backend, x, weights, scales, loras, biases):
-    return _forward(backend, x, weights, scales, loras, biases)[0]
+    return _forward(backend, x, weights, scales, loras, biases)
 
 
 def _forward(backend, x, weights, scales, loras, biases):
-    zeros = tuple(b if b is not None else jnp.zeros((w.n,), jnp.float32) for w, b in zip(weights, biases, strict=True))
-    no_bias = all(b is None for b in biases)
-    sums = _base(backend, len(weights), no_bias, all(entry is None for entry in loras))(
-        x, weights, tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales), () if no_bias else zeros
-    )
-    hidden = _hidden(x, loras)
+    scales = tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales)
+    return _base(backend)(x, weights, scales, biases, loras)
+
+
+def _add_lora(ys, x, loras):
+    """Float32 ys + s (x A^T) B^T, x A^T rounded to x's dtype."""
     outs = []
-    for y, lora, h in zip(sums, loras, hidden, strict=True):
+    for y, lora, h in zip(ys, loras, _hidden(x, loras), strict=True):
         if lora is not None:
             _, b, scaling = lora
             y = y + scaling * jnp.dot(h.astype(x.dtype), b.astype(x.dtype).T, preferred_element_type=jnp.float32)
-        outs.append(y.astype(x.dtype))
-    return tuple(outs), hidden
+        outs.append(y)
+    return tuple(outs)
 
 
 def _hidden(x, loras):
@@ -103,16 +104,15 @@ def _hidden(x, loras):
 
 
 def _linear_fwd(backend, x, weights, scales, loras, biases):
-    outs, hidden = _forward(backend, x, weights, scales, loras, biases)
-    return outs, (x, weights, scales, loras, hidden)
+    return _forward(backend, x, weights, scales, loras, biases), (x, weights, scales, loras)
 
 
 def _linear_bwd(backend, saved, dys):
-    x, weights, scales, loras, hidden = saved
+    x, weights, scales, loras = saved
     if len(weights) == 1 and loras[0] is None:  # nothing to add: rounded once, by the product itself
         return _dx(backend)(dys[0], weights[0], scales[0]), None, None, (None,), None
     dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
-    for dy, w, s, lora, h in zip(dys, weights, scales, loras, hidden, strict=True):
+    for dy, w, s, lora, h in zip(dys, weights, scales, loras, _hidden(x, loras), strict=True):
         dx = dx + _dx(backend, wide_out=True)(dy, w, s)
         if lora is None:
             d_loras.append(None)
@@ -131,18 +131,23 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @functools.cache
-def _base(backend, count, no_bias, final):
-    """x, weights, scales, biases -> y_i = x W_i^T + bias_i; in x's dtype if `final`, else float32."""
+def _base(backend):
+    """x, weights, scales, biases, loras -> y_i in x's dtype."""
 
     @custom_vmap
-    def base(x, weights, scales, biases):
+    def base(x, weights, scales, biases, loras):
         m, k = x.shape
-        out_dtype = x.dtype if final else jnp.float32
         if m == 0:
-            return tuple(jnp.zeros((0, w.n), out_dtype) for w in weights)
-        variant = variants.choose(m, k, tuple(w.n for w in weights), backend)
+            return tuple(jnp.zeros((0, w.n), x.dtype) for w in weights)
+        n = tuple(w.n for w in weights)
+        ranks = tuple(0 if lora is None else stream_kernel.padded_rank(lora[0].shape[0]) for lora in loras)
+        variant = variants.choose(m, k, n, backend, ranks)
         if isinstance(variant, WideConfig):
-            return tuple(wide.matmul_all(x, weights, scales, biases, variant, out_dtype))
+            some = any(b is not None for b in biases)
+            all_biases = [jnp.zeros((w.n,)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            out_dtype = jnp.float32 if any(ranks) else x.dtype
+            ys = wide.matmul_all(x, weights, scales, all_biases if some else (), variant, out_dtype)
+            return tuple(y.astype(x.dtype) for y in _add_lora(ys, x, loras))
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
         elif variant == "triton":
@@ -152,22 +157,35 @@ def _base(backend, count, no_bias, final):
         elif variant in ("dequantize", "dequantize-mosaic"):
             kernel = variant == "dequantize-mosaic"
             ys = [dequantized.matmul(x, w, s, kernel=kernel) for w, s in zip(weights, scales, strict=True)]
+        elif not any(ranks) or variants.takes_lora(m, k, n, variant, ranks):
+            ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=x.dtype != jnp.bfloat16)
+            return tuple(y.astype(x.dtype) for y in ys)
         else:
-            return _mosaic(x, weights, scales, biases, variant, wide_out=out_dtype != jnp.bfloat16)
-        if biases:
-            ys = [y + b.astype(jnp.float32) for y, b in zip(ys, biases, strict=True)]
-        return tuple(y.astype(out_dtype) for y in ys)
+            ys = _mosaic(x, weights, scales, biases, (None,) * len(weights), variant, wide_out=True)
+            biases = (None,) * len(weights)
+        ys = [y if b is None else y + b.astype(jnp.float32) for y, b in zip(ys, biases, strict=True)]
+        return tuple(y.astype(x.dtype) for y in _add_lora(ys, x, loras))
 
     @base.def_vmap
-    def fold(axis_size, in_batched, x, weights, scales, biases):
-        x_batched, *others = in_batched
+    def fold(axis_size, in_batched, x, weights, scales, biases, loras):
+        x_batched, *others, loras_batched = in_batched
         if any(jax.tree.leaves(others)):
-            raise ValueError("fp4_matmul under vmap takes a batch of x only; the weights must not be batched")
+            raise ValueError("fp4_matmul under vmap takes a batch of x and of LoRA only, not of the weights")
+        if any(jax.tree.leaves(loras_batched)):  # an adapter for each row block: outside the kernel
+
+            def one(x, loras):
+                ys = base(x, weights, scales, biases, (None,) * len(weights))
+                zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in ys)
+                added = _add_lora(zeros, x, loras)
+                return tuple((y.astype(jnp.float32) + d).astype(x.dtype) for y, d in zip(ys, added, strict=True))
+
+            axes = jax.tree.map(lambda batched: 0 if batched else None, (x_batched, loras_batched))
+            return jax.vmap(one, axes, axis_size=axis_size)(x, loras), (True,) * len(weights)
         if not x_batched:
-            return base(x, weights, scales, biases), (False,) * count
+            return base(x, weights, scales, biases, loras), (False,) * len(weights)
         batch, m, k = x.shape
-        ys = base(x.reshape(batch * m, k), weights, scales, biases)
-        return tuple(y.reshape(batch, m, y.shape[-1]) for y in ys), (True,) * count
+        ys = base(x.reshape(batch * m, k), weights, scales, biases, loras)
+        return tuple(y.reshape(batch, m, y.shape[-1]) for y in ys), (True,) * len(weights)
 
     return base
 
@@ -197,19 +215,22 @@ def _dx(backend, wide_out=False):
     return dx
 
 
-def _mosaic(x, weights, scales, biases, config, *, wide_out):
+def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):
     """The streaming kernel, 64 rows at a time."""
     m, k = x.shape
-    x = x.astype(jnp.bfloat16)
-    if k % COLS:
-        x = jnp.pad(x, ((0, 0), (0, -k % COLS)))
+    columns = ((0, 0), (0, -k % COLS))
+    x = jnp.pad(x.astype(jnp.bfloat16), columns)
     factors = [stream_kernel.epilogue_factor(s) for s in scales]
-    rest = [*[w.data for w in weights], *factors, *[b.astype(jnp.float32) for b in biases]]
+    rest = [*[w.data for w in weights], *factors]
+    if has_bias := any(b is not None for b in biases):
+        zeros = [jnp.zeros((w.n,), jnp.float32) for w in weights]
+        rest += [z if b is None else b.astype(jnp.float32) for z, b in zip(zeros, biases, strict=True)]
+    ranks, lora_operands = stream_kernel.lora_operands(loras, factors, columns)
+    rest += lora_operands
     parts = []
     for start in range(0, m, stream_kernel.MAX_ROWS):
         rows = x[start : start + stream_kernel.MAX_ROWS]
-        kernel = stream_kernel.build(
-            rows.shape[0], k, tuple(w.n for w in weights), config, bool(biases), wide_out=wide_out
-        )
+        n = tuple(w.n for w in weights)
+        kernel = stream_kernel.build(rows.shape[0], k, n, config, has_bias, wide_out=wide_out, ranks=ranks)
         parts.append(kernel(rows, *rest))
     return tuple(parts[0]) if len(parts) == 1 else tuple(jnp.concatenate(ys) for ys in zip(*parts, strict=True))

@@ -114,6 +114,11 @@ def named_sync(which: int, threads: int):
     ptx(f"bar.sync {which}, {threads};", convergent=True)
 
 
+def named_arrive(which: int, threads: int):
+    """Arrive there without waiting: for those that the others wait for."""
+    ptx(f"bar.arrive {which}, {threads};", convergent=True)
+
+
 def warp_sync():
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
 

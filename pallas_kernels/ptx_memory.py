@@ -132,6 +132,24 @@ def load_shared_f32x2(address):
     return ptx("ld.shared.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
 
 
+def load_shared_f32x4(address, byte_offset: int):
+    return ptx(
+        f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];", address, results=[f32_t()] * 4, effects=True
+    )
+
+
+def store_shared_f32x4(address, values, byte_offset: int):
+    ptx(f"st.shared.v4.f32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
+
+
+def store_shared_v4(address, values, byte_offset: int):
+    ptx(f"st.shared.v4.b32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
+
+
+def load_shared_v2(address, byte_offset: int):
+    return ptx(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{byte_offset}];", address, results=[i32_t()] * 2, effects=True)
+
+
 def store_shared_f32x2(address, values):
     ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *values)
 
@@ -181,12 +199,65 @@ def store_global_f32x2(address, lo, hi):
     ptx("st.global.v2.f32 [$0], {$1, $2};", address, lo, hi)
 
 
-def store_global_bf16(address, value):
-    ptx("{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.global.b16 [$0], h; }", address, value)
+def store_global_bf16(address, value, byte_offset: int = 0):
+    ptx(f"{{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.global.b16 [$0+{byte_offset}], h; }}", address, value)
 
 
 def store_global_bf16x2(address, lo, hi):
     ptx("{ .reg .b32 b;\ncvt.rn.bf16x2.f32 b, $2, $1;\nst.global.b32 [$0], b; }", address, lo, hi)
+
+
+def store_global_f32x4(address, values, byte_offset: int):
+    ptx(f"st.global.v4.f32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
+
+
+# Between CTAs: stores, then `fence`, then an atomic; on the other side the atomic, `fence`, then `load_fresh_*`.
+
+
+def fence():
+    ptx("fence.acq_rel.gpu;")
+
+
+def load_fresh_f32x4(address, byte_offset: int):
+    """What another CTA wrote: never from this multiprocessor's L1."""
+    return ptx(
+        f"ld.relaxed.gpu.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];",
+        address,
+        results=[f32_t()] * 4,
+        effects=True,
+    )
+
+
+def load_fresh_v4(address, byte_offset: int):
+    return ptx(
+        f"ld.relaxed.gpu.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];",
+        address,
+        results=[i32_t()] * 4,
+        effects=True,
+    )
+
+
+def count_and_wrap(address, last: ir.Value):
+    """Add one to a counter that goes back to zero after `last`; returns what it was."""
+    return ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
+
+
+def count_up(address):
+    ptx("red.release.gpu.global.add.u32 [$0], 1;", address)
+
+
+def wait_for_count(address, value: ir.Value):
+    ptx(
+        "{ .reg .pred other;\n.reg .b32 seen;\nagain_${:uid}:\n"
+        "ld.acquire.gpu.global.u32 seen, [$0];\nsetp.ne.u32 other, seen, $1;\n@other bra again_${:uid};\n}",
+        address,
+        value,
+        convergent=True,
+    )
+
+
+def store_global_b32(address, value):
+    ptx("st.relaxed.gpu.global.u32 [$0], $1;", address, value)
 
 
 def map_rank(address, rank: ir.Value):

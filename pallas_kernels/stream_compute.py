@@ -6,14 +6,31 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .fragments import decode_codes, decode_scales
 from .layout import CODE_BYTES, QUAD_BYTES, ROWS
-from .stream_plan import Plan
+from .stream_lora import LoraWarps
+
+FINISHED, PREPARED = 1, 2  # named barriers; 0 is the whole CTA's
 
 
-class ComputeWarps:
-    """What one compute warp does. The CTA's class sets the attributes below before."""
+class ComputeWarps(LoraWarps):
+    """What one compute warp does. The CTA's class sets the plan and the addresses before."""
 
-    plan: Plan
-    pdl: bool
+    @property
+    def prepared_threads(self) -> int:
+        """Of the compute warps, of that which loads x and of LoRA's first."""
+        return 32 * (self.plan.config.warps + 1 + bool(self.plan.ranks))
+
+    def make_barriers(self, barriers):
+        """(address, count) each. This warp does not wait for the compute warps, which first fetch weights: x, which
+        it loads, would come later."""
+
+        def make():
+            for address, count in barriers:
+                mem.barrier_init(address, count)
+            mem.fence_barrier_init()
+
+        p.when(self.is_lane_0, make)
+        p.warp_sync()
+        p.named_arrive(PREPARED, self.prepared_threads)
 
     def next_slot(self, slot, depth: int):
         slot = p.add(slot, 1)
@@ -23,11 +40,16 @@ class ComputeWarps:
         plan, c = self.plan, self.plan.config
         warp_k, warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
         first_unit = p.mul(warp_k, plan.units_warp)
-        ring = p.add(self.ring_base, p.mul(self.warp, c.depth * plan.slot))
+        used = plan.used_warps // c.warps_k
+        self.is_used = p.lt(warp_n, used)  # the others read what their neighbour fetches, and keep nothing
+        self.place_n = p.minimum(warp_n, used - 1)
+        self.place = p.add(p.mul(warp_k, used), self.place_n)
+        ring = p.add(self.ring_base, p.mul(self.place, c.depth * plan.slot))
         self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
-        self.codes, self.scales, self.valid = [], [], []
+        self.codes, self.scales, self.valid, self.local_tiles = [], [], [], []
         for r in range(c.tiles):
             local_tile = p.add(p.mul(warp_n, c.tiles), r)
+            self.local_tiles.append(local_tile)
             self.valid.append(p.lt(local_tile, self.tile_count))
             (w,), at = self.pick(p.add(self.first_tile, local_tile), [(d,) for d in self.data])
             source = mem.offset(mem.wide_offset(w, at, plan.quads * QUAD_BYTES), p.mul(self.first_quad, QUAD_BYTES))
@@ -36,11 +58,16 @@ class ComputeWarps:
             self.scales.append(mem.offset(source, p.add(p.add(pair, CODE_BYTES), p.mul(self.lane, 4))))
         # with one unit a warp, half of the warps use the upper half of their scale word
         self.scale_bytes = p.select(p.eq(p.and_(first_unit, 1), 1), 0x4342, 0x4140)
+        adds_lora = arith.andi(p.eq(warp_k, 0), p.eq(self.rank, 0))
+        if plan.ranks:
+            adds_lora = arith.andi(adds_lora, self.is_used)
+            self.fetch_b(adds_lora)
         for d in range(c.depth - 1):
             p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
             mem.copy_commit()
         if self.pdl:
             p.grid_dependency_launch()
+        p.named_sync(PREPARED, self.prepared_threads)
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         if c.wgmma:
             x_lane = p.add(self.x_base, p.mul(first_unit, plan.m_tiles * 8 * 128))
@@ -62,6 +89,9 @@ class ComputeWarps:
                 p.add(x_lane, p.mul(x_slot, plan.x_slot)),
                 acc,
             )
+            if c.wgmma and c.promote:
+                is_end = p.eq(p.rem(p.add(q, 1), plan.promote_quads), 0)
+                acc = p.if_values(is_end, lambda acc=acc: self.promote(acc), acc)
             p.warp_sync()
             p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
             x_slot = self.next_slot(x_slot, c.x_depth)
@@ -69,8 +99,33 @@ class ComputeWarps:
             return [self.next_slot(slot, c.depth), slot, x_slot, x_parity, *acc]
 
         start = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
-        start += [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
-        self.leave_sums(p.for_range(0, self.quads, 1, start, step)[4:], g, t)
+        zeros = [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
+        if c.wgmma and c.promote:
+            self.totals = p.add(p.add(self.totals_base, p.mul(self.place, plan.totals_warp)), p.mul(self.lane, 16))
+            p.when(self.is_used, lambda: self.set_totals(zeros))
+        acc = p.for_range(0, self.quads, 1, start + zeros, step)[4:]
+        if plan.ranks:
+            acc = self.add_lora(acc, adds_lora, g, t)
+        if c.wgmma and c.promote:
+            acc = self.add_totals(acc)
+        self.leave_sums(acc, g, t)
+
+    # With wgmma the promoted sums lie in shared memory, each lane's own: the registers do not hold them twice.
+
+    def set_totals(self, sums):
+        for i in range(0, len(sums), 4):
+            mem.store_shared_f32x4(self.totals, sums[i : i + 4], i * 128)
+
+    def add_totals(self, acc):
+        out = []
+        for i in range(0, len(acc), 4):
+            total = mem.load_shared_f32x4(self.totals, i * 128)
+            out += [arith.addf(a, b) for a, b in zip(total, acc[i : i + 4], strict=True)]
+        return out
+
+    def promote(self, acc):
+        p.when(self.is_used, lambda: self.set_totals(self.add_totals(acc)))
+        return [p.f32(0.0)] * len(acc)
 
     def fetch(self, q, slot):
         """Start the copies of this lane's part of quad `q` into a slot of its ring."""
@@ -142,12 +197,16 @@ class ComputeWarps:
     def leave_sums(self, acc, g, t):
         """Sums to shared memory, over the rings: only after every warp of the CTA has read its last slot."""
         plan, c = self.plan, self.plan.config
-        p.named_sync(1, c.warps * 32)
+        p.named_sync(FINISHED, c.warps * 32)
         mine = p.add(
-            p.add(self.ring_base, p.mul(self.warp, plan.red_warp)), p.add(p.mul(t, 2 * plan.red_stride), p.mul(g, 4))
+            p.add(self.ring_base, p.mul(self.place, plan.red_warp)), p.add(p.mul(t, 2 * plan.red_stride), p.mul(g, 4))
         )
-        for r in range(c.tiles):
-            for i in range(plan.m_tiles):
-                for e in range(4):
-                    where = (8 * i + e % 2) * plan.red_stride + (r * ROWS + 8 * (e // 2)) * 4
-                    mem.store_shared_f32(mine, acc[(r * plan.m_tiles + i) * 4 + e], where)
+
+        def store():
+            for r in range(c.tiles):
+                for i in range(plan.m_tiles):
+                    for e in range(4):
+                        where = (8 * i + e % 2) * plan.red_stride + (r * ROWS + 8 * (e // 2)) * 4
+                        mem.store_shared_f32(mine, acc[(r * plan.m_tiles + i) * 4 + e], where)
+
+        p.when(self.is_used, store)

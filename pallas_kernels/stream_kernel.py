@@ -15,6 +15,7 @@ The order of additions for an output depends on K and the configuration, never o
 added with atomics.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -27,34 +28,79 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .stream_compute import ComputeWarps
+from .stream_lora import sync_words
 from .stream_plan import Plan, StreamConfig, make_plan
 
 MAX_ROWS = 64
 
 
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """A kernel's operands, one of each for every weight unless said otherwise."""
+
+    x: list  # one, or two when the first is in fragment order and LoRA needs the plain one
+    data: list
+    factor: list
+    bias: list  # or empty
+    a: list  # A, B and scale of LoRA; None for a weight without
+    b: list
+    lora_scale: list
+    outs: list
+    lora_space: list  # counters, sums of the slices, x A^T
+    shared: object
+
+    @classmethod
+    def of(cls, refs, plan: Plan, has_bias: bool, two_x: bool) -> "Refs":
+        left, n_w = list(refs), len(plan.n)
+
+        def take(count):
+            taken, left[:] = left[:count], left[count:]
+            return taken
+
+        x, data, factor, bias = take(2 if two_x else 1), take(n_w), take(n_w), take(n_w if has_bias else 0)
+        lora = [[None] * n_w for _ in range(3)]
+        present = [i for i, rank in enumerate(plan.ranks) if rank]
+        for kind in lora:
+            for i, ref in zip(present, take(len(present)), strict=True):
+                kind[i] = ref
+        space = take(1 if plan.ranks else 0)
+        outs = take(n_w)
+        space += take(2 if plan.ranks else 0)
+        (shared,) = left
+        return cls(x, data, factor, bias, *lora, outs, space, shared)
+
+
 class _Kernel(ComputeWarps):
     """One CTA's program; what all its parts share is set in __init__, in the order in which the CTA computes it."""
 
-    def __init__(self, plan: Plan, refs, has_bias: bool, pdl: bool, wide_out: bool):
-        self.plan, self.has_bias, self.pdl, self.wide_out = plan, has_bias, pdl, wide_out
-        self.n_w = n_w = len(plan.n)
+    def __init__(self, plan: Plan, refs: Refs, pdl: bool, wide_out: bool):
+        self.plan, self.has_bias, self.pdl, self.wide_out = plan, bool(refs.bias), pdl, wide_out
+        self.n_w = len(plan.n)
         c = plan.config
-        x_ref, *rest = refs
-        self.x = mem.global_address(x_ref)
-        self.data = [mem.global_address(r) for r in rest[:n_w]]
-        self.factor = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
-        self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
-        self.outs = [mem.global_address(r) for r in rest[-1 - n_w : -1]]
-        base = mem.shared_address(rest[-1])
+        self.x, self.x_plain = mem.global_address(refs.x[0]), mem.global_address(refs.x[-1])
+        self.data = [mem.global_address(r) for r in refs.data]
+        self.factor = [mem.global_address(r) for r in refs.factor]
+        self.bias = [mem.global_address(r) for r in refs.bias]
+        self.outs = [mem.global_address(r) for r in refs.outs]
+        if plan.ranks:
+            a_b_scale = zip(refs.a, refs.b, refs.lora_scale, refs.data, strict=True)
+            # a weight without an adapter has rank 0: its addresses are never used
+            lists = [[mem.global_address(d if r is None else r) for r in entry] for *entry, d in a_b_scale]
+            self.a, self.b, self.lora_scale = (list(kind) for kind in zip(*lists, strict=True))
+            self.sync, self.partial, self.hidden = (mem.global_address(r) for r in refs.lora_space)
+        base = mem.shared_address(refs.shared)
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)
         self.warp = p.uniform(p.shr(self.tid, 5))
         self.is_lane_0 = p.eq(self.lane, 0)
-        cta = p.sreg("ctaid.x")
+        self.cta = cta = p.sreg("ctaid.x")
         self.rank, self.cluster = p.rem(cta, c.cluster), p.div(cta, c.cluster)
         self.x_full, self.x_empty = base, p.add(base, 8 * c.x_depth)
+        self.h_full, self.factor_base = p.add(base, 128), p.add(base, 144)
         self.ring_base = p.add(base, plan.ring_at)
+        self.totals_base = p.add(base, plan.totals_at)
         self.x_base = p.add(base, plan.x_at)
+        self.b_base, self.h_base = p.add(base, plan.b_at), p.add(base, plan.h_at)
         self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
         self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
         self.first_tile = p.div(p.mul(self.cluster, plan.all_tiles), plan.clusters)
@@ -64,15 +110,7 @@ class _Kernel(ComputeWarps):
         c = self.plan.config
         is_compute = p.lt(self.warp, c.warps)
 
-        def init():
-            for i in range(c.x_depth):
-                mem.barrier_init(p.add(self.x_full, 8 * i), 1 if c.wgmma else 32)
-                mem.barrier_init(p.add(self.x_empty, 8 * i), c.warps)
-            mem.fence_barrier_init()
-
-        p.when(p.eq(self.tid, 0), init)
-        p.cta_sync()
-        p.if_else(is_compute, self.compute, lambda: p.when(p.eq(self.warp, c.warps), self.load_x))
+        p.if_else(is_compute, self.compute, self.serve)
         if c.cluster > 1:
             p.warp_sync()
             p.cluster_sync()
@@ -92,12 +130,22 @@ class _Kernel(ComputeWarps):
             local = p.select(earlier, local, p.sub(tile, first))
         return chosen, local
 
-    # ---- the warp that loads x -----------------------------------------------------------------------------------
+    # ---- the other warps -----------------------------------------------------------------------------------------
+
+    def serve(self):
+        is_loader = p.eq(self.warp, self.plan.config.warps)
+        if self.plan.ranks:
+            p.if_else(is_loader, self.load_x, self.multiply_by_a)
+        else:
+            p.when(is_loader, self.load_x)
 
     def load_x(self):
         plan, c = self.plan, self.plan.config
+        both = [(self.x_full, 1 if c.wgmma else 32), (self.x_empty, c.warps)]
+        self.make_barriers([(p.add(first, 8 * i), count) for first, count in both for i in range(c.x_depth)])
         if self.pdl:
             p.grid_dependency_wait()
+        factors = [mem.load_global_f32(factor) for factor in self.factor]  # at the end their latency would count
         row_bytes = plan.quads * COLS * 2
         piece = p.mul(self.lane, 16)
         src = mem.offset(self.x, p.add(p.mul(self.first_quad, COLS * 2), piece))
@@ -128,6 +176,12 @@ class _Kernel(ComputeWarps):
         p.for_range(0, self.quads, 1, [p.i32(0), p.i32(0)], step)
         mem.copy_wait_all()
 
+        def keep_factors():
+            for i, factor in enumerate(factors):
+                mem.store_shared_f32(self.factor_base, factor, 4 * i)
+
+        p.when(self.is_lane_0, keep_factors)
+
     # ---- all warps -----------------------------------------------------------------------------------------------
 
     def add_up(self):
@@ -138,6 +192,7 @@ class _Kernel(ComputeWarps):
         pairs = p.mul(self.tile_count, plan.m * ROWS // 2)
         share = p.div(p.add(pairs, c.cluster - 1), c.cluster)
         end = p.minimum(p.mul(p.add(self.rank, 1), share), pairs)
+        part = plan.used_warps // c.warps_k * plan.red_warp
 
         def one(index, _):
             per_row = p.mul(self.tile_count, ROWS // 2)
@@ -150,20 +205,20 @@ class _Kernel(ComputeWarps):
             for rank in range(c.cluster):
                 remote = mem.map_rank(at, p.i32(rank)) if c.cluster > 1 else at
                 load = mem.load_cluster_f32x2 if c.cluster > 1 else mem.load_shared_f32x2
-                loaded += [load(p.add(remote, k * c.warps_n * plan.red_warp)) for k in range(c.warps_k)]
+                loaded += [load(p.add(remote, k * part)) for k in range(c.warps_k)]
             sums = loaded[0]
             for pair in loaded[1:]:
                 sums = [arith.addf(a, b) for a, b in zip(sums, pair, strict=True)]
             self.store(p.add(self.first_tile, tile), m, row, sums)
             return []
 
-        p.for_range(p.add(p.mul(self.rank, share), self.tid), end, c.warpgroups * 128, [], one)
+        p.for_range(p.add(p.mul(self.rank, share), self.tid), end, plan.warpgroups * 128, [], one)
 
     def store(self, tile, m, row, sums):
         bias = self.bias or self.outs
-        values = [(self.factor[i], self.outs[i], bias[i], p.i32(self.plan.n[i])) for i in range(self.n_w)]
+        values = [(p.i32(4 * i), self.outs[i], bias[i], p.i32(self.plan.n[i])) for i in range(self.n_w)]
         (factor, out, bias, n), local = self.pick(tile, values)
-        scale = mem.load_global_f32(factor)
+        scale = mem.load_shared_f32(p.add(self.factor_base, factor), 0)
         column = p.add(p.mul(local, ROWS), row)
         size = 4 if self.wide_out else 2
 
@@ -198,42 +253,52 @@ def build(
     has_bias: bool = False,
     pdl: bool = False,
     wide_out: bool = False,
+    ranks: tuple[int, ...] = (),
 ):
-    """The kernel as a function (x [M, Q * 256] bf16, data..., factor..., [bias...]) -> list of y_i [M, n_i].
+    """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, factor and, if `has_bias`, bias;
+    with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and float32 [1] scales, of the weights of positive rank only,
+    and `stream_lora.sync_words()`. Returns the list of y_i [M, n_i].
 
     With wgmma x is first put in fragment order, by a small program of its own that XLA may fuse into what made x.
 
-    `factor` is float32 [1], 128 / global_scale; `bias` is float32 [n_i]; y_i is bfloat16, or float32 if `wide_out`.
+    `factor` is float32 [1], 128 / global_scale; `bias` is float32 [n_i]; a scale is LoRA's over the factor; y_i is
+    bfloat16, or float32 if `wide_out`. Ranks are multiples of 16.
     """
-    plan = make_plan(m, k, n, config)
-    count = 1 + (3 if has_bias else 2) * len(n) + len(n) + 1
+    plan = make_plan(m, k, n, config, ranks)
+    two_x = config.wgmma and bool(plan.ranks)
 
     def nvfp4_decode_matmul(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
-            _Kernel(plan, refs, has_bias, pdl, wide_out).run()
+            _Kernel(plan, Refs.of(refs, plan, has_bias, two_x), pdl, wide_out).run()
 
         body(*refs)
         if pdl:
             plgpu.griddepcontrol_wait()  # tells the launcher that the kernel takes part; the body has waited already
 
+    outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.bfloat16) for n_i in n]
     call = plgpu.kernel(
         nvfp4_decode_matmul,
-        out_type=[jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.bfloat16) for n_i in n],
+        out_type=outs + lora_space(plan),
         scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
         grid=(plan.clusters,),
         grid_names=("clusters",),
         cluster=(config.cluster,),
         cluster_names=("rank",),
-        num_threads=config.warpgroups,
+        num_threads=plan.warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    if not config.wgmma:
-        return jax.jit(call)
-    return jax.jit(lambda x, *rest: call(fragment_order(x, plan.m_tiles * 8), *rest))
+
+    def run(x, *rest):
+        xs = (x,)
+        if config.wgmma:
+            xs = (fragment_order(x, plan.m_tiles * 8), x) if two_x else (fragment_order(x, plan.m_tiles * 8),)
+        return call(*xs, *rest)[: len(n)]
+
+    return jax.jit(run)
 
 
 def fragment_order(x: jax.Array, rows: int) -> jax.Array:
@@ -245,6 +310,33 @@ def fragment_order(x: jax.Array, rows: int) -> jax.Array:
     x = jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))).reshape(rows, -1, 4, 4, 4, 2, 2)  # rows Q unit t j h c
     x = x.transpose(1, 2, 4, 5, 0, 3, 6)  # Q unit j h rows t c
     return x.reshape(x.shape[0], rows * COLS)
+
+
+def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:
+    """What LoRA's parts leave for each other: the sums of the slices, and x A^T."""
+    if not plan.ranks:
+        return []
+    sums = jax.ShapeDtypeStruct((plan.lora_units * plan.lora_group * 128,), jnp.float32)
+    return [sums, jax.ShapeDtypeStruct((sum(plan.rank_tiles) * plan.h_tile // 2,), jnp.bfloat16)]
+
+
+def padded_rank(rank: int) -> int:
+    return -(-rank // ROWS) * ROWS
+
+
+def lora_operands(loras, factors, columns):
+    """Padded ranks and the kernel's operands of (A [R, K], B [N, R], scaling) or None for each weight."""
+    present = [(*lora, factor) for lora, factor in zip(loras, factors, strict=True) if lora is not None]
+    if not present:
+        return (), []
+    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
+    a, b, scales = [], [], []
+    for a_RK, b_NR, scaling, factor in present:
+        more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
+        a.append(jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), columns[1])))
+        b.append(jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))))
+        scales.append(jnp.asarray(scaling, jnp.float32) / factor)
+    return ranks, [*a, *b, *scales, jnp.asarray(sync_words())]
 
 
 def epilogue_factor(global_scale: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """How the streaming kernel cuts a shape: the configuration, and the shared memory that it needs."""
 
 import dataclasses
+import functools
 
 from .layout import COLS, QUAD_BYTES, ROWS
 
@@ -8,6 +9,8 @@ SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
 # Clusters that an H200 holds at once (cudaOccupancyMaxActiveClusters; its multiprocessors lie in groups of unequal
 # size). One cluster more is a second wave: 32 clusters of 4 took twice as long as 30.
 RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}
+HEADER = 256
+SYNC_WORDS = 256  # counters between CTAs; see stream_lora.sync_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class StreamConfig:
       wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
         neighbouring warps act as one, and x comes reordered (see `fragment_order` in stream_kernel.py).
       waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers.
-      promote: without wgmma, add each quad's sums to the total outside the tensor core, whose additions truncate.
+      promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside; with
+        mma.sync always a quad's. With wgmma the total lies in shared memory. 0: never.
     """
 
     cluster: int = 1
@@ -34,15 +38,11 @@ class StreamConfig:
     x_depth: int = 3
     wgmma: bool = False
     waves: int = 1
-    promote: bool = False
+    promote: int = 32
 
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_k
-
-    @property
-    def warpgroups(self) -> int:
-        return -(-(self.warps + 1) // 4)  # one more warp loads x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,49 @@ class Plan:
     tiles_of: tuple[int, ...]
     quads: int
     config: StreamConfig
+    ranks: tuple[int, ...] = ()  # of each weight's LoRA, 0 for none; empty when no weight has one
+
+    @property
+    def warpgroups(self) -> int:
+        spare = self.config.warps + 1 + bool(self.ranks)  # one more warp loads x, at least one more multiplies by A
+        return -(-spare // 4)
+
+    @property
+    def lora_warps(self) -> int:
+        return 4 * self.warpgroups - self.config.warps - 1
+
+    @property
+    def rank_tiles(self) -> tuple[int, ...]:
+        return tuple(r // ROWS for r in self.ranks)
+
+    @property
+    def lora_group(self) -> int:
+        """Eights of rows of x that one unit of x A^T takes."""
+        return min(2, self.m_tiles)
+
+    @property
+    def lora_sums(self) -> int:
+        """Sums over K: one for each 16 ranks and each group of rows."""
+        return sum(self.rank_tiles) * self.m_tiles // self.lora_group
+
+    @functools.cached_property
+    def lora_slices(self) -> int:
+        """Parts of K whose products with A are added afterwards: what makes both together shortest, by an estimate.
+
+        A warp's 128 columns take about 1 us (a trip to the memory while weights stream), 8 slices to add 0.7 us.
+        """
+        halves = 2 * self.quads
+        warps = self.clusters * self.config.cluster * self.lora_warps
+
+        def us(slices):
+            units = -(-self.lora_sums * slices // warps)
+            return -(-halves // slices) * units + 0.7 * self.lora_group * -(-slices // 8)
+
+        return min(range(1, halves + 1), key=us)
+
+    @property
+    def lora_units(self) -> int:
+        return self.lora_sums * self.lora_slices
 
     @property
     def all_tiles(self) -> int:
@@ -65,8 +108,19 @@ class Plan:
         return min(RESIDENT[self.config.cluster] * self.config.waves, self.all_tiles)
 
     @property
+    def used_warps(self) -> int:
+        """Compute warps that own row tiles in some CTA; with wgmma the others only fill up a group of four."""
+        tiles = -(-self.all_tiles // self.clusters)
+        return min(self.config.warps_n, -(-tiles // self.config.tiles)) * self.config.warps_k
+
+    @property
     def units_warp(self) -> int:
         return 4 // self.config.warps_k
+
+    @property
+    def promote_quads(self) -> int:
+        """Quads between promotions with wgmma."""
+        return max(1, self.config.promote // (4 * self.units_warp))
 
     @property
     def tile_slot(self) -> int:
@@ -87,11 +141,38 @@ class Plan:
 
     @property
     def ring_at(self) -> int:
-        return 128  # after 2 x x_depth barriers
+        return HEADER  # after 2 x x_depth barriers, that of LoRA, and the factors
+
+    @property
+    def totals_at(self) -> int:
+        return self.ring_at + self.used_warps * self.config.depth * self.slot
+
+    @property
+    def totals_warp(self) -> int:
+        """A warp's promoted sums with wgmma, 16 bytes a lane for each four of them."""
+        return self.config.tiles * self.m_tiles * 512 if self.config.wgmma and self.config.promote else 0
 
     @property
     def x_at(self) -> int:
-        return self.ring_at + self.config.warps * self.config.depth * self.slot
+        return self.totals_at + self.used_warps * self.totals_warp
+
+    @property
+    def b_warp(self) -> int:
+        """A warp's rows of the LoRA's B."""
+        return self.config.tiles * ROWS * max(self.ranks, default=0) * 2
+
+    @property
+    def b_at(self) -> int:
+        return self.x_at + self.config.x_depth * self.x_slot
+
+    @property
+    def h_at(self) -> int:
+        return self.b_at + self.used_warps // self.config.warps_k * self.b_warp
+
+    @property
+    def h_tile(self) -> int:
+        """x A^T in BF16, 16 ranks of it."""
+        return self.m_tiles * 8 * ROWS * 2
 
     @property
     def red_stride(self) -> int:
@@ -103,8 +184,11 @@ class Plan:
 
     @property
     def total(self) -> int:
-        rings = self.x_at + self.config.x_depth * self.x_slot
-        return max(rings, self.ring_at + self.config.warps * self.red_warp)
+        return max(
+            # a warp reads, and drops, as many ranks of every adapter as the widest has
+            self.h_at + (sum(self.rank_tiles) + max(self.rank_tiles, default=0)) * self.h_tile,
+            self.ring_at + self.used_warps * self.red_warp,
+        )
 
     @property
     def bytes_ahead(self) -> int:
@@ -112,7 +196,7 @@ class Plan:
         return self.config.warps_n * self.config.tiles * (self.config.depth - 1) * QUAD_BYTES
 
 
-def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig) -> Plan:
+def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...] = ()) -> Plan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     quads = -(-k // COLS)
     if not 1 <= m <= 64:
@@ -121,20 +205,24 @@ def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig) -> Plan:
         raise ValueError(f"warps_k must be 1, 2 or 4, got {config.warps_k}")
     if not (config.depth >= 2 and 2 <= config.x_depth <= 8):
         raise ValueError(f"depth must be at least 2 and x_depth 2..8, got {config.depth}, {config.x_depth}")
-    if config.wgmma and config.promote:
-        raise ValueError("promote needs mma.sync: with wgmma the sums would not fit twice in the registers")
     if config.wgmma and config.warps_n % 4:
         raise ValueError(f"with wgmma warps_n must be a multiple of 4, got {config.warps_n}")
     m_tiles = next(t for t in (1, 2, 4, 8) if 8 * t >= m)
     tiles_of = tuple(-(-n_i // ROWS) for n_i in n)
-    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config)
+    if not any(ranks):
+        ranks = ()
+    if (ranks and len(ranks) != len(n)) or any(r % ROWS for r in ranks):
+        raise ValueError(f"ranks must be one for each weight and multiples of {ROWS}, got {ranks}")
+    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks))
     if config.cluster > quads:
         raise ValueError(f"K = {k} is {quads} quads of 256, too few for a cluster of {config.cluster}")
     slots = config.warps_n * config.tiles
     if -(-plan.all_tiles // plan.clusters) > slots:
         raise ValueError(f"N = {n} is {plan.all_tiles} row tiles; {plan.clusters} clusters of {slots} do not hold them")
-    if config.warpgroups * 128 > 1024:
+    if plan.warpgroups * 128 > 1024:
         raise ValueError(f"{config} has more than 1024 threads")
     if plan.total > SMEM_LIMIT:
         raise ValueError(f"{config} needs {plan.total} bytes of shared memory at M = {m}, K = {k}; limit {SMEM_LIMIT}")
+    if plan.ranks and plan.lora_sums > SYNC_WORDS - 3:
+        raise ValueError(f"LoRA ranks {ranks} at M = {m} need {plan.lora_sums} counters of {SYNC_WORDS - 3}")
     return plan

@@ -1,8 +1,8 @@
 """Which program computes a shape: a committed table, written by benchmarks/fp4_sweep.py, never a trial at run time.
 
 fp4_table.json holds, for (K, sum of N) and the largest M of a range (8, 16, 32, 64), the configuration of the streaming
-kernel that was fastest on an H200 (`us` is its time; null where the configuration was chosen from a neighbouring shape
-and not timed yet). Shapes outside it get the first default that fits. All M of one range use one
+kernel that was fastest on an H200, with `"lora": true` a better one for calls with adapters; `us` is its time without
+(with) rank 32, from several runs. Shapes outside it get the first default that fits. All M of one range use one
 configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to the wide kernel
 (wide_variants.py), or, where it does not take the shape, through the streaming kernel 64 at a time.
 """
@@ -28,9 +28,9 @@ STREAM_ROWS = 64
 MAX_STREAM_ROWS = 256
 
 
-def _load() -> dict[tuple[int, int, int], StreamConfig]:
+def _load() -> dict[tuple[int, int, int, bool], StreamConfig]:
     text = importlib.resources.files(__package__).joinpath("fp4_table.json").read_text()
-    return {(e["k"], e["n"], e["m"]): StreamConfig(*e["config"]) for e in json.loads(text)}
+    return {(e["k"], e["n"], e["m"], e.get("lora", False)): StreamConfig(*e["config"]) for e in json.loads(text)}
 
 
 TABLE = _load()
@@ -73,17 +73,35 @@ def has_kernels() -> bool:
     return capability() == 90
 
 
+def takes_lora(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...]) -> bool:
+    """Whether the configuration also has room for adapters of these ranks, and its CTAs can wait for each other."""
+    try:
+        make_plan(_range(m), k, n, config, ranks)
+    except ValueError:
+        return False
+    # a wave cannot wait for the next one's part of x A^T, nor a CTA for one that has no multiprocessor yet
+    return not any(ranks) or (config.waves == 1 and _multiprocessors() >= RESIDENT[1])
+
+
+def _multiprocessors() -> int:
+    """Of the default device; without a CUDA device those of the GPU that kernels are lowered for."""
+    return jax.devices()[0].core_count if capability() else RESIDENT[1]
+
+
+def _range(m: int) -> int:
+    return next((r for r in RANGES if m <= r), RANGES[-1])
+
+
 @functools.cache
-def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
+def config_for(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = ()) -> StreamConfig:
     """The streaming kernel's configuration for a shape; raises ValueError naming the constraint when none fits."""
-    m = next((r for r in RANGES if m <= r), RANGES[-1])  # the whole range must fit, and so share one configuration
-    entry = TABLE.get((k, sum(n), m))
-    if entry is not None:
-        try:
-            make_plan(m, k, n, entry)
-            return entry
-        except ValueError:  # another split of the same N into matrices may need more row tiles
-            pass
+    m = _range(m)  # the whole range must fit, and so share one configuration
+    entries = [TABLE.get((k, sum(n), m, lora)) for lora in ((True, False) if any(ranks) else (False,))]
+    # another split of the same N into matrices may need more row tiles; without room, LoRA is added outside the kernel
+    for tried in (ranks, ()):
+        for entry in entries:
+            if entry is not None and takes_lora(m, k, n, entry, tried):
+                return entry
     all_tiles = sum(-(-n_i // 16) for n_i in n)
     reason = None
     for cluster in (1, 2, 4, 8):
@@ -91,20 +109,24 @@ def config_for(m: int, k: int, n: tuple[int, ...]) -> StreamConfig:
         for tiles, warps_k in ((1, 2), (1, 1), (2, 2), (2, 1), (3, 1), (4, 1)):
             entry = StreamConfig(cluster, -(-per_cta // tiles), warps_k, tiles, 2, 2)
             try:
-                make_plan(m, k, n, entry)
+                make_plan(m, k, n, entry, ranks)
             except ValueError as error:
                 reason = error
                 continue
             return entry
+    if any(ranks):
+        return config_for(m, k, n)
     raise ValueError(f"no configuration of the streaming kernel takes M = {m}, K = {k}, N = {n}: {reason}")
 
 
-def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | StreamConfig | WideConfig:
-    """A path's name, or the configuration of the streaming or the wide kernel."""
+def choose(
+    m: int, k: int, n: tuple[int, ...], backend: str | None = None, ranks: tuple[int, ...] = ()
+) -> str | StreamConfig | WideConfig:
+    """A path's name, or the configuration of the streaming kernel, with room for LoRA if it can, or the wide kernel."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
     if backend == "mosaic":
-        return config_for(m, k, n)
+        return config_for(m, k, n, ranks)
     if backend == "wide":
         return wide_config("forward", m, k, n)
     if backend is not None:
@@ -114,7 +136,7 @@ def choose(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> st
         return "dequantize" if at else "reference"
     tries = [functools.partial(wide_config, "forward", m, k, n)]
     if m <= MAX_STREAM_ROWS:
-        tries.insert(0 if m <= STREAM_ROWS else 1, functools.partial(config_for, m, k, n))
+        tries.insert(0 if m <= STREAM_ROWS else 1, functools.partial(config_for, m, k, n, ranks))
     return _first(tries)
 
 

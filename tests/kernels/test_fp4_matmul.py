@@ -16,6 +16,7 @@ from pallas_kernels import (
     repack,
     stream_kernel,
 )
+from pallas_kernels.stream_lora import sync_words
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 from pallas_kernels.variants import TABLE, config_for
 
@@ -90,7 +91,7 @@ def test_vmap_folds_rows_and_refuses_batched_weights():
     got = jax.jit(jax.vmap(lambda x: fp4_matmul(x, w, gs)))(x.reshape(3, 4, 64))
     np.testing.assert_allclose(got.reshape(12, 32), fp4_matmul(x, w, gs), rtol=1e-5, atol=1e-4)
     batched = KernelWeight(jnp.stack([w.data, w.data]), w.n, w.k)
-    with pytest.raises(ValueError, match="batch of x only"):
+    with pytest.raises(ValueError, match="not of the weights"):
         jax.vmap(lambda w: fp4_matmul(x, w, gs))(batched)
 
 
@@ -117,8 +118,8 @@ def test_no_rows_and_wrong_shapes():
 
 
 def test_every_table_entry_takes_its_shape():
-    for (k, n, m), config in TABLE.items():
-        make_plan(m, k, (n,), config)
+    for (k, n, m, lora), config in TABLE.items():
+        make_plan(m, k, (n,), config, (32,) if lora else ())
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 33, 64])
@@ -153,6 +154,60 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
         args += [shape((i,), jnp.float32) for i in n]
     module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
     assert "mosaic_gpu" in module
+
+
+@pytest.mark.parametrize("config, n, ranks", [
+    (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), (32, 0)),
+    (StreamConfig(2, 1, 2, 2, 2, 3), (64,), (128,)),
+    (StreamConfig(1, 4, 2, 1, 3, 2, True), (64, 40), (16, 48)),
+])  # fmt: skip
+def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, n, ranks):
+    m, k = 9, 1024
+    kernel = stream_kernel.build(m, k, n, config, ranks=ranks)
+    shape = jax.ShapeDtypeStruct
+    args = [shape((m, k), jnp.bfloat16)] + [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n]
+    args += [shape((1,), jnp.float32)] * len(n)
+    present = [(i, r) for i, r in zip(n, ranks, strict=True) if r]
+    args += [shape((r, k), jnp.bfloat16) for _, r in present] + [shape((i, r), jnp.bfloat16) for i, r in present]
+    args += [shape((1,), jnp.float32)] * len(present) + [shape(sync_words().shape, jnp.uint32)]
+    module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
+    assert "mosaic_gpu" in module
+
+
+@pytest.mark.parametrize("lora", [(None, 4), (20, None), (8, 8)])
+def test_list_with_and_without_lora_lowers_through_the_public_call(lora):
+    k, n = 320, (48, 33)
+    x = jax.ShapeDtypeStruct((5, k), jnp.bfloat16)
+    weights = [KernelWeight(jax.ShapeDtypeStruct((-(-i // 16), 2, 576), jnp.uint32), i, k) for i in n]
+    loras = [
+        None if r is None else (jax.ShapeDtypeStruct((r, k), jnp.float32), jax.ShapeDtypeStruct((i, r), jnp.float32))
+        for r, i in zip(lora, n, strict=True)
+    ]
+
+    def f(x, weights, loras):
+        pairs = [None if pair is None else (*pair, 0.5) for pair in loras]
+        return fp4_matmul(x, weights, [1.0, 2.0], lora=pairs, backend="mosaic")
+
+    ys = jax.eval_shape(f, x, weights, loras)
+    assert [y.shape for y in ys] == [(5, 48), (5, 33)] and ys[0].dtype == jnp.bfloat16
+    assert "mosaic_gpu" in export.export(jax.jit(f), platforms=["cuda"])(x, weights, loras).mlir_module()
+
+
+def test_adapters_of_each_row_block_under_vmap():
+    w, x, gs = _weight(0, 48, 64), _x(1, 6, 64).reshape(2, 3, 64), jnp.float32(700.0)
+    a, b = _x(2, 8, 64).reshape(2, 4, 64), _x(3, 96, 4).reshape(2, 48, 4)
+    got = jax.vmap(lambda x, a, b: fp4_matmul(x, w, gs, lora=(a, b, 0.5)))(x, a, b)
+    for i in range(2):
+        np.testing.assert_allclose(got[i], fp4_matmul(x[i], w, gs, lora=(a[i], b[i], 0.5)), rtol=1e-5, atol=1e-4)
+
+
+def test_a_plan_for_lora():
+    plan = make_plan(8, 3584, (3584, 512, 512), StreamConfig(2, 3, 4, 2, 5, 3), (32, 0, 16))
+    assert plan.rank_tiles == (2, 0, 1) and plan.lora_warps == 3 and plan.lora_units == 3 * plan.lora_slices
+    assert 1 <= plan.lora_slices <= 28  # parts of 128 columns at least
+    with pytest.raises(ValueError, match="multiples of 16"):
+        make_plan(8, 3584, (3584,), StreamConfig(4, 4, 4, 2, 4, 3), (8,))
+    assert sync_words()[:-1].sum() == 0 and sync_words()[-1] == 1
 
 
 def test_dequantize_kernel_lowers_for_cuda_without_a_gpu():

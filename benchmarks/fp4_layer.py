@@ -1,0 +1,134 @@
+"""A layer's four matmuls in sequence, each fed by the one before, with no other kernel between, in a jitted while loop.
+
+    python -m benchmarks.fp4_layer OUT.json [--models 7B] [--m 1 8] [--rank 0 32] [--pdl]
+
+`us` is the loop's wall time over layers and steps: it holds launches, gaps and what consecutive kernels overlap.
+`kernels_us` is the sum of CUPTI's kernel times of the same loop, which count an overlap twice. q, k, v are one call, as
+are gate and up; the layers' weights exceed the L2 many times. With --pdl kernels start early (programmatic dependent
+launch); XLA's CUDA graphs do not keep that, so run it with XLA_FLAGS=--xla_gpu_enable_command_buffer= too.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.fp4_matmul import random_weight
+from pallas_kernels import layout, stream_kernel, variants
+from pallas_kernels.stream_plan import StreamConfig
+
+# K and the N of each call's matrices; the first output of a call is the next call's x
+CALLS = {
+    "7B": [(3584, (3584, 512, 512)), (3584, (3584,)), (3584, (18944, 18944)), (18944, (3584,))],
+    "14B": [(5120, (5120, 1024, 1024)), (5120, (5120,)), (5120, (13824, 13824)), (13824, (5120,))],
+    "32B": [(5120, (5120, 1024, 1024)), (5120, (5120,)), (5120, (27648, 27648)), (27648, (5120,))],
+}
+LAYERS = {"7B": 6, "14B": 4, "32B": 3}
+STEPS = 40
+
+
+def unit_factor(weight):
+    """The epilogue's factor that keeps the size of x: so no call meets zeros or infinities."""
+    sample = layout.KernelWeight(weight.data[:4], 64, weight.k)
+    rms = jnp.sqrt(jnp.mean(layout.dequantize(sample, jnp.float32(1.0), jnp.float32) ** 2))
+    return stream_kernel.epilogue_factor(rms * np.sqrt(weight.k))
+
+
+def make_model(name, rank):
+    model = []
+    for layer in range(LAYERS[name]):
+        calls = []
+        for i, (k, ns) in enumerate(CALLS[name]):
+            keys = jax.random.split(jax.random.key(10 * layer + i), 3 * len(ns))
+            weights = [random_weight(keys[j], n, k) for j, n in enumerate(ns)]
+            factors = [unit_factor(w) for w in weights]
+            loras = [None] * len(ns)
+            if rank:
+                loras = [
+                    (jax.random.normal(a, (rank, k), jnp.bfloat16) / k**0.5,
+                     jax.random.normal(b, (n, rank), jnp.bfloat16) / rank**0.5, jnp.float32(1e-3))
+                    for a, b, n in zip(keys[len(ns):], keys[2 * len(ns):], ns, strict=False)
+                ]  # fmt: skip
+            _, operands = stream_kernel.lora_operands(loras, factors, ((0, 0), (0, 0)))
+            calls.append([*[w.data for w in weights], *factors, *operands])
+        model.append(calls)
+    return model
+
+
+def make_loop(name, m, rank, pdl, configs):
+    kernels = []
+    for i, (k, ns) in enumerate(CALLS[name]):
+        ranks = (rank,) * len(ns) if rank else ()
+        config = configs[i] if configs else variants.config_for(m, k, ns, ranks)
+        kernels.append(stream_kernel.build(m, k, ns, config, pdl=pdl, ranks=ranks))
+
+    def loop(x, model, steps):
+        def body(state):
+            i, x = state
+            for calls in model:
+                for kernel, operands in zip(kernels, calls, strict=True):
+                    x = kernel(x, *operands)[0]
+            return i + 1, x
+
+        return jax.lax.while_loop(lambda s: s[0] < steps, body, (0, x))[1]
+
+    return jax.jit(loop)
+
+
+def measure(name, m, rank, pdl, model, configs=None):
+    loop = make_loop(name, m, rank, pdl, configs)
+    k = CALLS[name][0][0]
+    x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
+    y = loop(x, model, STEPS).block_until_ready()
+    times = []
+    for steps in (STEPS, 3 * STEPS) * 4:
+        start = time.perf_counter()
+        loop(x, model, steps).block_until_ready()
+        times.append(time.perf_counter() - start)
+    # the difference of two lengths: without the call's own start and end
+    us = (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS * LAYERS[name]) * 1e6
+    _, kernels = profiler.measure(loop, aggregate=False)(x, model, 2)
+    size = sum(k * sum(ns) for k, ns in CALLS[name]) * 0.5625
+    return {
+        "model": name, "m": m, "rank": rank, "pdl": pdl, "us": float(us), "tb_per_s": float(size / us * 1e-6),
+        "kernels_us": sum(t for _, t in kernels) * 1e3 / (2 * LAYERS[name]),
+        "kernels_a_layer": len(kernels) / (2 * LAYERS[name]),
+        "graphs": "xla_gpu_enable_command_buffer=" not in os.environ.get("XLA_FLAGS", ""),
+        "finite": bool(jnp.isfinite(y).all()), "checksum": float(jnp.abs(y.astype(jnp.float32)).sum()),
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--models", nargs="+", default=list(CALLS))
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
+    parser.add_argument("--pdl", action="store_true", help="with dependent launch, beside without")
+    parser.add_argument("--configs", help="JSON: lists of four configurations to compare, not the table's")
+    args = parser.parse_args()
+    rows = []
+    for name in args.models:
+        for rank in args.rank:
+            model = make_model(name, rank)
+            for m in args.m:
+                for configs in json.loads(args.configs) if args.configs else [None]:
+                    for pdl in (False, True) if args.pdl else (False,):
+                        chosen = configs and [StreamConfig(*c) for c in configs]
+                        row = measure(name, m, rank, pdl, model, chosen) | {"configs": configs}
+                        rows.append(row)
+                        print({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+            del model
+        with open(args.out, "w") as f:
+            json.dump(rows, f, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

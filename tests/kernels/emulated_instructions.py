@@ -1,0 +1,301 @@
+"""What `ptx`, `ptx_memory` and `fragments` do, in NumPy, for the emulator: values are vectors of a warp's 32 lanes."""
+
+import types
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import layout
+
+LANES = np.arange(32)
+U32, U64, F32 = np.uint32, np.uint64, np.float32
+
+
+def _lanes(value, dtype=U32):
+    return np.broadcast_to(np.asarray(value if isinstance(value, np.ndarray) else dtype(value)), (32,))
+
+
+def _bf16(words):
+    """uint32 [...] -> float64 [..., 2], the lower half first."""
+    halves = np.stack([words & U32(0xFFFF), words >> U32(16)], -1).astype(np.uint16)
+    return halves.view(ml_dtypes.bfloat16).astype(np.float64)
+
+
+class Barrier:
+    """An mbarrier: `count` arrivals and the expected bytes complete a phase."""
+
+    def __init__(self, count):
+        self.count, self.left, self.bytes, self.phase = count, count, 0, 0
+
+    def arrive(self, arrivals, n_bytes=0):
+        self.left -= arrivals
+        self.bytes += n_bytes
+        assert self.left >= 0, "more arrivals than the barrier's count"
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.phase = self.count, self.phase + 1
+
+
+def _where_shared(m, address):
+    """CTA and byte of a shared address; the upper byte is 1 + the CTA's rank where `map_rank` made it."""
+    address = _lanes(address).astype(np.int64)
+    rank, byte = address >> 24, address & 0xFFFFFF
+    first = m.now.cta // m.cluster * m.cluster
+    return np.where(rank == 0, m.now.cta, first + rank - 1), byte
+
+
+def _gather(memory, byte, size):
+    return memory[byte[:, None] + np.arange(size)]
+
+
+def make_ptx(m):
+    """The names of `ptx` that the kernel uses."""
+    p = types.SimpleNamespace()
+    p.i32, p.f32 = (lambda v: _lanes(v)), (lambda v: _lanes(v, F32))
+
+    def binary(f, dtype=U32):
+        def run(a, b):
+            with np.errstate(over="ignore"):
+                return f(_lanes(a).astype(U32), _lanes(b).astype(U32)).astype(dtype)
+
+        return run
+
+    p.add, p.sub, p.mul, p.and_ = map(binary, (np.add, np.subtract, np.multiply, np.bitwise_and))
+    p.xor, p.shr, p.minimum = map(binary, (np.bitwise_xor, np.right_shift, np.minimum))
+    p.div, p.rem = map(binary, (np.floor_divide, np.remainder))
+    p.lt, p.eq = binary(np.less, bool), binary(np.equal, bool)
+    p.select = lambda c, a, b: np.where(c, _lanes(a), _lanes(b))
+    p.sreg = lambda name: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[name]
+    p.uniform = lambda v: _lanes(v[0])
+    p.cta_sync = lambda: m.meet((m.now.cta, 0), 32 * m.warps_of_cta)
+    p.named_sync = lambda which, threads: m.meet((m.now.cta, which), threads)
+    p.named_arrive = lambda which, threads: m.meet((m.now.cta, which), threads, waits=False)
+    p.cluster_sync = lambda: m.meet(("cluster", m.now.cta // m.cluster), 32 * m.warps_of_cta * m.cluster)
+    p.warp_sync = p.wgmma_fence = p.wgmma_commit = lambda: None
+    p.wgmma_wait = lambda pending: None
+
+    def for_range(lower, upper, step, carries, body):
+        i, upper = _lanes(lower).copy(), _lanes(upper)
+        while (active := m.now.mask & (i < upper)).any():
+            with m.now.only(active):
+                new = body(i.copy(), list(carries))
+            carries = [np.where(active, n, c) for n, c in zip(new, carries, strict=True)]
+            i = i + U32(step)
+        return list(carries)
+
+    def if_values(cond, body, otherwise):
+        active = m.now.mask & cond
+        if not active.any():
+            return otherwise
+        with m.now.only(active):
+            new = body()
+        return [np.where(active, n, o) for n, o in zip(new, otherwise, strict=True)]
+
+    def if_else(cond, body, otherwise):
+        for mask, branch in ((m.now.mask & cond, body), (m.now.mask & ~cond, otherwise)):
+            if mask.any():
+                with m.now.only(mask):
+                    branch()
+
+    p.for_range, p.if_values, p.if_else = for_range, if_values, if_else
+    p.when = lambda cond, body: if_else(cond, body, lambda: None)
+
+    def tile(acc, a, b):
+        """acc + A [16, 16] B [16, N] for a warp; b [16, N]."""
+        left, (g, t) = np.zeros((16, 16)), np.divmod(LANES, 4)
+        for i, word in enumerate(a):
+            for e, value in enumerate(np.moveaxis(_bf16(word), -1, 0)):
+                left[g + 8 * (i % 2), 2 * t + e + 8 * (i // 2)] = value
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = left @ b
+        out = []
+        for n in range(b.shape[1] // 8):
+            for e in range(4):
+                out.append((acc[4 * n + e] + product[g + 8 * (e // 2), 8 * n + 2 * t + e % 2]).astype(F32))
+        return out
+
+    def mma(acc, a, b0, b1):
+        b, (g, t) = np.zeros((16, 8)), np.divmod(LANES, 4)
+        for h, word in enumerate((b0, b1)):
+            for e, value in enumerate(np.moveaxis(_bf16(word), -1, 0)):
+                b[2 * t + e + 8 * h, g] = value
+        return tile(acc, a, b)
+
+    def wgmma(acc, a, descriptor):
+        address, k_stride, n_stride = descriptor
+        shared, count = m.shared[m.now.cta], len(acc) // 4
+        b = np.zeros((16, 8 * count))
+        for h, n in np.ndindex(2, count):
+            at = int(address[0]) + h * k_stride + n * n_stride
+            b[8 * h : 8 * h + 8, 8 * n : 8 * n + 8] = _bf16(shared[at : at + 128].view(U32)).reshape(8, 8).T
+        return tile(acc, a, b)
+
+    p.mma_bf16, p.wgmma_bf16 = mma, wgmma
+    p.b_descriptor = lambda address, k_stride, n_stride: (address, k_stride, n_stride)
+    p.add_64 = lambda d, sixteens: (d[0] + U32(16 * sixteens), d[1], d[2])
+    return p
+
+
+def make_memory(m):
+    """The names of `ptx_memory` that the kernel uses."""
+    mem = types.SimpleNamespace()
+    mem.global_address = lambda at: np.full(32, at, U64)
+    mem.shared_address = lambda ref: _lanes(0)
+    mem.offset = lambda base, more: base + _lanes(more).astype(U64)
+    mem.wide_offset = lambda base, index, stride: base + _lanes(index).astype(U64) * U64(stride)
+    mem.map_rank = lambda address, rank: address | (_lanes(rank) + U32(1)) << U32(24)
+    mem.fence = mem.fence_barrier_init = lambda: None
+
+    def load_global(count, dtype, align):
+        def load(address, byte_offset=0):
+            byte = np.where(m.now.mask, address.astype(np.int64) + byte_offset, 0)
+            assert (byte % align == 0).all() and byte.max() + 4 * count <= m.end, "a global address out of place"
+            words = _gather(m.memory, byte, 4 * count).view(dtype)
+            return [words[:, i].copy() for i in range(count)]
+
+        return load
+
+    def store_global(address, data, byte_offset=0):
+        """data: uint8 [32, size]"""
+        byte = address.astype(np.int64) + byte_offset
+        active, size = m.now.mask, data.shape[1]
+        assert (byte[active] % size == 0).all() and byte[active].max() + size <= m.end, "a global address out of place"
+        m.memory[byte[active][:, None] + np.arange(size)] = data[active]
+
+    def bytes_of(values, dtype):
+        return np.stack([np.broadcast_to(v, (32,)).astype(dtype) for v in values], 1).view(np.uint8).reshape(32, -1)
+
+    mem.load_global_v4 = load_global(4, U32, 16)
+    mem.load_fresh_v4, mem.load_fresh_f32x4 = load_global(4, U32, 16), load_global(4, F32, 16)
+    mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
+    mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
+    mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
+    mem.store_global_f32 = lambda a, v: store_global(a, bytes_of((v,), F32))
+    mem.store_global_b32 = lambda a, v: store_global(a, bytes_of((v,), U32))
+    mem.store_global_bf16x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), ml_dtypes.bfloat16))
+    mem.store_global_bf16 = lambda a, v, o=0: store_global(a, bytes_of((v,), ml_dtypes.bfloat16), o)
+
+    def load_shared(count, dtype):
+        def load(address, byte_offset=0):
+            cta, byte = _where_shared(m, address)
+            byte = np.where(m.now.mask, byte + byte_offset, 0)
+            assert (byte % (4 * count) == 0).all(), "a shared address out of line"
+            rows = np.stack([m.shared[c][b : b + 4 * count] for c, b in zip(cta, byte, strict=True)]).view(dtype)
+            return [rows[:, i].copy() for i in range(count)]
+
+        return load
+
+    def store_shared(address, data, byte_offset):
+        cta, byte = _where_shared(m, address)
+        assert (cta == m.now.cta).all() and ((byte + byte_offset) % data.shape[1] == 0).all()
+        for lane in LANES[m.now.mask]:
+            at = byte[lane] + byte_offset
+            assert at + data.shape[1] <= len(m.shared[m.now.cta]), "past the end of shared memory"
+            m.shared[m.now.cta][at : at + data.shape[1]] = data[lane]
+
+    mem.load_shared_v4, mem.load_shared_v2 = load_shared(4, U32), load_shared(2, U32)
+    mem.load_shared_f32x4, mem.load_shared_f32x2 = load_shared(4, F32), load_shared(2, F32)
+    mem.load_cluster_f32x2 = load_shared(2, F32)
+    mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
+    mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
+    mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
+    mem.store_shared_v4 = lambda a, values, o: store_shared(a, bytes_of(values, U32), o)
+    mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
+
+    def barrier(address):
+        return m.barriers[m.now.cta][int(address[0])]
+
+    def barrier_init(address, count):
+        m.barriers[m.now.cta][int(address[0])] = Barrier(count)
+
+    def barrier_wait(address, parity):
+        b, odd = barrier(address), int(_lanes(parity)[0])
+        m.now.pause(lambda: b.phase % 2 != odd)
+
+    mem.barrier_init, mem.barrier_wait = barrier_init, barrier_wait
+    mem.barrier_arrive = lambda address: barrier(address).arrive(int(m.now.mask.sum()))
+    mem.barrier_expect = lambda address, n: barrier(address).arrive(1, int(_lanes(n)[0]))
+
+    def bulk_load(to, source, n_bytes, full):
+        to, source, size = int(_lanes(to)[0]), int(source[0]), int(_lanes(n_bytes)[0])
+        assert source + size <= m.end
+        m.shared[m.now.cta][to : to + size] = m.memory[source : source + size]
+        barrier(full).arrive(0, -size)
+
+    def copy_async(size):
+        def copy(to, source, to_offset=0, source_offset=0):
+            byte = source.astype(np.int64) + source_offset
+            active = m.now.mask
+            assert (byte[active] % size == 0).all() and byte[active].max() + size <= m.end
+            data = _gather(m.memory, np.where(active, byte, 0), size)
+            m.now.copies.append((active, _lanes(to) + U32(to_offset), data))
+
+        return copy
+
+    def land(copies):
+        for mask, to, data in copies:
+            with m.now.only(mask):
+                store_shared(to, data, 0)
+
+    def copy_commit():
+        m.now.groups.append(m.now.copies)
+        m.now.copies = []
+
+    def copy_wait(pending):
+        done, m.now.groups = m.now.groups[: len(m.now.groups) - pending], m.now.groups[-pending:] if pending else []
+        for group in done:
+            land(group)
+
+    def copy_wait_all():
+        copy_wait(0)
+        land(m.now.copies)
+        m.now.copies = []
+
+    def copy_arrive(address):
+        copy_wait_all()
+        barrier(address).arrive(32)
+
+    mem.bulk_load, mem.copy_async_16, mem.copy_async_4 = bulk_load, copy_async(16), copy_async(4)
+    mem.copy_commit, mem.copy_arrive = copy_commit, copy_arrive
+    mem.copy_wait, mem.copy_wait_all = copy_wait, copy_wait_all
+
+    def word(address):
+        (lane,) = LANES[m.now.mask]
+        return m.memory[int(address[lane]) : int(address[lane]) + 4].view(U32)
+
+    def count_and_wrap(address, last):
+        m.now.pause()
+        counter = word(address)
+        before = int(counter[0])
+        counter[0] = 0 if before >= int(_lanes(last)[0]) else before + 1
+        return _lanes(before)
+
+    def count_up(address):
+        m.now.pause()
+        word(address)[0] += 1
+
+    def wait_for_count(address, value):
+        counter = word(address)
+        m.now.pause(lambda: counter[0] == _lanes(value)[0])
+
+    mem.count_and_wrap, mem.count_up, mem.wait_for_count = count_and_wrap, count_up, wait_for_count
+    return mem
+
+
+def decode_scales(word, which):
+    step = np.float64(2.0 ** (layout.SCALE_STEP_1 + layout.SCALE_STEP_2))
+    shift = np.where(_lanes(which) == 0x4342, U32(16), U32(0))
+    return [
+        (((word >> (shift + U32(8 * e)) & U32(0xFF)) << U32(4)).astype(np.uint16).view(ml_dtypes.bfloat16)).astype(
+            np.float64
+        )
+        * step
+        for e in range(2)
+    ]
+
+
+def decode_codes(word, scale_lo, scale_hi, in_place=False):
+    out = []
+    for pair, scale in zip(layout.decode_word(word), (scale_lo, scale_hi) * 2, strict=True):
+        values = (_bf16(pair) * scale[:, None]).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32)
+        out.append(values[:, 0] | values[:, 1] << U32(16))
+    return out

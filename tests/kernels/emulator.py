@@ -1,0 +1,161 @@
+"""Runs the streaming kernel's program in NumPy: every warp of every CTA, 32 lanes at once, in a random order.
+
+The program is Python that calls `ptx` and `ptx_memory`; here those names mean NumPy operations on vectors of 32 lanes.
+Warps are threads of which one runs at a time; at each point where a warp may wait (barriers, counters) the next one is
+drawn by a seed, so that a missing barrier shows under some seeds. Asynchronous copies land as late as the program
+allows; shared memory and outputs begin as NaN. What is not modelled: registers, the memory model between a GPU's
+caches, time, and the tensor cores' truncation (sums are rounded once a step).
+"""
+
+import concurrent.futures
+import contextlib
+import random
+import threading
+import types
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
+
+from pallas_kernels import stream_compute, stream_kernel, stream_lora
+
+
+class Deadlock(AssertionError):
+    """Every warp waits for another."""
+
+
+class Stopped(AssertionError):
+    """Another warp failed."""
+
+
+class Warp:
+    def __init__(self, machine, cta, index):
+        self.machine, self.cta, self.index = machine, cta, index
+        self.mask, self.may_go, self.turn, self.done = np.ones(32, bool), lambda: True, threading.Semaphore(0), False
+        self.copies, self.groups = [], []
+
+    def run(self, program):
+        try:
+            self.wait_for_turn()
+            program()
+        finally:
+            self.done = True
+            self.machine.idle.release()
+
+    def pause(self, may_go=lambda: True):
+        """Let another warp run; come back some time after `may_go()` holds."""
+        self.may_go = may_go
+        self.machine.idle.release()
+        self.wait_for_turn()
+
+    def wait_for_turn(self):
+        self.turn.acquire()
+        if self.machine.stopped:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def only(self, mask):
+        before, self.mask = self.mask, mask
+        yield
+        self.mask = before
+
+
+class Machine:
+    """Global memory, CTAs and their warps."""
+
+    def __init__(self, seed):
+        self.random, self.idle = random.Random(seed), threading.Semaphore(0)
+        self.memory, self.end = np.full(1 << 26, 0xFF, np.uint8), 256
+        self.now = None
+
+    def put(self, array):
+        """Its address."""
+        array = np.ascontiguousarray(array)
+        at, size = self.end, array.nbytes
+        self.memory[at : at + size] = array.reshape(-1).view(np.uint8)
+        self.end = -(-(at + size) // 256) * 256
+        return at
+
+    def get(self, at, shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.memory[at : at + size].view(dtype).reshape(shape).copy()
+
+    def launch(self, ctas, cluster, warps, shared_bytes, program):
+        self.cluster, self.warps_of_cta, self.stopped = cluster, warps, False
+        self.shared = [np.full(shared_bytes, 0xFF, np.uint8) for _ in range(ctas)]
+        self.barriers = [{} for _ in range(ctas)]
+        self.named = {}
+        left = [Warp(self, cta, index) for cta in range(ctas) for index in range(warps)]
+        with concurrent.futures.ThreadPoolExecutor(len(left)) as pool:
+            running = {warp: pool.submit(warp.run, program) for warp in left}
+            try:
+                while left:
+                    self.step(left, running)
+            finally:
+                self.stopped = True
+                for warp in left:
+                    warp.turn.release()
+
+    def step(self, left, running):
+        start = self.random.randrange(len(left))
+        self.now = next((warp for warp in left[start:] + left[:start] if warp.may_go()), None)
+        if self.now is None:
+            raise Deadlock(f"{len(left)} warps wait: {sorted((w.cta, w.index) for w in left)}")
+        self.now.turn.release()
+        self.idle.acquire()
+        if self.now.done:
+            left.remove(self.now)
+            running[self.now].result()
+
+    def meet(self, key, threads, waits=True):
+        """A barrier of `threads` threads."""
+        arrived, round_ = self.named.get(key, (0, 0))
+        arrived += 32
+        assert arrived <= threads, f"more than {threads} threads at barrier {key}"
+        self.named[key] = (0, round_ + 1) if arrived == threads else (arrived, round_)
+        if waits:
+            self.now.pause(lambda: self.named[key][1] > round_)
+
+
+@contextlib.contextmanager
+def _emulated(m):
+    arith = types.SimpleNamespace(
+        addf=lambda a, b: (a + b).astype(np.float32), mulf=lambda a, b: (a * b).astype(np.float32),
+        select=np.where, andi=np.logical_and,
+    )  # fmt: skip
+    names = {"p": make_ptx(m), "mem": make_memory(m), "arith": arith}
+    names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
+    modules = (stream_kernel, stream_compute, stream_lora)
+    before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, names[name])
+    try:
+        yield
+    finally:
+        for module, name, old in before:
+            setattr(module, name, old)
+
+
+def run(plan, x, weights, factors, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
+    """The outputs [M, n_i] of a kernel, of several calls that share their memory; `loras` are its LoRA operands."""
+    m = Machine(seed)
+    c, two_x = plan.config, plan.config.wgmma and bool(plan.ranks)
+    xs = [stream_kernel.fragment_order(jnp.asarray(x), plan.m_tiles * 8)] if c.wgmma else [x]
+    xs += [x] if two_x else []
+    operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *factors, *biases, *loras)]
+    dtype = np.float32 if wide_out else ml_dtypes.bfloat16
+    shapes = [((plan.m, n), dtype) for n in plan.n]
+    shapes += [(s.shape, s.dtype) for s in stream_kernel.lora_space(plan)]
+    outs = [m.put(np.full(shape, np.nan, dtype)) for shape, dtype in shapes]
+    results = []
+    with _emulated(m):
+        for _ in range(calls):
+            refs = stream_kernel.Refs.of([*operands, *outs, None], plan, bool(biases), two_x)
+
+            def program(refs=refs):
+                stream_kernel._Kernel(plan, refs, False, wide_out).run()
+
+            m.launch(plan.clusters * c.cluster, c.cluster, 4 * plan.warpgroups, plan.total, program)
+            results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.n)], strict=False)])
+    return results

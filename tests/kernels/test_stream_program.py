@@ -1,0 +1,127 @@
+"""The streaming kernel's program run in NumPy (see emulator.py): its numbers, its barriers and counters."""
+
+import functools
+
+import emulator
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import layout, repack, stream_compute, stream_kernel, stream_plan
+from pallas_kernels.stream_plan import StreamConfig, make_plan
+
+GLOBAL_SCALE = np.float32(2688.0)
+
+
+@functools.cache
+def _matrix():
+    """A packed matrix [96, 1024] and its values; cases take tiles and quads of it, so it is packed once."""
+    rng = np.random.default_rng(7)
+    packed = rng.integers(0, 256, (96, 512), dtype=np.uint8)
+    scale = rng.integers(0x10, 0x50, (96, 64), dtype=np.uint8)
+    weight = repack(jnp.asarray(packed), jnp.asarray(scale))
+    return np.asarray(weight.data), np.asarray(layout.dequantize(weight, GLOBAL_SCALE, jnp.float32), np.float64)
+
+
+class Case:
+    """Operands of a call, its true outputs and the error that they may have."""
+
+    def __init__(self, m, k, n, config, ranks=(), bias=False):
+        rng = np.random.default_rng(m)
+
+        def normal(*shape, scale=1.0):
+            return (rng.standard_normal(shape) * scale).astype(ml_dtypes.bfloat16)
+
+        self.x, self.weights, self.true, self.bound, loras = normal(m, k), [], [], [], []
+        x = self.x.astype(np.float64)
+        self.factors = [stream_kernel.epilogue_factor(GLOBAL_SCALE)] * len(n)
+        self.biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
+        (data, values), tile = _matrix(), 0
+        for i, (n_i, rank) in enumerate(zip(n, ranks or (0,) * len(n), strict=True)):
+            tiles = -(-n_i // 16)
+            self.weights.append(data[tile : tile + tiles, : k // 256])
+            dense = values[16 * tile : 16 * tile + n_i, :k]
+            tile += tiles
+            true, bound = x @ dense.T, 1e-6 * (np.abs(x) @ np.abs(dense).T)
+            if bias:
+                true = true + self.biases[i]
+            if rank:
+                a, b = normal(rank, k, scale=k**-0.5), normal(n_i, rank)
+                hidden = 0.7 * x @ a.astype(np.float64).T  # rounded to bfloat16 between the products
+                true = true + hidden @ b.astype(np.float64).T
+                bound = bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.astype(np.float64)).T)
+            loras.append((a, b, 0.7) if rank else None)
+            self.true.append(true)
+            self.bound.append(bound)
+        padded, self.loras = stream_kernel.lora_operands(loras, self.factors, ((0, 0), (0, 0)))
+        self.plan = make_plan(m, k, n, config, padded)
+
+    def run(self, **options):
+        return emulator.run(self.plan, self.x, self.weights, self.factors, self.biases, self.loras, **options)
+
+    def is_right(self, ys):
+        return all((np.abs(y - true) <= bound).all() for y, true, bound in zip(ys, self.true, self.bound, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def small_gpu(monkeypatch):
+    monkeypatch.setattr(stream_plan, "RESIDENT", {1: 2, 2: 2, 4: 1})
+
+
+@pytest.mark.parametrize("config, m, k, n, bias", [
+    (StreamConfig(1, 2, 4, 1, 3, 2), 3, 768, (20, 9), True),
+    (StreamConfig(2, 1, 2, 2, 2, 3, promote=0), 9, 768, (40,), False),
+    (StreamConfig(1, 4, 1, 1, 3, 2, True), 17, 1024, (48, 16), False),
+    (StreamConfig(1, 4, 2, 1, 2, 2, True, promote=0), 8, 512, (96,), False),
+    (StreamConfig(1, 1, 1, 3, 2, 2, waves=2), 5, 512, (70,), False),
+])  # fmt: skip
+def test_products(config, m, k, n, bias):
+    case = Case(m, k, n, config, bias=bias)
+    assert case.is_right(case.run()[0])
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks", [
+    (StreamConfig(1, 2, 2, 1, 3, 3), 8, 1024, (9, 33), (32, 16)),  # a CTA with outputs of both
+    (StreamConfig(2, 1, 2, 2, 2, 2), 12, 768, (17, 16, 9), (16, 0, 32)),
+    (StreamConfig(4, 1, 4, 1, 2, 2), 3, 1024, (16,), (48,)),
+    (StreamConfig(1, 4, 1, 1, 3, 2, True), 20, 768, (64,), (32,)),
+])  # fmt: skip
+def test_lora_inside_and_its_counters_after_a_call(config, m, k, n, ranks):
+    case = Case(m, k, n, config, ranks)
+    first, second = case.run(calls=2)
+    assert case.is_right(first)
+    for y, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(y, again)
+
+
+def test_the_order_of_the_warps_does_not_matter():
+    case = Case(4, 1024, (40,), StreamConfig(2, 1, 2, 2, 3, 2), (16,))
+    (expected,) = case.run(seed=1)
+    for seed in range(2, 5):
+        np.testing.assert_array_equal(case.run(seed=seed)[0][0], expected[0])
+
+
+def test_bfloat16_outputs_are_the_rounded_sums():
+    case = Case(2, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2))
+    (wide,), (narrow,) = case.run(), case.run(wide_out=False)
+    np.testing.assert_array_equal(narrow[0], np.asarray(jnp.asarray(wide[0], jnp.bfloat16)))
+
+
+def test_the_emulator_sees_a_barrier_that_nobody_completes(monkeypatch):
+    monkeypatch.setattr(stream_compute.ComputeWarps, "prepared_threads", 32 * 99)
+    with pytest.raises(emulator.Deadlock):
+        Case(1, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2)).run()
+
+
+def test_the_emulator_sees_a_copy_that_nobody_waits_for(monkeypatch):
+    case = Case(1, 1024, (16,), StreamConfig(1, 1, 1, 1, 3, 2))
+    real = emulator.make_memory
+
+    def without_waits(machine):
+        memory = real(machine)
+        memory.copy_wait = lambda pending: None
+        return memory
+
+    monkeypatch.setattr(emulator, "make_memory", without_waits)
+    assert not case.is_right(case.run()[0])
