@@ -1,14 +1,19 @@
 """transformers, PEFT and compressed-tensors at work on folders, as a program of its own: no line of this library runs
 here, and its environment (requirements.txt) is not this library's.
 
+    .venv-interop/bin/python tests/interop/other_programs.py write JOBS.json
+        JOBS is {"output": folder, "networks": {NAME: {"config": object, "tokenizer": folder}}}. For each, a random
+        network: output/NAME written by transformers in bfloat16, with tokenizer and generation configuration;
+        NAME-lora, NAME-rslora and NAME-norms by PEFT; NAME-nvfp4 and NAME-mxfp4 by compressed-tensors. Beside each of
+        them its logits of IDS, .npy, also NAME-nvfp4-lora.npy of both together, and NAME.json, what `words` finds.
     .venv-interop/bin/python tests/interop/other_programs.py read JOBS.json
-        JOBS is a list of {"model": folder, "adapter": folder or null, "out": file}; each `out` gets the logits of IDS.
-    .venv-interop/bin/python tests/interop/other_programs.py write OUTPUT NAME=FOLDER ...
-        For each FOLDER's config.json, a random network: OUTPUT/NAME written by transformers, _lora, _rslora and _norms
-        by PEFT, _nvfp4 by compressed-tensors, and beside each of them its logits of IDS, .npy.
+        JOBS is a list of {"model": folder, "adapter": folder or null, "dtype": "float32" or "auto", "out": path}; a
+        model that is null is the one that the adapter names. out.npy gets the logits of IDS, and out.json what `words`
+        finds in the adapter's folder, or else the model's.
 
-All compute in float32. The linear layers of a packed folder are unpacked by compressed-tensors (`dequantize=True`),
-which rounds them to bfloat16.
+Packed weights are unpacked by compressed-tensors, which rounds them to bfloat16. In float32 it does so as they are
+loaded (`dequantize=True`). Left packed, transformers' default, they are unpacked at the first call, and only a network
+in bfloat16 can use them: that is "auto".
 """
 
 import json
@@ -25,40 +30,61 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 IDS = torch.arange(3, 33).reshape(2, 15)
+TEXTS = ["What is 12345 + 678?", "  spaces \n\n and \ttabs ", "é, naïve, 数学, 🙂", "<|endoftext|><|end_of_text|>x"]
+CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
     "lora": {},
     "rslora": {"use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
     "norms": {"modules_to_save": ["input_layernorm", "post_attention_layernorm"]},
 }
+PACKED = {"nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"), "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized")}
 
 
 @torch.no_grad()
 def logits(model: torch.nn.Module) -> np.ndarray:
-    return model.eval()(input_ids=IDS).logits.numpy()
+    return model.eval()(input_ids=IDS).logits.float().numpy()
+
+
+def words(folder: Path) -> dict:
+    """What tokenizer and generation configuration say."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(folder)
+    eos = generation.eos_token_id
+    return {
+        "texts": {text: tokenizer(text)["input_ids"] for text in TEXTS},
+        "chat": tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False),
+        "eos": eos if isinstance(eos, list) else [eos],
+        "pad": generation.pad_token_id,
+    }
 
 
 def load(folder: Path) -> torch.nn.Module:
     packed = "quantization_config" in json.loads((folder / "config.json").read_text())
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if packed else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).float()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
 def read(jobs: list[dict]) -> None:
     for job in jobs:
-        model = load(Path(job["model"]))
-        if job["adapter"]:
-            model = PeftModel.from_pretrained(model, job["adapter"])
-        np.save(job["out"], logits(model))
+        folder = Path(job["adapter"] or job["model"])
+        if job["model"] is None:
+            model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        elif job["adapter"]:
+            model = PeftModel.from_pretrained(load(Path(job["model"])), folder)
+        else:
+            model = load(folder) if job["dtype"] == "float32" else AutoModelForCausalLM.from_pretrained(folder)
+        np.save(job["out"] + ".npy", logits(model))
+        Path(job["out"] + ".json").write_text(json.dumps(words(folder)))
 
 
-def random_network(folder: Path) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+def random_network(config: dict) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = 0.25 * torch.randn_like(parameter)
@@ -66,48 +92,62 @@ def random_network(folder: Path) -> torch.nn.Module:
     return model
 
 
-def compress(model: torch.nn.Module, output: Path) -> None:
-    """Writes `model` with its linear layers in NVFP4, each with a global scale of its own."""
-    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="nvfp4-pack-quantized")
-    apply_quantization_config(model, config)
+def adapted(model: torch.nn.Module, options: dict) -> torch.nn.Module:
+    defaults = {"r": 4, "lora_alpha": 6, "target_modules": LINEARS, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(model, LoraConfig(**defaults | options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def compress(model: torch.nn.Module, output: Path, preset: str, packing: str) -> None:
+    """Writes `model` with its linear layers in 4 bits, in NVFP4 each with a global scale of its own."""
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format=packing)
+    )
     for module in model.modules():
-        if hasattr(module, "weight_global_scale"):
-            weight = module.weight.data
-            whole = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
-            blocks = weight.unflatten(-1, (-1, 16))
+        if hasattr(module, "weight_scale"):
+            weight, whole = module.weight.data, None
+            if hasattr(module, "weight_global_scale"):
+                whole = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
+                module.weight_global_scale.data = whole
+            blocks = weight.unflatten(-1, (-1, scheme.weights.group_size))
             scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=whole)
-            module.weight_global_scale.data, module.weight_scale.data = whole, scale
+            module.weight_scale.data = scale
             module.quantization_status = QuantizationStatus.FROZEN
-    compressor = ModelCompressor.from_pretrained_model(model, quantization_format="nvfp4-pack-quantized")
+    compressor = ModelCompressor.from_pretrained_model(model, quantization_format=packing)
     compressor.compress_model(model)
     model.save_pretrained(output)
     compressor.update_config(output)
 
 
-def write(output: Path, sources: dict[str, Path]) -> None:
+def write(output: Path, networks: dict[str, dict]) -> None:
     torch.manual_seed(0)
-    for name, source in sources.items():
-        model = random_network(source)
+    for name, network in networks.items():
+        model = random_network(network["config"])
+        model.generation_config = GenerationConfig.from_pretrained(network["tokenizer"])
         model.save_pretrained(output / name)
-        np.save(output / f"{name}.npy", logits(model))
+        AutoTokenizer.from_pretrained(network["tokenizer"]).save_pretrained(output / name)
+        (output / f"{name}.json").write_text(json.dumps(words(output / name)))
+        np.save(output / f"{name}.npy", logits(load(output / name)))
         for kind, options in ADAPTERS.items():
-            lora = LoraConfig(
-                **{"r": 4, "lora_alpha": 6, "target_modules": LINEARS, "task_type": "CAUSAL_LM"} | options
-            )
-            adapted = get_peft_model(load(output / name), lora)
-            with torch.no_grad():
-                for parameter_name, parameter in adapted.named_parameters():
-                    if "lora_" in parameter_name or "modules_to_save" in parameter_name:
-                        parameter.add_(0.2 * torch.randn_like(parameter))
-            adapted.save_pretrained(output / f"{name}_{kind}")
-            np.save(output / f"{name}_{kind}.npy", logits(adapted))
-        compress(model, output / f"{name}_nvfp4")
-        np.save(output / f"{name}_nvfp4.npy", logits(load(output / f"{name}_nvfp4")))
+            model = adapted(load(output / name), options)
+            model.save_pretrained(output / f"{name}-{kind}")
+            np.save(output / f"{name}-{kind}.npy", logits(model))
+        for kind, (preset, packing) in PACKED.items():
+            compress(load(output / name), output / f"{name}-{kind}", preset, packing)
+            np.save(output / f"{name}-{kind}.npy", logits(load(output / f"{name}-{kind}")))
+        model = PeftModel.from_pretrained(load(output / f"{name}-nvfp4"), output / f"{name}-lora")
+        np.save(output / f"{name}-nvfp4-lora.npy", logits(model))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "read":
-        read(json.loads(Path(sys.argv[2]).read_text()))
+    torch.set_num_threads(1)  # such small networks only wait for other threads
+    jobs = json.loads(Path(sys.argv[2]).read_text())
+    if sys.argv[1] == "write":
+        write(Path(jobs["output"]), jobs["networks"])
     else:
-        write(Path(sys.argv[2]), {name: Path(folder) for name, folder in (word.split("=") for word in sys.argv[3:])})
+        read(jobs)
