@@ -12,6 +12,7 @@ from tiny import CONFIG, tiny_adapter, tiny_model
 from qerl_jax.errors import UserError
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
+from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.memory import plan_slots
 
 MODEL = tiny_model()
@@ -78,24 +79,75 @@ def test_order_of_requests_and_chunks_change_no_bit():
         same(done, with_slots(3)[order[n], g])
 
 
-def test_all_at_once_in_one_program_equals_slots_that_are_refilled():
-    all_of_them = [Request(r.prompt, G, r.place) for r in requests()]
+@functools.cache
+def batch():
+    """The requests' prompts as arrays."""
     tokens = np.zeros((N, P), np.int32)
-    for row, request in zip(tokens, all_of_them, strict=True):
+    for row, request in zip(tokens, requests(), strict=True):
         row[: len(request.prompt)] = request.prompt
-    lengths = np.array([len(r.prompt) for r in all_of_them], np.int32)
-    prompts = Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(40, 40 + N))
-    whole = engine().rollout(ADAPTER, prompts, KEY, G)
-    refilled = engine(max_slots=3).rollout(ADAPTER, prompts, KEY, G)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(refilled), strict=True):
+    lengths = np.array([len(request.prompt) for request in requests()], np.int32)
+    return Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(40, 40 + N))
+
+
+@functools.cache
+def rolled_out(slots=None):
+    return engine(max_slots=slots).rollout(ADAPTER, batch(), KEY, G)
+
+
+@functools.cache
+def learned():
+    """The learner's log-probabilities of the rollout's tokens."""
+    out, rows = rolled_out(), (jnp.repeat(batch().tokens, G, 0), jnp.repeat(batch().lengths, G))
+    return np.asarray(completion_logps(MODEL, ADAPTER, *rows, out.tokens, out.lengths, 1.0)[0])
+
+
+def drawn(out):
+    """[N * G, C], where a token is a sampled one."""
+    return np.arange(C) < np.asarray(out.lengths)[:, None]
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_all_at_once_in_one_program_and_slots_that_are_refilled_agree_with_the_learner(slots):
+    out = rolled_out(slots)
+    for a, b in zip(jax.tree.leaves(rolled_out()), jax.tree.leaves(out), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
     for name in ("tokens", "lengths", "terminated"):
-        np.testing.assert_array_equal(getattr(whole, name), getattr(refilled, name))
-    np.testing.assert_allclose(whole.logps, refilled.logps, atol=2e-5)
-    rows = jnp.repeat(prompts.tokens, G, 0), jnp.repeat(prompts.lengths, G)
-    logps, _ = completion_logps(MODEL, ADAPTER, *rows, whole.tokens, whole.lengths, 1.0)
-    mask = np.arange(C) < np.asarray(whole.lengths)[:, None]
-    np.testing.assert_allclose(np.asarray(whole.logps)[mask], np.asarray(logps)[mask], atol=1e-4)
+        np.testing.assert_array_equal(getattr(rolled_out(), name), getattr(out, name))
+    np.testing.assert_allclose(np.asarray(out.logps)[drawn(out)], learned()[drawn(out)], atol=1e-4)
+    assert not np.any(np.asarray(out.logps)[~drawn(out)])
+
+
+def test_log_probabilities_behind_prompts_prefilled_in_chunks_are_the_learners(monkeypatch):
+    """Of four tokens, into slots that are refilled; in a pool of a width of its own, so that it is traced anew."""
+    chunks = functools.partial(prefill, tokens_at_once=4)
+    monkeypatch.setattr("qerl_jax.rollout.slots.prefill", chunks)
+    wider = Engine(MODEL, SETTINGS, max_prompt_length=P + 1, max_slots=3)
+    for name, done in finished(wider.generate(ADAPTER, requests(), KEY)).items():
+        assert done.ids == with_slots(3)[name].ids
+        row = name[0] * G + name[1]
+        np.testing.assert_allclose(done.logps, learned()[row, : len(done.ids)], atol=1e-4)
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_a_rollouts_limits_are_those_of_its_prompts(slots):
+    limits = [1, 7, C, 2, 3]
+    whole, out = rolled_out(slots), engine(max_slots=slots).rollout(ADAPTER, batch(), KEY, G, limits=limits)
+    expected = np.minimum(whole.lengths, np.repeat(limits, G))
+    np.testing.assert_array_equal(out.lengths, expected)
+    np.testing.assert_array_equal(out.tokens, np.where(drawn(out), whole.tokens, SETTINGS.pad_token_id))
+    np.testing.assert_array_equal(out.terminated, np.asarray(whole.terminated) & (expected == whole.lengths))
+    for limits in ([1], [0] * N, [C + 1] * N):
+        with pytest.raises(ValueError, match=f"expected {N} numbers from 1 to {C}"):
+            engine(max_slots=slots).rollout(ADAPTER, batch(), KEY, G, limits=limits)
+
+
+@pytest.mark.parametrize("slots", [None, 3])
+def test_a_rollout_leaves_no_cache_behind(slots):
+    """So that an update has the memory it took."""
+    rolled_out(slots)
+    before = {id(array) for array in jax.live_arrays()}
+    engine(max_slots=slots).rollout(ADAPTER, batch(), KEY, G)
+    assert not [array.shape for array in jax.live_arrays() if id(array) not in before and array.ndim > 2]
 
 
 def test_progress_shows_beginnings_of_what_comes():
@@ -183,6 +235,33 @@ def test_memory_is_planned_by_hand():
     assert plan(samples=20, prompts=1, cache_bytes=7 * slot + row).slots == 7
     with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):
         plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
+
+
+class Device:
+    """A GPU by its memory alone."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit}
+
+
+def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):
+    def budget(model, adapter=None):
+        return Engine(model, SETTINGS, max_prompt_length=P).plan(20, 5, adapter).budget
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**9)])
+    weights = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 64 * 32)  # two layers: q, k and v, o, and the three of the MLP
+    packed, plain = tiny_model(weight_format="nvfp4"), tiny_model(weight_format="bf16")
+    # Packed weights are decoded before the loop, so both copies are there; plain ones stay as they are.
+    extra = sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) + 4 * weights
+    assert budget(plain) - budget(packed) == extra - sum(leaf.nbytes for leaf in jax.tree.leaves(plain))
+    assert 0.88 * 10**9 < budget(plain) < 0.9 * 10**9 - 4 * weights
+    assert budget(plain) - budget(plain, ADAPTER) == 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(ADAPTER))
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**5)])
+    with pytest.raises(UserError, match=r"not one completion fits in memory: .* 0\.0 MB are there"):
+        budget(packed)
 
 
 def test_more_samples_than_memory_run_in_turn():

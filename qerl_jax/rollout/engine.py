@@ -18,7 +18,7 @@ import numpy as np
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
-from qerl_jax.rollout.memory import Plan, plan_slots
+from qerl_jax.rollout.memory import Plan, plan_slots, smallest_batch
 from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.slots import Slots, empty_completions, empty_pool, empty_slots
@@ -115,16 +115,15 @@ class Engine:
 
     def plan(self, samples: int, prompts: int, adapter: Adapter | None = None) -> Plan:
         """Slots and pool rows for so many samples of so many prompts; raises UserError if not one slot fits."""
-        model = jax.eval_shape(programs().unpacked, self.model)
         return plan_slots(
-            model,
+            self.model,
             self.settings,
             self.max_prompt_length,
             samples=samples,
             prompts=prompts,
             max_slots=self.max_slots,
             cache_bytes=self.cache_bytes,
-            resident=(self.model, [adapter] * 3),  # an optimizer keeps two numbers for each one of the adapter
+            resident=[adapter] * 3,  # an optimizer keeps two numbers for each one of the adapter
         )
 
     def rollout(
@@ -134,13 +133,20 @@ class Engine:
         key: jax.Array,
         num_generations: int,
         norms: Norms | None = None,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
-        """`qerl_jax.rollout.generate` for any number of prompts: in one program where all samples fit at once."""
+        """`qerl_jax.rollout.generate` for any number of prompts: in one program where all samples fit at once.
+
+        `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length."""
         N, G, C = prompts.tokens.shape[0], num_generations, self.settings.max_completion_length
-        if N * G > 1 and self.plan(N * G, N, adapter).slots == N * G:
+        limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
+        if limits_N.shape != (N,) or not np.all((limits_N >= 1) & (limits_N <= C)):
+            raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
+        if smallest_batch() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
             began = time.perf_counter()
-            run = programs().generate
-            out: Rollout = run(self.model, adapter, prompts, key, self.settings, num_generations=G, norms=norms)
+            out: Rollout = programs().generate(
+                self.model, adapter, prompts, key, self.settings, num_generations=G, norms=norms, limits_N=limits_N
+            )
             lengths = np.asarray(out.lengths)
             steps = int(lengths.max()) - 1
             self._count(steps=steps, slot_steps=steps * N * G, tokens=int(lengths.sum()), samples=N * G, prompts=N)
@@ -148,8 +154,8 @@ class Engine:
             return out
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
         requests = [
-            Request(row[:length].tolist(), G, int(place))
-            for row, length, place in zip(tokens, lengths, places, strict=True)
+            Request(row[:length].tolist(), G, int(place), int(limit))
+            for row, length, place, limit in zip(tokens, lengths, places, limits_N, strict=True)
         ]
         ids = np.full((N * G, C), self.settings.pad_token_id, np.int32)
         logps, ended = np.zeros((2, N * G, C), np.float32), np.zeros((2, N * G), np.int32)

@@ -32,6 +32,13 @@ def unpacked(model: Model) -> Model:
     return model.replace(base=model.base.replace(layers=layers))
 
 
+def unpacked_bytes(model: Model) -> int:
+    """Bytes of what `unpacked` makes beside the model's own arrays."""
+    itemsize = model.base.embed.dtype.itemsize
+    weights = (getattr(layer, name) for layer in model.base.layers for name in PROJECTIONS)
+    return sum(w.shape[0] * w.shape[1] * itemsize for w in weights if not isinstance(w, KernelNVFP4 | jax.Array))
+
+
 def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
     """The key of sample number `index` of the prompt at `place`; its tokens' keys are folded in by position."""
     return jax.random.fold_in(jax.random.fold_in(key, place), index)
@@ -45,6 +52,7 @@ def generate(
     settings: SamplingSettings,
     num_generations: int = 1,
     norms: Norms | None = None,
+    limits_N: jax.Array | None = None,
 ) -> Rollout:
     """Samples `num_generations` completions for every prompt until all have ended.
 
@@ -57,6 +65,7 @@ def generate(
       settings: lengths, EOS ids and sampling; static under jit.
       num_generations: G, static under jit.
       norms: norm scales to use instead of the clean ones (AQN).
+      limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
     """
     N, G, C = prompts.tokens.shape[0], num_generations, settings.max_completion_length
     B = N * G
@@ -66,6 +75,7 @@ def generate(
     slots = empty_slots(last_ND, KVCache(layers, empty_completions(model, B, C), prompts.lengths), B, settings, key)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
-    slots = fill(slots, model, jnp.ones(B, bool), row_B, keys_B, jnp.full(B, C, jnp.int32), settings)
+    limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]
+    slots = fill(slots, model, jnp.ones(B, bool), row_B, keys_B, limits_B, settings)
     slots, _ = decode(slots, model, adapter, norms, C, B, settings, group=G)
     return slots.out

@@ -2,6 +2,10 @@
 
 A slot and a row of the prompt pool cost a known number of bytes; what the weights and the work beside them need is
 taken off the device's limit first. The figures of the work are upper estimates of XLA's temporaries, not counts.
+
+The activations of an update are not taken off: they and the slots never live at the same time. A rollout leaves its
+tokens and log-probabilities behind and nothing else, so an update has what weights, adapter and optimizer leave free,
+and the next rollout has the same again.
 """
 
 import dataclasses
@@ -13,6 +17,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
 from qerl_jax.rollout.decode import PREFILL_TOKENS
+from qerl_jax.rollout.generate import unpacked_bytes
 from qerl_jax.rollout.sampling import SamplingSettings
 
 _SHARE = 0.9  # of the device's limit; the rest is for fragmentation and what is not counted
@@ -31,8 +36,14 @@ class Plan:
 
     @property
     def allocated(self) -> int:
-        """Slots to allocate: two at least, since on a CPU a lone row takes another code path, with other rounding."""
-        return max(2, self.slots)
+        """Slots to allocate."""
+        return max(smallest_batch(), self.slots)
+
+
+def smallest_batch() -> int:
+    """Rows that decode together at least: two on a CPU, where a lone row takes another code path, with other
+    rounding."""
+    return 2 if jax.default_backend() == "cpu" else 1
 
 
 def plan_slots(
@@ -51,13 +62,13 @@ def plan_slots(
     A row is kept for every prompt that can be in work at once, which is as many as slots at the most.
 
     Args:
-      model: as it decodes: linear layers that are not packed count as they are.
+      model: the network.
       settings: the completions' length and sampling.
       max_prompt_length: P, the width of the pool.
       samples, prompts: how many there are, 1 or more.
       max_slots: no more than these.
       cache_bytes: the bytes for slots and pool; None is what the device has left, or 4 GB on a CPU.
-      resident: a pytree of other arrays that stay on the device.
+      resident: a pytree of other arrays that stay on the device beside the model's.
 
     Raises:
       UserError: not even one slot fits, with the numbers.
@@ -72,7 +83,7 @@ def plan_slots(
     budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
     most = min(samples, max_slots or samples)
     slots = most
-    while slots and (over := max(2, slots) * slot_bytes + min(prompts, slots) * row_bytes - budget) > 0:
+    while slots and (over := max(smallest_batch(), slots) * slot_bytes + min(prompts, slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + row_bytes)))
     if slots == 0:
         raise UserError(
@@ -89,8 +100,8 @@ def _device_bytes(model: Model, max_prompt_length: int, resident: Any) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return _CPU_BYTES
-    taken = _nbytes(model) + _nbytes(resident) + _prefill_bytes(model.config, max_prompt_length, model)
-    return int(_SHARE * stats["bytes_limit"]) - taken
+    kept = _nbytes(model) + unpacked_bytes(model) + _nbytes(resident)
+    return int(_SHARE * stats["bytes_limit"]) - kept - _prefill_bytes(model.config, max_prompt_length, model)
 
 
 def _nbytes(tree: Any) -> int:
