@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.grpo_step import MODELS, random_packed_model
+from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import for_kernels, init_adapter
@@ -105,7 +105,7 @@ def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int) 
     def on_target(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
-    model = jax.eval_shape(lambda: for_kernels(random_packed_model(config, jnp.dtype(jnp.bfloat16))))
+    model = jax.eval_shape(lambda: for_kernels(random_model(config, jnp.dtype(jnp.bfloat16))))
     adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, rank, 2.0 * rank)) if rank else None
     prompts = Prompts(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,), (1,))))
     settings = SamplingSettings(new, (config.vocab_size - 1,), 0)

@@ -18,30 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import has_kernels
-from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.init import for_kernels, init_adapter, init_layer, init_model, quantize_layer
-from qerl_jax.models.params import Base, Model
+from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
 from qerl_jax.rl.step import StepSettings, make_batch, reward_metrics, sample_rollout
 from qerl_jax.rl.update import UpdateSettings, init_state, update_step
 from qerl_jax.rollout import Prompts, SamplingSettings
-
-MODELS = {
-    "tiny": ModelConfig("qwen2", 512, 64, 128, 2, 4, 2, 16, 1e-6, 1e6, True, True, 4096),
-    "qwen2.5-3b": ModelConfig("qwen2", 151936, 2048, 11008, 36, 16, 2, 128, 1e-6, 1e6, True, True, 32768),
-    "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 1e-6, 1e6, False, True, 32768),
-}
-
-
-def random_packed_model(config: ModelConfig, dtype: jnp.dtype) -> Model:
-    """Random weights, each layer quantized as soon as it is drawn, so that the 16-bit model never exists."""
-    few = ModelConfig(**{**vars(config), "num_hidden_layers": 0})
-    outer = init_model(jax.random.key(0), few, dtype).base
-    draw = jax.jit(lambda key: quantize_layer(init_layer(key, config, dtype, 0.02), "nvfp4"))
-    layers = tuple(draw(jax.random.key(1 + i)) for i in range(config.num_hidden_layers))
-    return Model(Base(outer.embed, layers, outer.final_norm, outer.lm_head), config)
 
 
 def even_share(completions: Any) -> jax.Array:
@@ -53,7 +37,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the steps and returns the result row."""
     config = MODELS[arguments.model]
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = random_packed_model(config, dtype)
+    model = random_model(config, dtype)
     if arguments.kernels:
         model = for_kernels(model)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))

@@ -1,0 +1,321 @@
+"""Decoding at size: milliseconds a step of the rollout that `qerl train` runs, beside what its bytes alone would take.
+
+    python -m benchmarks.rollout --model qwen2.5-7b --format nvfp4 --lora-rank 32 --batch 1 8 32 64 128 256 \\
+        --prompt 256 --new 512 --output benchmarks/results/h200/rollout.json
+    python -m benchmarks.rollout --model qwen2.5-7b --batch 8 --profile
+    python -m benchmarks.rollout --model quickstart --batch 128 --prompt 40 --new 48 --lora-rank 16   # on a CPU
+
+Random weights in the real shapes, LoRA on all seven linears with a B that is not zero, temperature 1 over the whole
+vocabulary, log-probabilities recorded, noise on the norm scales; no token ends a completion. What is timed is
+`Engine.rollout` from call to result, the same compiled program with two limits: the first token alone, which is the
+prefill, and all tokens; their difference over the tokens between is `step_ms`, steady decoding. Medians of --repeats.
+
+floor_ms is what a step must read (packed weights, LoRA, the output matrix, live keys and values with a group's prompt
+once) over the read bandwidth measured in the same run. logp_difference is the mean absolute difference, in nats, of
+recorded log-probabilities and those of the learner's forward pass over the same tokens with the same noise;
+logp_difference_to_clean is that to the learner without noise, which a training run logs. --output is written after
+every row, and rows of other models, formats, ranks and batches that it holds already stay.
+"""
+
+import argparse
+import collections
+import importlib.metadata
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.shapes import MODELS, random_model
+from pallas_kernels import has_kernels
+from qerl_jax.formats import FORMATS
+from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.models.params import Adapter, Model, Norms, norms_of
+from qerl_jax.noise import perturb_norms
+from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rollout import Engine, Prompts, Rollout, SamplingSettings
+from qerl_jax.rollout.programs import programs
+
+# tokens/s with NVFP4 and with BF16 weights of vLLM 0.22.1 on an H200: Qwen2.5 shapes, dummy weights, LoRA rank 32 on
+# all linears, 256 prompt tokens, steady decoding; one engine start each, steady steps agree within 1%. None: not run.
+PEER: dict[str, dict[int, tuple[float, float | None]]] = {
+    "qwen2.5-7b": {
+        1: (204, 159), 8: (1717, 1318), 32: (5997, 5047), 64: (8749, 9197), 128: (10019, 13237), 256: (13455, 19120)
+    },
+    "qwen2.5-14b": {1: (120, 88), 8: (998, 717), 32: (3169, 2686), 64: (4466, 4667), 128: (5426, 6640)},
+    "qwen2.5-32b": {1: (69, 45), 8: (578, 367), 32: (1821, 1390), 64: (2535, None), 128: (2886, None)},
+}  # fmt: skip
+_KEYS = ("model", "format", "lora_rank", "batch", "prompt", "new", "num_generations")
+_SIGMA = 1e-2
+_REPLAYED = 8  # rows whose tokens go through the learner
+_PROFILED = 4  # decode steps under the profiler
+
+
+class Case(NamedTuple):
+    """What one row is measured on."""
+
+    model: Model
+    adapter: Adapter
+    noisy: Norms
+    prompts: Prompts
+    num_generations: int
+    new: int
+
+    @property
+    def batch(self) -> int:
+        return self.prompts.tokens.shape[0] * self.num_generations
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """No id of the vocabulary ends a completion."""
+        return SamplingSettings(self.new, (self.model.config.vocab_size,), 0)
+
+
+def make_case(model: Model, rank: int, batch: int, num_generations: int, prompt: int, new: int) -> Case:
+    G = math.gcd(batch, num_generations)
+    adapter = init_adapter(jax.random.key(1), model, rank, 2.0 * rank)
+    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(adapter))))
+    adapter = jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(next(keys), leaf.shape), adapter)
+    noisy = perturb_norms(norms_of(model, adapter), _SIGMA, jax.random.key(3))
+    N = batch // G
+    tokens = jax.random.randint(jax.random.key(4), (N, prompt), 0, model.config.vocab_size)
+    return Case(model, adapter, noisy, Prompts(tokens, jnp.full(N, prompt), jnp.arange(N)), G, new)
+
+
+def step_bytes(case: Case) -> int:
+    """Bytes that a step must read on average, weights as they are stored."""
+    config, itemsize = case.model.config, case.model.base.embed.dtype.itemsize
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(case.model.base.layers))
+    head = config.vocab_size * config.hidden_size * itemsize
+    lora = sum(pair.a.size + pair.b.size for layer in case.adapter.lora for pair in layer.values()) * itemsize
+    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    N, P = case.prompts.tokens.shape
+    return weights + head + lora + (N * P + case.batch * case.new // 2) * position
+
+
+def read_bandwidth(nbytes: int) -> float:
+    """Bytes a second of reading an array of this size, from the host's clock over ten reads in a row."""
+    big = jnp.ones(nbytes // 4, jnp.float32)
+    read = jax.jit(jnp.sum)
+    read(big).block_until_ready()
+    began = time.perf_counter()
+    jax.block_until_ready([read(big) for _ in range(10)])
+    return 10 * big.nbytes / (time.perf_counter() - began)
+
+
+def replayed_difference(case: Case, out: Rollout, norms: Norms | None) -> float:
+    """Mean absolute difference in nats between recorded log-probabilities and the learner's, on some of the rows."""
+    rows = np.linspace(0, case.batch - 1, _REPLAYED).astype(int)
+    prompts, tokens = rows // case.num_generations, out.tokens[rows]
+    model = case.model if norms is None else with_norms(case.model, norms)
+    at = case.prompts.tokens[prompts], case.prompts.lengths[prompts]
+    logps, _ = _learner(model, case.adapter, *at, tokens, out.lengths[rows], 1.0)
+    return float(jnp.abs(logps - out.logps[rows]).mean())
+
+
+_learner = jax.jit(completion_logps)
+
+
+def with_norms(model: Model, norms: Norms) -> Model:
+    layers = tuple(
+        layer.replace(input_norm=before, post_attention_norm=after)
+        for layer, before, after in zip(model.base.layers, norms.input, norms.post_attention, strict=True)
+    )
+    return model.replace(base=model.base.replace(layers=layers, final_norm=norms.final))
+
+
+def measure(case: Case, repeats: int, bandwidth: float) -> dict[str, Any]:
+    """The measured part of a row."""
+    N, P = case.prompts.tokens.shape
+    engine = Engine(case.model, case.settings, max_prompt_length=P)
+    slots = engine.plan(case.batch, N, case.adapter).slots
+    if slots < case.batch:
+        raise MemoryError(f"{slots} of {case.batch} completions fit at once")
+
+    def run(limit: int, key: int) -> tuple[float, Rollout]:
+        began = time.perf_counter()
+        out = engine.rollout(
+            case.adapter, case.prompts, jax.random.key(key), case.num_generations, case.noisy, [limit] * N
+        )
+        jax.block_until_ready(out)
+        return time.perf_counter() - began, out
+
+    compile_s, _ = run(2, 0)
+    first, whole = [], []
+    for i in range(repeats):
+        first.append(run(1, i)[0])
+        seconds, out = run(case.new, i)
+        whole.append(seconds)
+    prefill = statistics.median(first)
+    steps_ms = [1e3 * (seconds - prefill) / (case.new - 1) for seconds in whole]
+    step_ms = statistics.median(steps_ms)
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "step_ms": step_ms,
+        "tokens_per_s": 1e3 * case.batch / step_ms,
+        "floor_ms": 1e3 * step_bytes(case) / bandwidth,
+        "logp_difference": replayed_difference(case, out, case.noisy),
+        "logp_difference_to_clean": replayed_difference(case, out, None),
+        "prefill_ms": 1e3 * prefill,
+        "prefill_tokens_per_s": N * P / prefill,
+        "step_ms_of_repeats": steps_ms,
+        "first_call_s": compile_s,
+        "peak_memory_gb": memory.get("peak_bytes_in_use", 0) / 1e9,
+    }
+
+
+def kernel_times(case: Case) -> list[dict[str, Any]]:
+    """Device microseconds of each kind of kernel in one decode step, the longest first (see `per_step`)."""
+    N = case.prompts.tokens.shape[0]
+
+    def times(limit: int) -> list[tuple[str, float]]:
+        run = profiler.measure(programs().generate, aggregate=False)
+        _, found = run(
+            case.model,
+            case.adapter,
+            case.prompts,
+            jax.random.key(0),
+            case.settings,
+            num_generations=case.num_generations,
+            norms=case.noisy,
+            limits_N=np.full(N, limit, np.int32),
+        )
+        return found or []
+
+    return per_step(times(1), times(1 + _PROFILED), _PROFILED)
+
+
+def per_step(
+    without: Iterable[tuple[str, float]], with_steps: Iterable[tuple[str, float]], steps: int
+) -> list[dict[str, Any]]:
+    """Kernels of a step from (name, milliseconds) of two runs, of which the second has `steps` more: what it has more
+    of, over the steps. Kernels whose names differ in a number at the end alone, as XLA gives them, count together."""
+
+    def totals(kernels: Iterable[tuple[str, float]]) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
+        for name, ms in kernels:
+            found[re.sub(r"[._]\d+$", "", name)] += (1, 1e3 * ms)
+        return found
+
+    before, after = totals(without), totals(with_steps)
+    rows = ((name, *(sums - before[name]) / steps) for name, sums in after.items())
+    found = [{"kernel": name, "count": float(count), "us": float(us)} for name, count, us in rows if count > 0]
+    return sorted(found, key=lambda row: -row["us"])
+
+
+HEADER = "model        format rank batch   step ms  floor ms  of floor  tokens/s     peer  ratio  prefill/s  logp diff"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text: `peer` is its NVFP4 rate up to batch 32, beyond that the better of its two formats."""
+    known = PEER.get(row["model"], {}).get(row["batch"])
+    versus = f"{'-':>8} {'-':>6}"
+    if known is not None:
+        peer = known[0] if row["batch"] <= 32 else max(rate for rate in known if rate is not None)
+        versus = f"{peer:8.0f} {row['tokens_per_s'] / peer:6.2f}"
+    return (
+        f"{row['model']:12} {row['format']:6} {row['lora_rank']:4} {row['batch']:5} {row['step_ms']:9.3f} "
+        f"{row['floor_ms']:9.3f} {row['floor_ms'] / row['step_ms']:9.0%} {row['tokens_per_s']:9.0f} {versus} "
+        f"{row['prefill_tokens_per_s']:10.0f} {row['logp_difference']:10.4f}"
+    )
+
+
+class Results:
+    """The result file: rows by what they were measured on, written anew with each one."""
+
+    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
+        self.path, self.about = path, about
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        if path is not None and path.is_file():
+            old = json.loads(path.read_text())
+            if old["device"] != about["device"]:
+                raise SystemExit(f"{path} holds results of {old['device']}; this is {about['device']}")
+            self.rows = {self._name(row): row for row in old["rows"]}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[self._name(row)] = row
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.about | {"rows": list(self.rows.values())}, indent=1) + "\n")
+
+    @staticmethod
+    def _name(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[key] for key in _KEYS)
+
+
+def arguments_of(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
+    parser.add_argument("--format", choices=FORMATS, nargs="+", default=["nvfp4"])
+    parser.add_argument("--lora-rank", type=int, nargs="+", default=[32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="completions at once")
+    parser.add_argument("--num-generations", type=int, default=8, help="completions of a prompt, or all of a batch")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
+    parser.add_argument("--profile", action="store_true", help="also the device time of each kernel of a step")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(words)
+    if arguments.new < 2:
+        parser.error("--new is less than 2; steady decoding begins with the second token")
+    if arguments.profile and jax.default_backend() != "gpu":
+        parser.error("--profile reads a GPU's counters, and there is no GPU here")
+    if arguments.profile and len(arguments.format) > 1:
+        parser.error("--profile goes with one --format: its counters may disturb timings that come after")
+    return arguments
+
+
+def main(words: list[str] | None = None, show: Callable[[str], None] = print) -> int:
+    arguments = arguments_of(words)
+    config = MODELS[arguments.model]
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = jnp.dtype("float32" if on_cpu else "bfloat16")
+    bandwidth = read_bandwidth(2**28 if on_cpu else 2**32)
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "settings": {"repeats": arguments.repeats, "kernels": arguments.kernels, "dtype": str(dtype), "sigma": _SIGMA},
+        "read_tb_per_s": bandwidth * 1e-12,
+    }
+    results, failed = Results(arguments.output, about), 0
+    show(f"{about['device']}, reads {bandwidth * 1e-12:.2f} TB/s\n{HEADER}")
+    for weight_format in arguments.format:
+        model = random_model(config, dtype, weight_format)
+        if arguments.kernels:
+            model = for_kernels(model)
+        done: list[tuple[dict[str, Any], Case]] = []
+        for rank, batch in itertools.product(arguments.lora_rank, arguments.batch):
+            case = make_case(model, rank, batch, arguments.num_generations, arguments.prompt, arguments.new)
+            of = arguments.model, weight_format, rank, batch, arguments.prompt, arguments.new, case.num_generations
+            row: dict[str, Any] = dict(zip(_KEYS, of, strict=True))
+            try:
+                row |= measure(case, arguments.repeats, bandwidth)
+            except (jax.errors.JaxRuntimeError, MemoryError) as error:
+                failed += 1
+                show(f"{' '.join(map(str, of))}: {str(error)[:300]}")
+                continue
+            results.add(row)
+            show(line(row))
+            done.append((row, case))
+        for row, case in done if arguments.profile else ():  # behind all timings, which the counters may disturb
+            row["kernels"] = kernel_times(case)
+            results.add(row)
+            show(f"{row['format']} rank {row['lora_rank']} batch {row['batch']}, a step:")
+            show("\n".join(f"{k['us']:9.1f} us {k['count']:6.1f} x {k['kernel']}" for k in row["kernels"]))
+            show(f"{sum(k['us'] for k in row['kernels']):9.1f} us in kernels of {1e3 * row['step_ms']:.1f} us")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The shapes of models that people train, and random weights in them: what the benchmarks of speed and memory use."""
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.init import init_layer, init_model, quantize_layer
+from qerl_jax.models.params import Base, Model
+
+MODELS = {
+    "tiny": ModelConfig("qwen2", 512, 64, 128, 2, 4, 2, 16, 1e-6, 1e6, True, True, 4096),
+    "quickstart": ModelConfig("qwen2", 464, 192, 512, 2, 6, 2, 32, 1e-6, 1e4, True, True, 128),
+    "qwen2.5-3b": ModelConfig("qwen2", 151936, 2048, 11008, 36, 16, 2, 128, 1e-6, 1e6, True, True, 32768),
+    "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 1e-6, 1e6, False, True, 32768),
+    "qwen2.5-14b": ModelConfig("qwen2", 152064, 5120, 13824, 48, 40, 8, 128, 1e-5, 1e6, False, True, 32768),
+    "qwen2.5-32b": ModelConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 1e6, False, True, 32768),
+}
+
+
+def random_model(config: ModelConfig, dtype: jnp.dtype, weight_format: str = "nvfp4") -> Model:
+    """Random weights, each layer packed as soon as it is drawn, so that the 16-bit model never exists."""
+    few = ModelConfig(**{**vars(config), "num_hidden_layers": 0})
+    outer = init_model(jax.random.key(0), few, dtype).base
+    draw = jax.jit(lambda key: quantize_layer(init_layer(key, config, dtype, 0.02), weight_format))
+    layers = tuple(draw(jax.random.key(1 + i)) for i in range(config.num_hidden_layers))
+    return Model(Base(outer.embed, layers, outer.final_norm, outer.lm_head), config)
