@@ -72,6 +72,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 def read(jobs: list[dict]) -> None:
     for job in jobs:
+        print(job, flush=True)  # the last one is what could not be read
         folder = Path(job["adapter"] or job["model"])
         if job["model"] is None:
             model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
