@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -19,7 +20,10 @@ from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.transformer import logits
 from qerl_jax.quantization import quantize_folder
-from qerl_jax.quantization.methods import METHODS
+from qerl_jax.quantization.methods import METHODS, Made, Method
+from qerl_jax.quantization.observation import GROUPS
+from qerl_jax.quantization.rtn import round_to_nearest
+from qerl_jax.quantization.work import work_folders
 
 ROWS = 16
 
@@ -115,6 +119,38 @@ def test_an_interrupted_command_goes_on_and_ends_the_same(tmp_path, method):
     assert finished == [made, made], "the finished layer was made again"
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not work.exists()
+
+
+def test_what_a_finished_folder_was_made_from_is_named_where_it_was_left(tmp_path):
+    model, _ = source(tmp_path)
+
+    def stop(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_folder(model, tmp_path / "out", say=stop)
+    [work] = tmp_path.glob(".quantize-out-*")
+    shutil.copytree(model, tmp_path / "out")  # as if the command had been killed after the folder's last file
+    with pytest.raises(UserError, match=f"out is there already; .*; {work} is what an interrupted command left"):
+        quantize_folder(model, tmp_path / "out")
+    assert work_folders(tmp_path / "out") == [work] and work_folders(tmp_path / "ou") == []
+
+
+def test_a_third_method_is_a_row_of_the_table(tmp_path, monkeypatch):
+    def halves(config, layer, seen):
+        assert seen.keys() == GROUPS.keys()
+        half = layer.replace(**{name: getattr(layer, name) / 2 for name in PROJECTIONS})
+        rounded = round_to_nearest(half)
+        return Made(rounded.layer, rounded.plain, {"said": 1})
+
+    monkeypatch.setitem(METHODS, "half", Method(True, halves))
+    model, text = source(tmp_path)
+    with pytest.raises(UserError, match="--method half needs --calibration"):
+        quantize_folder(model, tmp_path / "out", method="half")
+    report = quantize_folder(model, tmp_path / "out", method="half", calibration=text, length=8)
+    assert [layer["said"] for layer in report["layers"]] == [1, 1]
+    assert report["mean"]["weight_error"]["half"] == pytest.approx(0.5, rel=0.05)
+    assert report["mean"]["output_error_held_out"].keys() == {"rtn", "half"} == report["text"].keys() - {"plain"}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])

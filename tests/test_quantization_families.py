@@ -11,6 +11,7 @@ import pytest
 from folders import assert_equal, write_tokenizer
 
 from qerl_jax.models.hub import load_model, open_model
+from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.transformer import logits, run_layer
 from qerl_jax.quantization import quantize_folder
 from qerl_jax.quantization.awq import smooth
@@ -42,6 +43,15 @@ def test_folders_compute_what_the_report_says_and_awq_errs_less(tmp_path, name):
     held_out = jnp.asarray(rows[7::8], jnp.int32)
     for method, folder in (("plain", model), ("rtn", tmp_path / "rtn"), ("awq", tmp_path / "awq")):
         assert perplexity(folder, held_out) == pytest.approx(report["text"][method]["perplexity"], rel=1e-4), method
+
+
+def test_rounding_to_nearest_writes_the_bytes_that_llm_compressor_writes(tmp_path):
+    quantize_folder(ORACLES / "qwen2_untied", tmp_path / "rtn")
+    ours = read_safetensors(tmp_path / "rtn" / "model.safetensors")
+    theirs = read_safetensors(ORACLES / "quantized" / "llmcompressor_nvfp4" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert array.dtype == theirs[name].dtype and array.tobytes() == theirs[name].tobytes(), name
 
 
 @pytest.mark.parametrize("name", NAMES)

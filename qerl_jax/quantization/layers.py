@@ -13,6 +13,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
 from qerl_jax.models.compressed_tensors import packed_weight, stored_tensors
 from qerl_jax.models.hub import Opened, layer_name
+from qerl_jax.models.mapped import to_device
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
 
 _BLOCK = 16
@@ -28,7 +29,7 @@ def read_layer(source: Opened, layer: int) -> Layer:
     fields: dict[str, Any] = {}
     for field in _FIELDS:
         entry = source.tensors.get(layer_name(layer, field))
-        fields[field] = None if entry is None else jnp.array(entry[1], copy=True)
+        fields[field] = None if entry is None else to_device(entry[1])
         if field not in PROJECTIONS or entry is None:
             continue
         where = f"{entry[0]}: tensor {layer_name(layer, field)}"
@@ -86,7 +87,7 @@ def ends_of(source: Opened, dtype: jnp.dtype) -> Model:
     """The network without its layers: embeddings and head in `dtype`, the final norm in float32."""
 
     def read(name: str, as_dtype: Any) -> jax.Array:
-        return jnp.array(source.tensors[name][1], copy=True).astype(as_dtype)
+        return to_device(source.tensors[name][1], as_dtype)
 
     head = None if source.config.tie_word_embeddings else read("lm_head.weight", dtype)
     norm = read("model.norm.weight", jnp.float32)

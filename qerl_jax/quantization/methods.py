@@ -1,9 +1,11 @@
-"""What a method makes of one layer, and what is reported of it. GPTQ's place is a third method: it needs the Gram
-matrices that `observation` keeps, and gives what the others give.
+"""What a method makes of one layer, and what is reported of it.
+
+A method is a row of `METHODS`: a function of a plain layer and of what its projections read. GPTQ would be a third one:
+the Gram matrices that `observation` keeps are its Hessians, and its columns' feedback replaces the rounding of `rtn`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,56 @@ from qerl_jax.quantization.awq import smooth
 from qerl_jax.quantization.observation import GROUPS, Seen, relative_errors
 from qerl_jax.quantization.rtn import round_to_nearest
 
-METHODS = ("rtn", "awq")
 # Text in the report: what scales were searched on, and what they were not.
 SEARCHED, HELD_OUT = "calibration", "held_out"
+
+
+class Made(NamedTuple):
+    """What a method makes of a layer: packed projections, what they stand for in the clean layer's coordinates (float32
+    [N, K] by name), and what the method has to say for the report."""
+
+    layer: Layer
+    plain: Mapping[str, jax.Array]
+    report: dict[str, Any]
+
+
+class Method(NamedTuple):
+    """A way of quantizing.
+
+    Attributes:
+      calibrated: whether it needs the inputs of the projections on the calibration text.
+      quantize: (config, plain layer in the dtypes it is stored in, inputs by group) -> what it makes; the inputs are
+        empty where the method is not calibrated.
+    """
+
+    calibrated: bool
+    quantize: Callable[[ModelConfig, Layer, Mapping[str, Seen]], Made]
+
+
+def _rtn(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
+    rounded = round_to_nearest(layer)
+    return Made(rounded.layer, rounded.plain, {})
+
+
+def _awq(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
+    smoothed = smooth(config, layer, seen)
+    scales = {
+        group: {
+            "alpha": choice.alpha,
+            "duo": choice.duo,
+            "smallest": float(choice.columns.min()),
+            "largest": float(choice.columns.max()),
+        }
+        for group, choice in smoothed.choices.items()
+    }
+    gains = {
+        norm: aqn_gain(np.asarray(getattr(layer, norm)), smoothed.choices[group].columns, seen[group])
+        for norm, group in (("input_norm", "q_proj"), ("post_attention_norm", "gate_proj"))
+    }
+    return Made(smoothed.layer, smoothed.plain, {"scales": scales, "aqn_gain": gains})
+
+
+METHODS = {"rtn": Method(False, _rtn), "awq": Method(True, _awq)}
 
 
 def quantize_one(
@@ -26,35 +75,18 @@ def quantize_one(
     """Quantizes a layer to NVFP4.
 
     Args:
-      method: one of `METHODS`.
+      method: a key of `METHODS`.
       config: the network's.
       layer: its plain weights, all in the dtype that they are stored in.
-      seen: what the groups' inputs were, by text (`SEARCHED`, which awq needs; `HELD_OUT`) and group.
+      seen: what the groups' inputs were, by text (`SEARCHED`, which a calibrated method needs; `HELD_OUT`) and group.
 
     Returns:
       The layer with packed projections, and its part of the report: errors of each projection under round-to-nearest
       and, where it is another, under the method; of awq also what it chose.
     """
-    rounded = round_to_nearest(layer)
-    plain, result = {"rtn": rounded.plain}, rounded.layer
-    report: dict[str, Any] = {}
-    if method == "awq":
-        smoothed = smooth(config, layer, seen[SEARCHED])
-        plain["awq"], result = smoothed.plain, smoothed.layer
-        report["scales"] = {
-            group: {
-                "alpha": choice.alpha,
-                "duo": choice.duo,
-                "smallest": float(choice.columns.min()),
-                "largest": float(choice.columns.max()),
-            }
-            for group, choice in smoothed.choices.items()
-        }
-        report["aqn_gain"] = {
-            norm: aqn_gain(np.asarray(getattr(layer, norm)), smoothed.choices[group].columns, seen[SEARCHED][group])
-            for norm, group in (("input_norm", "q_proj"), ("post_attention_norm", "gate_proj"))
-        }
-    return result, {"projections": _errors(layer, plain, seen)} | report
+    made = METHODS[method].quantize(config, layer, seen.get(SEARCHED, {}))
+    plain = {"rtn": made.plain if method == "rtn" else round_to_nearest(layer).plain} | {method: made.plain}
+    return made.layer, {"projections": _errors(layer, plain, seen)} | made.report
 
 
 def _errors(

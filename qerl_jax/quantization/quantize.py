@@ -10,9 +10,9 @@ through the network three times, plain, rounded to nearest and by the method, fo
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,18 @@ from qerl_jax.errors import UserError, nearest
 from qerl_jax.metrics import duration
 from qerl_jax.models.compressed_tensors import quantization_config
 from qerl_jax.models.hub import Opened, open_model
+from qerl_jax.models.params import Layer
 from qerl_jax.models.shards import Stored, write_shards
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, write_json
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.quantization.calibration import ARITHMETIC, Calibration, load_calibration
 from qerl_jax.quantization.layers import computed, ends_of, from_tensors, read_layer, to_tensors
 from qerl_jax.quantization.methods import HELD_OUT, METHODS, SEARCHED, quantize_one
+from qerl_jax.quantization.observation import Seen
 from qerl_jax.quantization.report import REPORT, mean_errors, progress
 from qerl_jax.quantization.rtn import round_to_nearest
 from qerl_jax.quantization.streams import Stream
-from qerl_jax.quantization.work import WorkFolder
+from qerl_jax.quantization.work import WorkFolder, work_folders
 
 FORMATS = ("nvfp4",)
 _OWN_TEXT = {"builtin:quickstart": ARITHMETIC}  # what a shipped policy is calibrated on when nothing else is named
@@ -73,16 +75,18 @@ def quantize_folder(
       UserError: an option, file or tensor that cannot be used; names it, what was found and what is allowed.
     """
     _check_options(weight_format, method)
-    text = calibration or (_OWN_TEXT.get(os.fspath(source)) if method == "awq" else None)
-    if text is None and method == "awq":
+    calibrated = METHODS[method].calibrated
+    text = calibration or (_OWN_TEXT.get(os.fspath(source)) if calibrated else None)
+    if text is None and calibrated:
         raise UserError(
-            "--method awq needs --calibration: a .jsonl file with `text`, `messages` or `prompt` in its rows"
+            f"--method {method} needs --calibration: a .jsonl file with `text`, `messages` or `prompt` in its rows"
         )
     if text is None and (sequences, length) != (None, None):
         raise UserError("--sequences and --length have no effect without --calibration; leave them out")
     target = Path(destination).absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"{destination} is there already; remove it or choose another name")
+        left = "".join(f"; {path} is what an interrupted command left" for path in work_folders(target))
+        raise UserError(f"{destination} is there already; remove it or choose another name{left}")
     opened = open_model(source)
     if opened.packing is not None:
         raise UserError(f"{opened.folder}: its weights are quantized already; expected plain ones")
@@ -103,10 +107,11 @@ def quantize_folder(
         "jax": jax.__version__,
     }
     work = WorkFolder(target, settings)
-    for other in work.others():
-        say(f"{other} is left from a command with other settings; remove it if that is not to be continued")
+    for other in work_folders(target):
+        if other != work.path:
+            say(f"{other} is left from a command with other settings; remove it if that is not to be continued")
     report: dict[str, Any] = {key: value for key, value in settings.items() if key != "files"}
-    report |= _layers(opened, method, rows, dtype, work, say)
+    report |= _layers(_job(opened, method, rows, dtype, work), say)
     _assemble(opened, work, target, report)
     work.remove()
     return report
@@ -134,62 +139,83 @@ def _identity(opened: Opened) -> dict[str, list[int]]:
     return {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
 
 
-def _layers(
-    opened: Opened,
-    method: str,
-    rows: Calibration | None,
-    dtype: jnp.dtype,
-    work: WorkFolder,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+class _Job(NamedTuple):
+    """What stays the same from layer to layer, and the streams that move on: held-out text through the plain network
+    and, by method, through quantized ones; calibration text, where the method is calibrated. None without text."""
+
+    opened: Opened
+    method: str
+    dtype: jnp.dtype
+    work: WorkFolder
+    plain: Stream | None
+    rounded: dict[str, Stream]
+    search: Stream | None
+
+
+def _job(opened: Opened, method: str, rows: Calibration | None, dtype: jnp.dtype, work: WorkFolder) -> _Job:
+    if rows is None:
+        return _Job(opened, method, dtype, work, None, {}, None)
+    batch = _TOKENS_PER_BATCH.get(jax.default_backend(), 16384)
+    ends = ends_of(opened, dtype)
+    plain = Stream(ends, rows.held_out, batch)
+    rounded = {name: plain.copy() for name in dict.fromkeys(("rtn", method))}
+    search = Stream(ends, rows.search, batch) if METHODS[method].calibrated else None
+    return _Job(opened, method, dtype, work, plain, rounded, search)
+
+
+def _layers(job: _Job, say: Callable[[str], None]) -> dict[str, Any]:
     """Quantizes the layers that the work folder lacks; returns the report's part about layers and text."""
-    config = opened.config
-    search = plain = None
-    rounded: dict[str, Stream] = {}
-    if rows is not None:
-        batch = _TOKENS_PER_BATCH.get(jax.default_backend(), 16384)
-        ends = ends_of(opened, dtype)
-        plain = Stream(ends, rows.held_out, batch)
-        rounded = {name: plain.copy() for name in dict.fromkeys(("rtn", method))}
-        search = Stream(ends, rows.search, batch) if method == "awq" else None
+    count = job.opened.config.num_hidden_layers
     layers: list[dict[str, Any]] = []
-    began, done = time.monotonic(), 0
-    for i in range(config.num_hidden_layers):
-        kept = work.report(i)
-        if kept is None or plain is not None:
-            layer = read_layer(opened, i)
-        if kept is None:
-            seen = {}
-            if plain is not None:
-                clean = computed(layer, dtype)
-                seen = {HELD_OUT: plain.observe(clean)}
-                if search is not None:
-                    seen = {SEARCHED: search.observe(clean)} | seen
-            _check_finite(opened, i, seen)
-            packed, kept = quantize_one(method, config, layer, seen)
-            work.write(i, to_tensors(packed, i), kept)
-            done += 1
-        entry = {"layer": i} | kept
-        if plain is not None:
-            plain.advance(computed(layer, dtype))
-            packed = computed(from_tensors(work.tensors(i), i, work.path), dtype)
-            if search is not None:
-                search.advance(packed)
-            rounded["rtn"].advance(packed if method == "rtn" else computed(round_to_nearest(layer).layer, dtype))
-            if method != "rtn":
-                rounded[method].advance(packed)
-            entry["stream_error_held_out"] = {name: stream.distance(plain) for name, stream in rounded.items()}
-        layers.append(entry)
-        left = (time.monotonic() - began) / (i + 1) * (config.num_hidden_layers - i - 1)
-        say(f"layer {i + 1}/{config.num_hidden_layers}  {progress(entry)}  {duration(left)} left")
+    began = time.monotonic()
+    for i in range(count):
+        layers.append({"layer": i} | _layer(job, i))
+        left = (time.monotonic() - began) / (i + 1) * (count - i - 1)
+        say(f"layer {i + 1}/{count}  {progress(layers[-1])}  {duration(left)} left")
     result: dict[str, Any] = {"mean": mean_errors(layers), "layers": layers}
-    if plain is not None:
-        figures = {"plain": plain.figures()} | {name: stream.figures() for name, stream in rounded.items()}
+    if job.plain is not None:
+        figures = {"plain": job.plain.figures()} | {name: stream.figures() for name, stream in job.rounded.items()}
         result["text"] = {name: row._asdict() for name, row in figures.items()}
     return result
 
 
-def _check_finite(opened: Opened, layer: int, seen: dict[str, Any]) -> None:
+def _layer(job: _Job, i: int) -> dict[str, Any]:
+    """Quantizes layer i unless the work folder has it, and moves the streams past it; returns its part of the report.
+    Whatever it holds of the layer is gone when it returns."""
+    kept = job.work.report(i)
+    if kept is not None and job.plain is None:
+        return kept
+    layer = read_layer(job.opened, i)
+    if kept is None:
+        kept = _quantized(job, i, layer)
+    if job.plain is None:
+        return kept
+    job.plain.advance(computed(layer, job.dtype))
+    if job.method != "rtn":
+        job.rounded["rtn"].advance(computed(round_to_nearest(layer).layer, job.dtype))
+    del layer
+    packed = computed(from_tensors(job.work.tensors(i), i, job.work.path), job.dtype)
+    job.rounded[job.method].advance(packed)
+    if job.search is not None:
+        job.search.advance(packed)
+    return kept | {"stream_error_held_out": {name: x.distance(job.plain) for name, x in job.rounded.items()}}
+
+
+def _quantized(job: _Job, i: int, layer: Layer) -> dict[str, Any]:
+    """Quantizes layer i into the work folder; returns its part of the report."""
+    seen: dict[str, dict[str, Seen]] = {}
+    if job.plain is not None:
+        clean = computed(layer, job.dtype)
+        streams = {SEARCHED: job.search, HELD_OUT: job.plain}
+        seen = {text: stream.observe(clean) for text, stream in streams.items() if stream is not None}
+        del clean
+    _check_finite(job.opened, i, seen)
+    packed, report = quantize_one(job.method, job.opened.config, layer, seen)
+    job.work.write(i, to_tensors(packed, i), report)
+    return report
+
+
+def _check_finite(opened: Opened, layer: int, seen: Mapping[str, Mapping[str, Seen]]) -> None:
     for text, groups in seen.items():
         for group, sums in groups.items():
             if not np.isfinite(np.asarray(sums.magnitude)).all():

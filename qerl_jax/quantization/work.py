@@ -10,6 +10,7 @@ A layer counts as finished when its two files agree. Everything else that a laye
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,14 @@ from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 _PREFIX = ".quantize-"
 
 
+def work_folders(destination: Path) -> list[Path]:
+    """All that commands have left which were to make `destination` and were interrupted, whatever their settings."""
+    name = re.compile(re.escape(f"{_PREFIX}{destination.name}-") + "[0-9a-f]{12}")
+    if not destination.parent.is_dir():
+        return []
+    return sorted(path for path in destination.parent.iterdir() if name.fullmatch(path.name))
+
+
 class WorkFolder:
     """The work folder of one destination and one set of settings."""
 
@@ -31,14 +40,9 @@ class WorkFolder:
         """Makes the folder if there is none yet."""
         text = json.dumps(settings, indent=2, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self._others = f"{_PREFIX}{destination.name}-*"
         self.path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "settings.json", text + "\n")
-
-    def others(self) -> list[Path]:
-        """Work folders of the same destination with other settings: of interrupted commands that were not this one."""
-        return sorted(path for path in self.path.parent.glob(self._others) if path != self.path)
 
     def write(self, layer: int, tensors: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> None:
         """Keeps a layer's tensors and its part of the report."""

@@ -1,0 +1,106 @@
+"""Memory of `qerl quantize --method awq`: the same network with few layers and with many.
+
+    python -m benchmarks.quantize_memory --work /tmp/quantize_memory \\
+        --output benchmarks/results/cpu/quantize_memory.json
+
+Anonymous memory above what the process holds once JAX has started, at its highest (see `benchmarks.load_model`); the
+allocator is told to give back what is freed (MALLOC_MMAP_THRESHOLD_), or its own hoard is what one measures. What does
+not depend on the number of layers: a layer in several forms, activations and Gram matrices, embeddings, and compiled
+programs. Each run is a process of its own; checkpoints are random bytes, calibrated on arithmetic.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.load_model import Peak, make
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import PROJECTIONS, projection_shape
+from qerl_jax.policies.tokenizer import save_tokenizer
+from qerl_jax.quantization import quantize_folder
+from qerl_jax.quantization.observation import GROUPS
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+SEQUENCES = 64
+
+
+def quantize(folder: Path) -> dict[str, Any]:
+    """Quantizes the checkpoint in this process."""
+    jax.block_until_ready(jax.numpy.zeros(1))
+    watch = Peak()
+    watch.start()
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        report = quantize_folder(
+            folder, Path(scratch, "out"), method="awq", calibration="arithmetic", sequences=SEQUENCES
+        )
+        peak = watch.stop()
+    return {"peak_bytes": peak, "calibration": report["calibration"]}
+
+
+def sizes(shape: dict[str, int]) -> dict[str, float]:
+    """Bytes, in millions, of one layer in bfloat16 and of the Gram matrices of both texts in float32."""
+    config = ModelConfig.from_hf({"model_type": "qwen2", "rms_norm_eps": 1e-6, "num_hidden_layers": 1, **shape})
+    outputs_inputs = [projection_shape(config, name) for name in PROJECTIONS]
+    grams = [projection_shape(config, group)[1] ** 2 for group in GROUPS]
+    return {"layer_mb": 2 * sum(N * K for N, K in outputs_inputs) / 1e6, "gram_mb": 2 * 4 * sum(grams) / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="where the checkpoints are made, and kept")
+    parser.add_argument("--layers", type=int, nargs=2, default=[4, 64])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--measure", type=Path, metavar="DIR", help="quantize this folder here and print what it took")
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        print(json.dumps(quantize(arguments.measure)))
+        return
+    if arguments.work is None:
+        parser.error("--work is missing")
+    rows = []
+    for layers in arguments.layers:
+        folder = arguments.work / f"{layers}-layers"
+        if not (folder / "config.json").exists():
+            make(folder, SHAPE | {"num_hidden_layers": layers, "rope_theta": 1e4}, 2_000_000_000)
+            save_tokenizer(folder, SHAPE["max_position_embeddings"])
+        command = [sys.executable, "-m", "benchmarks.quantize_memory", "--measure", str(folder)]
+        env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout)
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        rows.append({"layers": layers, "file_mb": size / 1e6, "peak_mb": found["peak_bytes"] / 1e6})
+        print(json.dumps(rows[-1]), flush=True)
+    few, many = rows
+    result = {
+        "device": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}",
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        "shape": SHAPE,
+        "calibration": {key: value for key, value in found["calibration"].items() if key != "sha256"},
+        **sizes(SHAPE),
+        "rows": rows,
+        "growth_mb": many["peak_mb"] - few["peak_mb"],
+        "growth_of_file_mb": many["file_mb"] - few["file_mb"],
+    }
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
