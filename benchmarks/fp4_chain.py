@@ -26,10 +26,10 @@ def make_step(m, pdl):
     kernels = {}
     for k, n in MODELS["7B"]:
         kernels[k, n] = stream_kernel.build(m, k, (n,), variants.config_for(m, k, (n,)), pdl=pdl)
-    factor = stream_kernel.epilogue_factor(2688.0 * 64)
+    scale = stream_kernel.number(2688.0 * 64)
 
     def linear(x, w):
-        return kernels[w.k, w.n](x, w.data, factor)[0]
+        return kernels[w.k, w.n](x, w.data, scale)[0]
 
     def layer(x, weights):
         qkv, o, gate_up, down = weights

@@ -33,11 +33,11 @@ LAYERS = {"7B": 6, "14B": 4, "32B": 3}
 STEPS = 40
 
 
-def unit_factor(weight):
-    """The epilogue's factor that keeps the size of x: so no call meets zeros or infinities."""
+def unit_scale(weight):
+    """The global scale that keeps the size of x: so no call meets zeros or infinities."""
     sample = layout.KernelWeight(weight.data[:4], 64, weight.k)
     rms = jnp.sqrt(jnp.mean(layout.dequantize(sample, jnp.float32(1.0), jnp.float32) ** 2))
-    return stream_kernel.epilogue_factor(rms * np.sqrt(weight.k))
+    return stream_kernel.number(rms * np.sqrt(weight.k))
 
 
 def make_model(name, rank):
@@ -47,7 +47,6 @@ def make_model(name, rank):
         for i, (k, ns) in enumerate(CALLS[name]):
             keys = jax.random.split(jax.random.key(10 * layer + i), 3 * len(ns))
             weights = [random_weight(keys[j], n, k) for j, n in enumerate(ns)]
-            factors = [unit_factor(w) for w in weights]
             loras = [None] * len(ns)
             if rank:
                 loras = [
@@ -55,8 +54,8 @@ def make_model(name, rank):
                      jax.random.normal(b, (n, rank), jnp.bfloat16) / rank**0.5, jnp.float32(1e-3))
                     for a, b, n in zip(keys[len(ns):], keys[2 * len(ns):], ns, strict=False)
                 ]  # fmt: skip
-            _, operands = stream_kernel.lora_operands(loras, factors, ((0, 0), (0, 0)))
-            calls.append([*[w.data for w in weights], *factors, *operands])
+            _, operands = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
+            calls.append([*[w.data for w in weights], *map(unit_scale, weights), *operands])
         model.append(calls)
     return model
 

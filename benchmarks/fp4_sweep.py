@@ -127,7 +127,7 @@ def main():
         columns = np.random.default_rng().integers(0, n, 96)
         for m in args.m:
             xs = list(jax.random.normal(jax.random.key(m), (len(weights), m, k), jnp.bfloat16))
-            factor = stream_kernel.epilogue_factor(2688.0)
+            scale = stream_kernel.number(2688.0)
             configs = (wgmma_candidates if args.wgmma else candidates)(m, k, n)
             for config in configs[: args.limit]:
                 if time.time() - start > args.seconds:
@@ -135,14 +135,14 @@ def main():
                 row = {"k": k, "n": n, "m": m, "config": [*vars(config).values()]}
                 try:
                     wide = stream_kernel.build(m, k, (n,), config, wide_out=True)
-                    (y,) = wide(xs[0], weights[0], factor)
+                    (y,) = wide(xs[0], weights[0], scale)
                     weight = layout.KernelWeight(weights[0], n, k)
                     row["error"] = relative_error(y, xs[0], weight, jnp.float32(2688.0), columns)
                     kernel = stream_kernel.build(m, k, (n,), config)
                     run = jax.jit(
-                        lambda xs, f, ws, kernel=kernel: [kernel(x, w, f)[0] for x, w in zip(xs, ws, strict=True)]
+                        lambda xs, s, ws, kernel=kernel: [kernel(x, w, s)[0] for x, w in zip(xs, ws, strict=True)]
                     )
-                    row["us"] = device_us(run, xs, factor, weights) / len(weights)
+                    row["us"] = device_us(run, xs, scale, weights) / len(weights)
                     row["tb_per_s"] = size / row["us"] * 1e-6
                 except (ValueError, jax.errors.JaxRuntimeError) as error:
                     row["refused"] = str(error)[:100]

@@ -4,7 +4,7 @@ from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_atte
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
-from .variants import compiling_for, describe, has_kernels
+from .variants import compiling_for, describe, has_kernels, lora_inside
 
 __all__ = [
     "HeadNorms",
@@ -21,6 +21,7 @@ __all__ = [
     "fp4_matmul_dx_reference",
     "fp4_matmul_reference",
     "has_kernels",
+    "lora_inside",
     "repack",
     "takes_decode_attention",
     "unpack",

@@ -13,6 +13,7 @@ from jax.custom_batching import custom_vmap
 from . import dequantized, stream_kernel, variants, wide
 from .layout import COLS, KernelWeight
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
+from .stream_plan import padded_rank
 from .wide_plan import WideConfig
 
 
@@ -140,7 +141,7 @@ def _base(backend):
         if m == 0:
             return tuple(jnp.zeros((0, w.n), x.dtype) for w in weights)
         n = tuple(w.n for w in weights)
-        ranks = tuple(0 if lora is None else stream_kernel.padded_rank(lora[0].shape[0]) for lora in loras)
+        ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
         variant = variants.choose(m, k, n, backend, ranks)
         if isinstance(variant, WideConfig):
             some = any(b is not None for b in biases)
@@ -220,12 +221,11 @@ def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):
     m, k = x.shape
     columns = ((0, 0), (0, -k % COLS))
     x = jnp.pad(x.astype(jnp.bfloat16), columns)
-    factors = [stream_kernel.epilogue_factor(s) for s in scales]
-    rest = [*[w.data for w in weights], *factors]
+    rest = [*[w.data for w in weights], *map(stream_kernel.number, scales)]
     if has_bias := any(b is not None for b in biases):
         zeros = [jnp.zeros((w.n,), jnp.float32) for w in weights]
         rest += [z if b is None else b.astype(jnp.float32) for z, b in zip(zeros, biases, strict=True)]
-    ranks, lora_operands = stream_kernel.lora_operands(loras, factors, columns)
+    ranks, lora_operands = stream_kernel.lora_operands(loras, columns)
     rest += lora_operands
     parts = []
     for start in range(0, m, stream_kernel.MAX_ROWS):

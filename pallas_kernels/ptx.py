@@ -158,6 +158,10 @@ def rsqrt(x):
     return ptx("{ .reg .f32 r;\nsqrt.rn.f32 r, $1;\nrcp.rn.f32 $0, r; }", x, results=[f32_t()])[0]
 
 
+def divide(a, b):
+    return ptx("div.rn.f32 $0, $1, $2;", a, b, results=[f32_t()])[0]
+
+
 def over_quad(join, x):
     """`join` of a value over the four lanes 4 g .. 4 g + 3; every one of them gets it."""
     for distance in (1, 2):

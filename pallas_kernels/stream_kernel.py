@@ -29,7 +29,7 @@ from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .stream_compute import ComputeWarps
 from .stream_lora import sync_words
-from .stream_plan import Plan, StreamConfig, make_plan
+from .stream_plan import Plan, StreamConfig, make_plan, padded_rank
 
 MAX_ROWS = 64
 
@@ -40,7 +40,7 @@ class Refs:
 
     x: list  # one, or two when the first is in fragment order and LoRA needs the plain one
     data: list
-    factor: list
+    global_scale: list
     bias: list  # or empty
     a: list  # A, B and scale of LoRA; None for a weight without
     b: list
@@ -57,7 +57,7 @@ class Refs:
             taken, left[:] = left[:count], left[count:]
             return taken
 
-        x, data, factor, bias = take(2 if two_x else 1), take(n_w), take(n_w), take(n_w if has_bias else 0)
+        x, data, scale, bias = take(2 if two_x else 1), take(n_w), take(n_w), take(n_w if has_bias else 0)
         lora = [[None] * n_w for _ in range(3)]
         present = [i for i, rank in enumerate(plan.ranks) if rank]
         for kind in lora:
@@ -67,7 +67,7 @@ class Refs:
         outs = take(n_w)
         space += take(2 if plan.ranks else 0)
         (shared,) = left
-        return cls(x, data, factor, bias, *lora, outs, space, shared)
+        return cls(x, data, scale, bias, *lora, outs, space, shared)
 
 
 class _Kernel(ComputeWarps):
@@ -79,7 +79,7 @@ class _Kernel(ComputeWarps):
         c = plan.config
         self.x, self.x_plain = mem.global_address(refs.x[0]), mem.global_address(refs.x[-1])
         self.data = [mem.global_address(r) for r in refs.data]
-        self.factor = [mem.global_address(r) for r in refs.factor]
+        self.global_scale = [mem.global_address(r) for r in refs.global_scale]
         self.bias = [mem.global_address(r) for r in refs.bias]
         self.outs = [mem.global_address(r) for r in refs.outs]
         if plan.ranks:
@@ -145,7 +145,7 @@ class _Kernel(ComputeWarps):
         self.make_barriers([(p.add(first, 8 * i), count) for first, count in both for i in range(c.x_depth)])
         if self.pdl:
             p.grid_dependency_wait()
-        factors = [mem.load_global_f32(factor) for factor in self.factor]  # at the end their latency would count
+        scales = [mem.load_global_f32(scale) for scale in self.global_scale]  # at the end their latency would count
         row_bytes = plan.quads * COLS * 2
         piece = p.mul(self.lane, 16)
         src = mem.offset(self.x, p.add(p.mul(self.first_quad, COLS * 2), piece))
@@ -177,8 +177,8 @@ class _Kernel(ComputeWarps):
         mem.copy_wait_all()
 
         def keep_factors():
-            for i, factor in enumerate(factors):
-                mem.store_shared_f32(self.factor_base, factor, 4 * i)
+            for i, scale in enumerate(scales):
+                mem.store_shared_f32(self.factor_base, p.divide(p.f32(EPILOGUE_FACTOR), scale), 4 * i)
 
         p.when(self.is_lane_0, keep_factors)
 
@@ -255,14 +255,14 @@ def build(
     wide_out: bool = False,
     ranks: tuple[int, ...] = (),
 ):
-    """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, factor and, if `has_bias`, bias;
-    with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and float32 [1] scales, of the weights of positive rank only,
-    and `stream_lora.sync_words()`. Returns the list of y_i [M, n_i].
+    """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, scale and, if `has_bias`, bias;
+    with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
+    `stream_lora.sync_words()`. Returns the list of y_i [M, n_i].
 
     With wgmma x is first put in fragment order, by a small program of its own that XLA may fuse into what made x.
 
-    `factor` is float32 [1], 128 / global_scale; `bias` is float32 [n_i]; a scale is LoRA's over the factor; y_i is
-    bfloat16, or float32 if `wide_out`. Ranks are multiples of 16.
+    The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
+    `wide_out`. Ranks are multiples of 16.
     """
     plan = make_plan(m, k, n, config, ranks)
     two_x = config.wgmma and bool(plan.ranks)
@@ -320,25 +320,22 @@ def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     return [sums, jax.ShapeDtypeStruct((sum(plan.rank_tiles) * plan.h_tile // 2,), jnp.bfloat16)]
 
 
-def padded_rank(rank: int) -> int:
-    return -(-rank // ROWS) * ROWS
-
-
-def lora_operands(loras, factors, columns):
+def lora_operands(loras, columns):
     """Padded ranks and the kernel's operands of (A [R, K], B [N, R], scaling) or None for each weight."""
-    present = [(*lora, factor) for lora, factor in zip(loras, factors, strict=True) if lora is not None]
+    present = [lora for lora in loras if lora is not None]
     if not present:
         return (), []
     ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
-    a, b, scales = [], [], []
-    for a_RK, b_NR, scaling, factor in present:
+    a, b, scalings = [], [], []
+    for a_RK, b_NR, scaling in present:
         more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
         a.append(jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), columns[1])))
         b.append(jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))))
-        scales.append(jnp.asarray(scaling, jnp.float32) / factor)
-    return ranks, [*a, *b, *scales, jnp.asarray(sync_words())]
+        scalings.append(number(scaling))
+    return ranks, [*a, *b, *scalings, jnp.asarray(sync_words())]
 
 
-def epilogue_factor(global_scale: jax.Array) -> jax.Array:
-    """float32 [1]: what turns the kernel's raw sums into x W^T."""
-    return (jnp.float32(EPILOGUE_FACTOR) / jnp.asarray(global_scale, jnp.float32)).reshape(1)
+def number(value) -> jax.Array:
+    """A number as the kernel takes it, float32 [1]. What is computed from it the kernel computes: every operation on a
+    scalar outside it would be a launch."""
+    return jnp.asarray(value, jnp.float32).reshape(1)

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .layout import COLS, ROWS
+from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .stream_plan import SYNC_WORDS, Plan
 
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row
@@ -69,7 +69,8 @@ class LoraWarps:
         plan = self.plan
         groups, group = plan.m_tiles // plan.lora_group, plan.lora_group
         tile, m_group = p.div(sum_index, groups), p.rem(sum_index, groups)
-        (a, scale), local = self.pick_rank_tile(tile, list(zip(self.a, self.lora_scale, strict=True)))
+        operands = list(zip(self.a, self.lora_scale, self.global_scale, strict=True))
+        (a, *scales), local = self.pick_rank_tile(tile, operands)
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         row_bytes = plan.quads * COLS * 2
         a = mem.wide_offset(a, p.add(p.mul(local, ROWS), g), row_bytes)
@@ -112,13 +113,15 @@ class LoraWarps:
         (arrived,) = p.if_values(self.is_lane_0, arrive, [p.i32(0)])
         arrived = p.uniform(arrived)
         first_row = p.mul(m_group, group * 8)
-        p.when(p.eq(arrived, plan.lora_slices - 1), lambda: self.finish_sum(sums, size, scale, tile, first_row, g, t))
+        p.when(p.eq(arrived, plan.lora_slices - 1), lambda: self.finish_sum(sums, size, scales, tile, first_row, g, t))
 
-    def finish_sum(self, sums, size, scale, tile, first_row, g, t):
+    def finish_sum(self, sums, size, scales, tile, first_row, g, t):
         """Add the slices in order and store x A^T, 16 ranks of each row together."""
         plan = self.plan
         mem.fence()
-        scale = mem.load_global_f32(scale)
+        scaling, global_scale = (mem.load_global_f32(scale) for scale in scales)
+        # the sums that it joins are multiplied by EPILOGUE_FACTOR / global_scale in the end
+        scale = arith.mulf(scaling, arith.mulf(global_scale, p.f32(1 / EPILOGUE_FACTOR)))
         for i in range(plan.lora_group):
             acc = [p.f32(0.0)] * 4
             for start in range(0, plan.lora_slices, BATCH):

@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def ring_at(self) -> int:
-        return HEADER  # after 2 x x_depth barriers, that of LoRA, and the factors
+        return HEADER  # after 2 x x_depth barriers, that of LoRA, and 128 / each global scale
 
     @property
     def totals_at(self) -> int:
@@ -194,6 +194,11 @@ class Plan:
     def bytes_ahead(self) -> int:
         """Weight bytes that one CTA has under way."""
         return self.config.warps_n * self.config.tiles * (self.config.depth - 1) * QUAD_BYTES
+
+
+def padded_rank(rank: int) -> int:
+    """The kernel takes LoRA ranks 16 at a time."""
+    return -(-rank // ROWS) * ROWS
 
 
 def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...] = ()) -> Plan:

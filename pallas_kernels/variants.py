@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import jax
 
-from .stream_plan import RESIDENT, StreamConfig, make_plan
+from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
 from .wide_plan import WideConfig
 from .wide_variants import wide_config
 
@@ -83,9 +83,18 @@ def takes_lora(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: 
     return not any(ranks) or (config.waves == 1 and _multiprocessors() >= RESIDENT[1])
 
 
+def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
+    """Whether fp4_matmul adds adapters of these ranks (0: none) in the kernel that multiplies by the weights."""
+    if m > STREAM_ROWS:
+        return False
+    padded = tuple(padded_rank(rank) for rank in ranks)
+    variant = choose(m, k, n, None, padded)
+    return isinstance(variant, StreamConfig) and any(ranks) and takes_lora(m, k, n, variant, padded)
+
+
 def _multiprocessors() -> int:
-    """Of the default device; without a CUDA device those of the GPU that kernels are lowered for."""
-    return jax.devices()[0].core_count if capability() else RESIDENT[1]
+    """Of the default device; where there is none, or another is compiled for, an H200's."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else RESIDENT[1]
 
 
 def _range(m: int) -> int:

@@ -137,13 +137,13 @@ def _emulated(m):
             setattr(module, name, old)
 
 
-def run(plan, x, weights, factors, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
+def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
     """The outputs [M, n_i] of a kernel, of several calls that share their memory; `loras` are its LoRA operands."""
     m = Machine(seed)
     c, two_x = plan.config, plan.config.wgmma and bool(plan.ranks)
     xs = [stream_kernel.fragment_order(jnp.asarray(x), plan.m_tiles * 8)] if c.wgmma else [x]
     xs += [x] if two_x else []
-    operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *factors, *biases, *loras)]
+    operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *scales, *biases, *loras)]
     dtype = np.float32 if wide_out else ml_dtypes.bfloat16
     shapes = [((plan.m, n), dtype) for n in plan.n]
     shapes += [(s.shape, s.dtype) for s in stream_kernel.lora_space(plan)]

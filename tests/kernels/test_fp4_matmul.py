@@ -142,7 +142,7 @@ def test_a_plan_names_what_does_not_fit():
     (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False),
     (StreamConfig(4, 1, 1, 1, 4, 2), (40,), False),
     (StreamConfig(1, 4, 2, 1, 3, 2, True), (64,), True),
-    (StreamConfig(1, 4, 2, 1, 3, 2, promote=True, waves=2), (64,), False),
+    (StreamConfig(1, 4, 2, 1, 3, 2, waves=2), (64,), False),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
     m, k = 9, 1024

@@ -50,7 +50,7 @@ def _kernel_f32(x, weight, gs, config=None):
     poison = jnp.full((m, weight.n), jnp.nan, jnp.float32)  # freed below, so that the output may reuse its memory
     poison.block_until_ready()
     del poison
-    return np.asarray(kernel(x, weight.data, stream_kernel.epilogue_factor(gs))[0], np.float64)
+    return np.asarray(kernel(x, weight.data, stream_kernel.number(gs))[0], np.float64)
 
 
 @pytest.mark.parametrize("m", [1, 3, 16, 17, 64])
@@ -132,8 +132,8 @@ def test_lora_in_the_kernel(rng, m, k, ns, ranks):
         )
         for r, n in zip(ranks, ns, strict=True)
     ]  # fmt: skip
-    factors = [stream_kernel.epilogue_factor(gs)] * len(ns)
-    padded, operands = stream_kernel.lora_operands(loras, factors, ((0, 0), (0, 0)))
+    scales = [stream_kernel.number(gs)] * len(ns)
+    padded, operands = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
     config = variants.config_for(m, k, ns, padded)
     assert variants.takes_lora(m, k, ns, config, padded)
     kernel = stream_kernel.build(m, k, ns, config, wide_out=True, ranks=padded)
@@ -142,7 +142,7 @@ def test_lora_in_the_kernel(rng, m, k, ns, ranks):
         poison = [jnp.full((m, n), jnp.nan, jnp.float32) for n in ns]
         jax.block_until_ready(poison)
         del poison
-        ys = [np.asarray(y, np.float64) for y in kernel(x, *[w.data for w in weights], *factors, *operands)]
+        ys = [np.asarray(y, np.float64) for y in kernel(x, *[w.data for w in weights], *scales, *operands)]
         first = first or ys
         assert all(np.array_equal(y, f) for y, f in zip(ys, first, strict=True))
     x64 = np.asarray(x, np.float64)
@@ -155,7 +155,7 @@ def test_lora_in_the_kernel(rng, m, k, ns, ranks):
             true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
         assert (np.abs(y - true) <= bound).all()
     fewer = kernel if m == 1 else stream_kernel.build(m - 1, k, ns, config, wide_out=True, ranks=padded)
-    again = fewer(x[: m - 1], *[w.data for w in weights], *factors, *operands)
+    again = fewer(x[: m - 1], *[w.data for w in weights], *scales, *operands)
     assert all(np.array_equal(np.asarray(y, np.float64), f[: m - 1]) for y, f in zip(again, first, strict=True))
 
 

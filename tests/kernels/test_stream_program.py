@@ -35,7 +35,7 @@ class Case:
 
         self.x, self.weights, self.true, self.bound, loras = normal(m, k), [], [], [], []
         x = self.x.astype(np.float64)
-        self.factors = [stream_kernel.epilogue_factor(GLOBAL_SCALE)] * len(n)
+        self.scales = [stream_kernel.number(GLOBAL_SCALE)] * len(n)
         self.biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
         (data, values), tile = _matrix(), 0
         for i, (n_i, rank) in enumerate(zip(n, ranks or (0,) * len(n), strict=True)):
@@ -54,11 +54,11 @@ class Case:
             loras.append((a, b, 0.7) if rank else None)
             self.true.append(true)
             self.bound.append(bound)
-        padded, self.loras = stream_kernel.lora_operands(loras, self.factors, ((0, 0), (0, 0)))
+        padded, self.loras = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
         self.plan = make_plan(m, k, n, config, padded)
 
     def run(self, **options):
-        return emulator.run(self.plan, self.x, self.weights, self.factors, self.biases, self.loras, **options)
+        return emulator.run(self.plan, self.x, self.weights, self.scales, self.biases, self.loras, **options)
 
     def is_right(self, ys):
         return all((np.abs(y - true) <= bound).all() for y, true, bound in zip(ys, self.true, self.bound, strict=True))
