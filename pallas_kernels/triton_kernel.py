@@ -2,8 +2,10 @@
 
 It reads the same KernelWeight bytes: a program takes 16 `TILES` outputs and `BLOCK_M` rows of x and walks K in units of
 64 columns, decoding them to BF16 (exact) and multiplying with tl.dot, float32 sums. Importing this module needs triton;
-calling `matmul` needs jax_triton, which imports only beside a CUDA-enabled JAX.
+calling `matmul` needs jax_triton, which imports only beside a CUDA-enabled JAX (0.3.1 with triton 3.6, 0.4 with 3.7).
 """
+
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .layout import COLS, QUAD_WORDS, KernelWeight
+from .triton_versions import check_versions
 
 TILES = 4
 
@@ -102,7 +105,8 @@ def block_m(m: int) -> int:
 
 
 def matmul(x_MK: jax.Array, weight: KernelWeight, global_scale, out_dtype=jnp.float32) -> jax.Array:
-    """x W^T [M, N] in float32 or bfloat16."""
+    """x W^T [M, N] in float32 or bfloat16; ImportError where jax-triton and triton do not fit."""
+    check_versions(importlib.metadata.version("jax-triton"), triton.__version__)
     import jax_triton  # only where JAX has CUDA
 
     m, k = x_MK.shape

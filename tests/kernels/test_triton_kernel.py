@@ -5,7 +5,11 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from pallas_kernels import KernelWeight
 
 pytest.importorskip("triton")
 
@@ -50,6 +54,19 @@ for m, n, k in ((5, 72, 512), (17, 160, 256)):
 """
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_lowers_through_jax_triton_without_a_gpu(architecture, monkeypatch):
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    calls = pytest.importorskip("jaxlib.gpu_triton")
+    if not hasattr(calls, "TritonKernel"):
+        pytest.skip("JAX has no CUDA plugin here")
+    monkeypatch.setattr(calls, "get_compute_capability", lambda device: architecture)
+    matmul = importlib.import_module("pallas_kernels.triton_kernel").matmul
+    weight = KernelWeight(jax.ShapeDtypeStruct((32, 2, 576), jnp.uint32), 512, 512)
+    traced = jax.jit(lambda x, w: matmul(x, w, 1.0)).trace(jax.ShapeDtypeStruct((8, 512), jnp.bfloat16), weight)
+    assert "triton_kernel_call" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_numbers_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
@@ -57,7 +74,8 @@ def test_numbers_in_the_interpreter():
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("block_m", [16, 64])
-def test_compiles_without_a_gpu(architecture, block_m):
+def test_compiles_without_a_gpu(architecture, block_m, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # jax-triton 0.3 sets it to nothing
     import triton
     from triton.backends.compiler import GPUTarget
 
