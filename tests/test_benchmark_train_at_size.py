@@ -1,0 +1,51 @@
+"""The benchmark of `qerl train` on random weights: its options are valid ones, and a tiny run does what it reports."""
+
+import json
+
+import pytest
+
+from benchmarks import train_at_size
+from benchmarks.even_share import even_share
+from qerl_jax.config import load_config
+
+TINY = [
+    "--model",
+    "tiny",
+    "--steps",
+    "2",
+    "--completion",
+    "8",
+    "--num-generations",
+    "4",
+    "--micro-batch",
+    "2",
+    "--lora-rank",
+    "4",
+]
+
+
+def test_its_options_are_those_of_a_recipe(tmp_path):
+    arguments = train_at_size.arguments_of(["--folder", str(tmp_path), "--prompts", "2"])
+    config = load_config("quickstart", train_at_size.overrides(arguments))
+    assert (config.prompts_per_rollout, config.completions_per_rollout, config.updates_per_rollout) == (2, 16, 1)
+    assert config.generation.max_completion_length == 2048 and config.optimizer.max_steps == 3
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train_at_size.arguments_of(["--folder", "x", "--micro-batch", "3"])
+    assert "--micro-batch is 3; allowed: what divides the 8 completions" in capsys.readouterr().err
+
+
+def test_the_reward():
+    assert even_share([], [], [[2, 4, 5, 8], [1]]) == [0.75, 0.0]
+
+
+@pytest.mark.slow
+def test_a_tiny_run(tmp_path):
+    output = tmp_path / "result.json"
+    assert train_at_size.main([*TINY, "--folder", str(tmp_path / "folder"), "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert len(result["steps"]) == 2 and result["finite"] and result["smallest_largest_entry_of_a_lora_B"] > 0
+    assert all(step["completions/mean_length"] > 0 and step["perf/update_time"] > 0 for step in result["steps"])
+    assert json.loads((tmp_path / "folder" / "model" / "config.json").read_text())["quantization_config"]
