@@ -2,19 +2,24 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chi_squared import BOUND, exactly, pvalue
 from tiny import CONFIG, tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.hub import load_model
+from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.memory import plan_slots
 
+ORACLES = Path(__file__).parent / "oracles"
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 P, C, N, G = 9, 12, 5, 4
@@ -69,6 +74,12 @@ def test_all_samples_come_once_and_end_as_they_say():
 def test_the_number_of_slots_changes_no_bit(slots):
     for name, done in with_slots(slots).items():
         same(done, with_slots(3)[name])
+
+
+def test_a_request_alone_changes_no_bit():
+    for n, request in enumerate(requests()):
+        for (_, g), done in finished(engine(max_slots=3).generate(ADAPTER, [request], KEY)).items():
+            same(done, with_slots(3)[n, g])
 
 
 def test_order_of_requests_and_chunks_change_no_bit():
@@ -173,6 +184,38 @@ def test_until_ends_a_sample_early_and_changes_no_other():
     for name, done in with_slots(3).items():
         if done.ids[:3] != beginning:
             same(found[name], done)
+
+
+def test_what_comes_out_is_distributed_as_the_network_says():
+    """First tokens, and pairs of the first two: from slots that are refilled, with an adapter, under three rules."""
+    rules = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.05}
+    prompt, draws = [20, 21, 22], 4000
+    many = engine(SamplingSettings(2, ENDLESS, 0, **rules), max_slots=500)
+    pairs = np.array([done.ids for done in many.generate(ADAPTER, [Request(prompt, draws)], jax.random.key(0))])
+    assert pairs.shape == (draws, 2) and many.statistics.fills >= 8
+    V = CONFIG.vocab_size
+    rows = jnp.concatenate([jnp.tile(jnp.array(prompt), (V, 1)), jnp.arange(V)[:, None]], axis=1)
+    scores = np.asarray(jax.jit(logits)(MODEL, rows, None, ADAPTER), np.float64)
+    first = exactly(scores[0, 2], **rules)
+    both = first[:, None] * np.stack([exactly(row, **rules) for row in scores[:, 3]])
+    assert pvalue(pairs[:, 0], first) > BOUND
+    assert pvalue(pairs[:, 0] * V + pairs[:, 1], both.reshape(-1)) > BOUND
+    hotter = {**rules, "temperature": 1.3 * 1.1}
+    wrong = first[:, None] * np.stack([exactly(row, **hotter) for row in scores[:, 3]])
+    assert pvalue(pairs[:, 0] * V + pairs[:, 1], wrong.reshape(-1)) < BOUND
+
+
+@pytest.mark.parametrize("name", ["qwen2_untied", "qwen3_yarn", "llama3"])
+def test_greedy_continuations_are_those_of_transformers(name):
+    """By `oracles/transformers_logits.py`; three prompts in two slots."""
+    stored = np.load(ORACLES / "transformers_logits.npz")
+    ids, mask = (stored[f"{name}/right_{part}"] for part in ("ids", "mask"))
+    network = load_model(ORACLES / name, dtype="float32")
+    settings = SamplingSettings(16, (network.config.vocab_size,), 0, temperature=0.0)
+    greedy = Engine(network, settings, max_prompt_length=ids.shape[1], max_slots=2)
+    prompts = [Request(row[: live.sum()].tolist()) for row, live in zip(ids, mask, strict=True)]
+    found = finished(greedy.generate(None, prompts, KEY))
+    assert [found[n, 0].ids for n in range(3)] == stored[f"{name}/greedy"].tolist()
 
 
 def test_slots_stay_full_when_lengths_have_a_long_tail():

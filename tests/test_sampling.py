@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chisquare
+from chi_squared import BOUND, exactly, pvalue
 
 from qerl_jax.errors import UserError
 from qerl_jax.rollout.sampling import SamplingSettings, sample, truncate
@@ -33,29 +33,6 @@ def test_truncation_by_hand():
 
 MANY = 60_000
 SPREAD = np.linspace(3, -3, 96)  # logits; probabilities from 0.06 down, less than 0.02 where top-p cuts
-BOUND = 1e-3  # of the p-value
-
-
-def exactly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Probabilities of the tokens by definition, in float64: sorted, each rule after the one before it."""
-    p = np.exp(logits / temperature - np.max(logits / temperature))
-    order = np.argsort(-p, kind="stable")
-    p = p[order] / p.sum()
-    if top_k:
-        p[top_k:] = 0
-        p /= p.sum()
-    p[np.cumsum(p) - p >= top_p] = 0
-    p /= p.sum()
-    p[p < min_p * p[0]] = 0
-    out = np.zeros(len(p))
-    out[order] = p / p.sum()
-    return out
-
-
-def pvalue(tokens, exact):
-    """Of the hypothesis that tokens were drawn with these probabilities; 0 if a forbidden one was."""
-    counts, live = np.bincount(tokens, minlength=len(exact)), exact > 0
-    return chisquare(counts[live], exact[live] * len(tokens)).pvalue if counts[~live].sum() == 0 else 0.0
 
 
 @functools.cache

@@ -37,7 +37,6 @@ def empty_slots(
 ) -> Slots:
     """Slots without samples over a pool; `key` only says what kind the keys are."""
     C = settings.max_completion_length
-    zeros_SC = jnp.zeros((slots, C), jnp.float32)
     return Slots(
         cache=cache,
         prompt_hidden_RD=prompt_hidden_RD,
@@ -49,8 +48,9 @@ def empty_slots(
             tokens=jnp.full((slots, C), settings.pad_token_id, jnp.int32),
             lengths=jnp.zeros(slots, jnp.int32),
             terminated=jnp.zeros(slots, bool),
-            logps=zeros_SC,
-            truncated_logps=zeros_SC if settings.truncated else None,
+            # Arrays of their own, since slots are donated.
+            logps=jnp.zeros((slots, C), jnp.float32),
+            truncated_logps=jnp.zeros((slots, C), jnp.float32) if settings.truncated else None,
         ),
     )
 
