@@ -89,6 +89,11 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
     if config.lora.adapter is not None:
         why = f"it comes from lora.adapter {config.lora.adapter!r}"
         add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules", "lora.use_rslora")
+    slots, completions = config.generation.max_slots, config.completions_per_rollout
+    if slots is not None and slots >= completions:
+        size = ("optimizer.per_device_train_batch_size", "optimizer.gradient_accumulation_steps")
+        why = f"a rollout has {completions} completions"
+        add(why, (*size, "grpo.steps_per_generation"), "generation.max_slots")
     if config.run.save_steps is None:
         add("with run.save_steps null only the last state is saved", ("run.save_steps",), "run.save_total_limit")
     return found

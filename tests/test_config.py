@@ -152,6 +152,7 @@ def test_options_that_do_not_go_together(overrides, expected):
         ["run.save_total_limit=2", "run.save_steps=null"],
         ["lora.lora_r=8", "lora.adapter=some/folder"],
         ["lora.use_rslora=true", "lora.adapter=some/folder"],
+        ["generation.max_slots=128"],
     ],
 )
 def test_an_option_without_effect_is_an_error(overrides):
@@ -166,6 +167,7 @@ def test_an_option_without_effect_is_an_error(overrides):
         ["grpo.epsilon=0.1", "grpo.steps_per_generation=8", "optimizer.per_device_train_batch_size=16"],
         ["grpo.sampler_correction={level: token, cap: 3.0}"],
         ["noise.schedule=linear"],
+        ["generation.max_slots=127"],
     ],
 )
 def test_the_same_option_with_effect_is_not(overrides):

@@ -465,6 +465,19 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, words, metrics)
     assert all(before[name].tobytes() != after[name].tobytes() for name in adapter)
 
 
+def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
+    short = ["optimizer.max_steps=2", "noise.num_stages=2", "generation.max_slots=3"]
+    run = train(config, tmp_path / "run", *short)
+    texts = [row["completion"] for row in rows(run, "completions.jsonl")]
+    assert len(texts) == 8
+    assert texts == [row["completion"] for row in rows(finished, "completions.jsonl") if row["rollout"] == 0]
+
+
+def test_a_cache_too_small_for_one_completion_is_refused(config, tmp_path):
+    with pytest.raises(UserError, match=r"not one completion fits in memory: 8 tokens .* generation.kv_cache_gb"):
+        train(config, tmp_path / "run", "generation.kv_cache_gb=1e-6")
+
+
 def test_epochs_over_a_file_of_rows(config, tmp_path):
     data = arithmetic_rows(tmp_path, 4)
     epochs = ["optimizer.max_steps=null", "optimizer.num_train_epochs=1.5", f"data.train_dataset={data}"]

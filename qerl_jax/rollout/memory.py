@@ -89,7 +89,8 @@ def plan_slots(
         raise UserError(
             f"not one completion fits in memory: {C} tokens (max_completion_length) need {slot_bytes / 1e6:.1f} MB and "
             f"a prompt of up to {P} tokens (max_prompt_length) {row_bytes / 1e6:.1f} MB; {max(0, budget) / 1e6:.1f} MB "
-            "are there for them. Shorten one of the lengths, or give the cache more memory"
+            "are there for them. Shorten one of the lengths, or give the cache more memory (a run's is "
+            "generation.kv_cache_gb)"
         )
     return Plan(slots, min(prompts, slots), slot_bytes, row_bytes, budget)
 
