@@ -3,12 +3,15 @@
     python -m benchmarks.fp4_layer OUT.json [--models 7B] [--m 1 8] [--rank 0 32] [--pdl]
 
 `us` is the loop's wall time over layers and steps: it holds launches, gaps and what consecutive kernels overlap.
-`kernels_us` is the sum of CUPTI's kernel times of the same loop, which count an overlap twice. q, k, v are one call, as
-are gate and up; the layers' weights exceed the L2 many times. With --pdl kernels start early (programmatic dependent
-launch); XLA's CUDA graphs do not keep that, so run it with XLA_FLAGS=--xla_gpu_enable_command_buffer= too.
+`kernels_us` is the sum of CUPTI's kernel times of the same loop, which count an overlap twice. `worst_error` is that of
+one layer's calls against XLA's float32 products, over |x| |W|^T: bfloat16's rounding where they are right, 4e-3 at
+most. q, k, v are one call, as are gate and up; the layers' weights exceed the L2 many times. With --pdl kernels start
+early (programmatic dependent launch); XLA's CUDA graphs do not keep that, so run it with
+XLA_FLAGS=--xla_gpu_enable_command_buffer= too.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -60,13 +63,40 @@ def make_model(name, rank):
     return model
 
 
-def make_loop(name, m, rank, pdl, configs):
+def make_kernels(name, m, rank, pdl, configs):
     kernels = []
     for i, (k, ns) in enumerate(CALLS[name]):
         ranks = (rank,) * len(ns) if rank else ()
         config = configs[i] if configs else variants.config_for(m, k, ns, ranks)
         kernels.append(stream_kernel.build(m, k, ns, config, pdl=pdl, ranks=ranks))
+    return kernels
 
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def plain_call(x, operands, ns, rank):
+    """The first output of a call, and |x| |W|^T + |h| |B|^T, by XLA in float32."""
+    weight = layout.KernelWeight(operands[0], ns[0], x.shape[1])
+    dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
+    w, x = layout.dequantize(weight, operands[len(ns)], jnp.float32), x.astype(jnp.float32)
+    y, size = dot(x, w.T), dot(jnp.abs(x), jnp.abs(w).T)
+    if rank:
+        a, b, scaling = (operands[(2 + i) * len(ns)].astype(jnp.float32) for i in range(3))
+        h = scaling * dot(x, a.T)
+        y, size = y + dot(h, b.T), size + dot(jnp.abs(h), jnp.abs(b).T)
+    return y, size
+
+
+def worst_error(kernels, calls, name, rank, x):
+    """The calls of a layer in turn: the largest error of an output over its size, with the rounding to bfloat16."""
+    errors = []
+    for kernel, operands, (_, ns) in zip(kernels, calls, CALLS[name], strict=True):
+        true, size = plain_call(x, operands, ns, rank)
+        x = kernel(x, *operands)[0]
+        errors.append(float((jnp.abs(x.astype(jnp.float32) - true) / size).max()))
+    return max(errors)
+
+
+def make_loop(kernels):
     def loop(x, model, steps):
         def body(state):
             i, x = state
@@ -81,7 +111,8 @@ def make_loop(name, m, rank, pdl, configs):
 
 
 def measure(name, m, rank, pdl, model, configs=None):
-    loop = make_loop(name, m, rank, pdl, configs)
+    alone = make_kernels(name, m, rank, False, configs)
+    loop = make_loop(make_kernels(name, m, rank, True, configs) if pdl else alone)
     k = CALLS[name][0][0]
     x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
     y = loop(x, model, STEPS).block_until_ready()
@@ -99,6 +130,7 @@ def measure(name, m, rank, pdl, model, configs=None):
         "kernels_us": sum(t for _, t in kernels) * 1e3 / (2 * LAYERS[name]),
         "kernels_a_layer": len(kernels) / (2 * LAYERS[name]),
         "graphs": "xla_gpu_enable_command_buffer=" not in os.environ.get("XLA_FLAGS", ""),
+        "worst_error": worst_error(alone, model[0], name, rank, x),
         "finite": bool(jnp.isfinite(y).all()), "checksum": float(jnp.abs(y.astype(jnp.float32)).sum()),
     }  # fmt: skip
 
