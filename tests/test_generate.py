@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.models.init import for_kernels
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
+from qerl_jax.rollout.generate import unpacked
 
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
@@ -103,3 +105,18 @@ def test_truncated_sampling_records_both_values():
 def test_what_stands_in_prompt_padding_does_not_matter(pad):
     tokens = jnp.where(jnp.arange(5) < PROMPTS.lengths[:, None], PROMPTS.tokens, pad)
     np.testing.assert_array_equal(run(PROMPTS.replace(tokens=tokens)).tokens, default_run().tokens)
+
+
+def test_kernel_weights_are_made_ready_before_the_loop_and_stay_packed():
+    model = for_kernels(tiny_model(dtype=jnp.bfloat16))
+    layers = [
+        layer.replace(q_proj=layer.q_proj.replace(global_scale=jnp.float32(3.0), scale_multiplies=True))
+        for layer in model.base.layers
+    ]
+    ready = unpacked(model.replace(base=model.base.replace(layers=tuple(layers)))).base.layers
+    for layer, clean in zip(ready, layers, strict=True):
+        assert layer.q_proj.tiles is clean.q_proj.tiles and not layer.q_proj.scale_multiplies
+        assert layer.q_proj.global_scale == jnp.float32(1) / jnp.float32(3)
+        assert layer.k_proj == clean.k_proj
+        assert clean.q_bias.dtype == jnp.bfloat16 and layer.q_bias.dtype == jnp.float32
+        np.testing.assert_array_equal(layer.q_bias, clean.q_bias)

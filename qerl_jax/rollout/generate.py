@@ -5,11 +5,13 @@ position, never on the batch it stands in. Dimension letters: N prompts, G compl
 C completion slots, B = N * G rows.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.formats import KernelNVFP4, Weight, dequantize
-from qerl_jax.models.params import PROJECTIONS, Adapter, Model, Norms, norms_of
+from qerl_jax.formats import KernelNVFP4, dequantize
+from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, Model, Norms, bias_name, norms_of
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
@@ -20,16 +22,23 @@ from qerl_jax.rollout.slots import decode, empty_completions, empty_slots, fill
 def unpacked(model: Model) -> Model:
     """The model with its linear layers dequantized to its compute dtype: XLA does not fuse the decoding of 4-bit codes
     into its matmuls, so the plain path decodes them once before a loop instead of once a token. Weights in the kernels'
-    layout stay packed: the kernels decode them on the way."""
+    layout stay packed: the kernels decode them on the way. What they take beside them is made ready here: global scales
+    that divide, and biases in float32, in which they add them."""
     dtype = model.base.embed.dtype
 
-    def plain(weight: Weight) -> Weight:
-        return weight if isinstance(weight, KernelNVFP4) else dequantize(weight, dtype)
+    def of_layer(layer: Layer) -> Layer:
+        ready: dict[str, Any] = {}
+        for name in PROJECTIONS:
+            weight, bias = getattr(layer, name), getattr(layer, bias_name(name), None)
+            if not isinstance(weight, KernelNVFP4):
+                ready[name] = dequantize(weight, dtype)
+                continue
+            ready[name] = weight.replace(global_scale=weight.divisor, scale_multiplies=False)
+            if bias is not None:
+                ready[bias_name(name)] = bias.astype(jnp.float32)
+        return layer.replace(**ready)
 
-    layers = tuple(
-        layer.replace(**{name: plain(getattr(layer, name)) for name in PROJECTIONS}) for layer in model.base.layers
-    )
-    return model.replace(base=model.base.replace(layers=layers))
+    return model.replace(base=model.base.replace(layers=tuple(map(of_layer, model.base.layers))))
 
 
 def unpacked_bytes(model: Model) -> int:
