@@ -300,10 +300,11 @@ class _Batch:
             self.engine._count(fills=1, prompts=len(admitted))
 
     def _admit(self, numbers: list[int]) -> None:
-        """Prefills prompts, in batches of two sizes only, so that two programs are compiled. On a CPU one by one: the
-        order of additions in a matrix product may depend on the number of its rows."""
+        """Prefills prompts, in batches of two sizes only, so that two programs are compiled: all the pool, and what a
+        refill brings. On a CPU, where larger ones are no faster, of one."""
         rows, P = self.slots.prompt_hidden_RD.shape[0], self.engine.max_prompt_length
-        large, small = (1, 1) if jax.default_backend() == "cpu" else (rows, max(1, rows // _REFILL))
+        small = max(smallest_batch(), rows // _REFILL)
+        large = small if jax.default_backend() == "cpu" else rows
         while numbers:
             size = large if len(numbers) > large // 2 else small
             batch, numbers = numbers[:size], numbers[size:]
