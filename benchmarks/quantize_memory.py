@@ -1,4 +1,4 @@
-"""Memory of `qerl quantize --method awq`: the same network with few layers and with many.
+"""Memory of `qerl quantize --method awq`: a network with few layers, with many, and with wide ones.
 
     python -m benchmarks.quantize_memory --work /tmp/quantize_memory \\
         --output benchmarks/results/cpu/quantize_memory.json
@@ -38,6 +38,7 @@ SHAPE = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+WIDE = SHAPE | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
 SEQUENCES = 64
 
 
@@ -59,7 +60,8 @@ def sizes(shape: dict[str, int]) -> dict[str, float]:
     config = ModelConfig.from_hf({"model_type": "qwen2", "rms_norm_eps": 1e-6, "num_hidden_layers": 1, **shape})
     outputs_inputs = [projection_shape(config, name) for name in PROJECTIONS]
     grams = [projection_shape(config, group)[1] ** 2 for group in GROUPS]
-    return {"layer_mb": 2 * sum(N * K for N, K in outputs_inputs) / 1e6, "gram_mb": 2 * 4 * sum(grams) / 1e6}
+    layer = 2 * sum(N * K for N, K in outputs_inputs)
+    return {"layer_mb": round(layer / 1e6, 2), "gram_mb": round(2 * 4 * sum(grams) / 1e6, 2)}
 
 
 def main() -> None:
@@ -75,27 +77,29 @@ def main() -> None:
     if arguments.work is None:
         parser.error("--work is missing")
     rows = []
-    for layers in arguments.layers:
-        folder = arguments.work / f"{layers}-layers"
+    few_layers, many_layers = arguments.layers
+    for layers, shape in ((few_layers, SHAPE), (many_layers, SHAPE), (2, WIDE)):
+        folder = arguments.work / f"{layers}-layers-{shape['hidden_size']}"
         if not (folder / "config.json").exists():
-            make(folder, SHAPE | {"num_hidden_layers": layers, "rope_theta": 1e4}, 2_000_000_000)
-            save_tokenizer(folder, SHAPE["max_position_embeddings"])
+            make(folder, shape | {"num_hidden_layers": layers, "rope_theta": 1e4}, 2_000_000_000)
+            save_tokenizer(folder, shape["max_position_embeddings"])
         command = [sys.executable, "-m", "benchmarks.quantize_memory", "--measure", str(folder)]
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        rows.append({"layers": layers, "file_mb": size / 1e6, "peak_mb": found["peak_bytes"] / 1e6})
+        row = {"layers": layers, "hidden_size": shape["hidden_size"], "file_mb": round(size / 1e6, 1)}
+        rows.append(row | sizes(shape) | {"peak_mb": round(found["peak_bytes"] / 1e6, 1)})
         print(json.dumps(rows[-1]), flush=True)
-    few, many = rows
+    few, many, wide = rows
     result = {
         "device": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}",
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-        "shape": SHAPE,
+        "shapes": [SHAPE, WIDE],
         "calibration": {key: value for key, value in found["calibration"].items() if key != "sha256"},
-        **sizes(SHAPE),
         "rows": rows,
-        "growth_mb": many["peak_mb"] - few["peak_mb"],
-        "growth_of_file_mb": many["file_mb"] - few["file_mb"],
+        "growth_mb": round(many["peak_mb"] - few["peak_mb"], 1),
+        "growth_of_file_mb": round(many["file_mb"] - few["file_mb"], 1),
+        "wide_above_grams_in_layers": round((wide["peak_mb"] - wide["gram_mb"]) / wide["layer_mb"], 1),
     }
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Language models trained on Python's own library, small and not so small: for `benchmarks.awq`.
 
-    python -m benchmarks.text_model 26M runs/26M    # on an H200: text about a minute, training half a minute
-    python -m benchmarks.text_model 3M runs/3M      # on two CPU cores: 25 minutes
+    python -m benchmarks.text_model 26M runs/26M    # for a GPU: text about a minute, training 28 s on an H200
+    python -m benchmarks.text_model 3M runs/3M      # for a CPU: 12 minutes of its time, to judge by the first steps
 
 FOLDER/model is the network, FOLDER/calibration.jsonl the text to quantize it with. What a folder has already is kept.
 

@@ -140,8 +140,7 @@ def test_a_third_method_is_a_row_of_the_table(tmp_path, monkeypatch):
     def halves(config, layer, seen):
         assert seen.keys() == GROUPS.keys()
         half = layer.replace(**{name: getattr(layer, name) / 2 for name in PROJECTIONS})
-        rounded = round_to_nearest(half)
-        return Made(rounded.layer, rounded.plain, {"said": 1})
+        return Made(round_to_nearest(half), {"said": 1})
 
     monkeypatch.setitem(METHODS, "half", Method(True, halves))
     model, text = source(tmp_path)

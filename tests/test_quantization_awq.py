@@ -15,7 +15,7 @@ from qerl_jax.models.init import init_layer, init_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.transformer import logits, run_layer
 from qerl_jax.quantization.awq import candidates, representable, smooth
-from qerl_jax.quantization.methods import HELD_OUT, SEARCHED, aqn_gain, quantize_one
+from qerl_jax.quantization.methods import HELD_OUT, SEARCHED, aqn_gain, in_clean_coordinates, quantize_one
 from qerl_jax.quantization.observation import GROUPS, Seen, nothing_seen, observe, relative_errors
 from qerl_jax.quantization.rtn import round_to_nearest
 
@@ -103,7 +103,12 @@ def test_the_packed_layer_computes_what_its_matrices_in_the_clean_coordinates_sa
     done = smooth(config, layer, seen_of(config, layer, x_BTD, [9, 9, 9, 9]))
     unpacked = {name: dequantize(getattr(done.layer, name), jnp.float32) for name in PROJECTIONS}
     found = run_layer(config, wide(done.layer.replace(**unpacked)), x_BTD)
-    expected = run_layer(config, wide(layer.replace(**done.plain)), x_BTD)
+    clean = {
+        name: in_clean_coordinates(getattr(done.layer, name), done.rows[name], done.choices[group].columns)
+        for group, names in GROUPS.items()
+        for name in names
+    }
+    expected = run_layer(config, wide(layer.replace(**clean)), x_BTD)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -121,18 +126,18 @@ def test_errors_are_those_of_the_outputs_themselves_and_padding_does_not_count()
     seen = seen_of(config, layer, x_BTD, lengths)
     inputs = {}
     run_layer(config, wide(layer), x_BTD, inputs.__setitem__)
-    plain = round_to_nearest(layer).plain
+    packed = round_to_nearest(layer)
     for group, names in GROUPS.items():
         x_MK = np.concatenate([np.asarray(row[:n], np.float64) for row, n in zip(inputs[group], lengths, strict=True)])
         assert seen[group].tokens == 14
         np.testing.assert_allclose(seen[group].magnitude, np.abs(x_MK).sum(0), rtol=1e-5)
-        weights = {name: getattr(layer, name) for name in names}
-        errors = relative_errors(weights, {name: plain[name] for name in names}, {"text": seen[group].gram})
         for name in names:
-            w, v = np.asarray(weights[name], np.float64), np.asarray(plain[name], np.float64)
-            assert errors[name]["weight"] == pytest.approx(np.linalg.norm(w - v) / np.linalg.norm(w), rel=1e-4)
+            dense = dequantize(getattr(packed, name), jnp.float32)
+            errors = relative_errors(getattr(layer, name), dense, {"text": seen[group].gram})
+            w, v = np.asarray(getattr(layer, name), np.float64), np.asarray(dense, np.float64)
+            assert errors["weight"] == pytest.approx(np.linalg.norm(w - v) / np.linalg.norm(w), rel=1e-4)
             expected = np.linalg.norm(x_MK @ (w - v).T) / np.linalg.norm(x_MK @ w.T)
-            assert errors[name]["text"] == pytest.approx(expected, rel=1e-3)
+            assert errors["text"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_awq_lowers_the_output_error_of_every_group_on_the_text_it_searched_on():
@@ -150,7 +155,7 @@ def test_rounding_to_nearest_reports_no_other_method():
     packed, report = quantize_one("rtn", config, layer, {HELD_OUT: seen_of(config, layer, x_BTD, [9, 9, 9, 9])})
     assert report["projections"]["q_proj"].keys() == {"weight_error", "output_error_held_out"}
     assert report["projections"]["q_proj"]["weight_error"].keys() == {"rtn"}
-    assert np.array_equal(packed.q_proj.packed, round_to_nearest(layer).layer.q_proj.packed)
+    assert np.array_equal(packed.q_proj.packed, round_to_nearest(layer).q_proj.packed)
 
 
 def test_the_gain_of_aqns_noise_by_hand():

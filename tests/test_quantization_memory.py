@@ -35,7 +35,10 @@ def test_a_deeper_network_needs_no_more_memory(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([*command, "--output", str(tmp_path / "result.json")], check=True, cwd=ROOT, env=env)
     found = json.loads((tmp_path / "result.json").read_text())
-    # Of 36 more layers not ten are in memory; what is not a layer or its Gram matrices is compiled programs mostly.
-    assert found["growth_of_file_mb"] == pytest.approx(36 * found["layer_mb"], rel=0.01)
-    assert found["growth_mb"] < 10 * found["layer_mb"]
-    assert found["rows"][0]["peak_mb"] < 10 * found["layer_mb"] + 2 * found["gram_mb"] + 300
+    few, _, wide = found["rows"]
+    # Of 36 more layers not ten are in memory.
+    assert found["growth_of_file_mb"] == pytest.approx(36 * few["layer_mb"], rel=0.01)
+    assert found["growth_mb"] < 10 * few["layer_mb"]
+    # Compiled programs, the Gram matrices, and a layer in float32 a few times.
+    assert few["peak_mb"] < 300
+    assert wide["peak_mb"] < 300 + wide["gram_mb"] + 8 * wide["layer_mb"]

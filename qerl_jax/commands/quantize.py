@@ -10,11 +10,14 @@ if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
 
 _DESCRIPTION = """\
-Writes a model with NVFP4 linear layers, as a compressed-tensors folder that qerl, transformers and vLLM read. --method
-rtn rounds every weight to nearest, as `qerl train` does when it loads a plain model; awq first searches scales for the
-input channels, on calibration text, that lower the error of what the layers compute. Errors of every layer, perplexity
-and entropy of held-out text go to DST/quantization_report.json, and a table is printed. Layers are read, quantized and
-written one at a time; the same command continues one that was interrupted.
+Writes a model with NVFP4 linear layers, as a compressed-tensors folder that qerl and transformers read. --method
+rtn rounds every weight to nearest, as `qerl train` does when it loads a plain model; awq first searches, on calibration
+text, scales of the input channels and of the blocks that lower the error of what the layers compute. Errors of every
+layer, perplexity and entropy of held-out text go to DST/quantization_report.json, and a table is printed. With rtn,
+text is optional and only measured on.
+
+Layers are read, quantized and written one at a time, to a work folder .quantize-DST-... beside DST. The same command
+continues one that was interrupted; DST appears when it is complete, and the work folder goes.
 """
 _EXAMPLES = """\
 examples:
@@ -32,10 +35,20 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--format", default="nvfp4", metavar="NAME", help="weight format: nvfp4 (the default)")
     parser.add_argument("--method", default="rtn", metavar="NAME", help="rtn (the default) or awq")
     parser.add_argument(
-        "--calibration", metavar="FILE.jsonl", help="rows with `text`, `messages`, or `prompt` and `completion`"
+        "--calibration",
+        metavar="FILE.jsonl",
+        help="text: rows with `text`, `messages`, or `prompt` and perhaps `completion`; awq needs it "
+        "(builtin:quickstart is given `arithmetic`, its own problems)",
     )
-    parser.add_argument("--sequences", type=int, metavar="N", help="rows of it to take (default: 256, or all it has)")
-    parser.add_argument("--length", type=int, metavar="N", help="most tokens of a row (default: 2048)")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="rows to take, evenly over the file, one in eight of them held out (default: 256, or all it has)",
+    )
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="most tokens of a row (default: 2048, or the positions the model has)"
+    )
     parser.set_defaults(command=run)
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.formats import NVFP4Weight, dequantize, global_scale
+from qerl_jax.formats import NVFP4Weight, global_scale
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer
 from qerl_jax.quantization.block_scales import nearest_values, search_block_scales
@@ -50,13 +50,11 @@ class Smoothed(NamedTuple):
 
     Attributes:
       layer: packed projections, and the norm scales and biases that took the scales, in the dtypes they came in.
-      plain: what the packed projections stand for in the clean layer's own coordinates, float32 [N, K] by name.
       rows: what the rows of each projection were divided by [N], 1 where nothing was.
       choices: by group.
     """
 
     layer: Layer
-    plain: dict[str, jax.Array]
     rows: dict[str, np.ndarray]
     choices: dict[str, Choice]
 
@@ -131,15 +129,11 @@ def _losses(
 @jax.jit
 def _packed(
     weights: dict[str, jax.Array], rows: dict[str, jax.Array], gram_KK: jax.Array, columns_K: jax.Array
-) -> dict[str, tuple[NVFP4Weight, jax.Array]]:
-    """By name the packed W * columns / rows, and what it stands for in W's own coordinates."""
+) -> dict[str, NVFP4Weight]:
+    """By name the packed W * columns / rows."""
     scaled, shared = _scaled(weights, columns_K, rows)
     power_K = jnp.diagonal(gram_KK) / jnp.square(columns_K)
-    result = {}
-    for name, w_NK in scaled.items():
-        packed = search_block_scales(w_NK, shared, power_K)
-        result[name] = packed, dequantize(packed, jnp.dtype(jnp.float32)) * rows[name][:, None] / columns_K
-    return result
+    return {name: search_block_scales(w_NK, shared, power_K) for name, w_NK in scaled.items()}
 
 
 def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoothed:
@@ -189,10 +183,8 @@ def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoot
         name: jnp.asarray((vector.astype(np.float64) / taken[name]).astype(vector.dtype))
         for name, vector in vectors.items()
     }
-    plain: dict[str, jax.Array] = {}
     for group, members in weights.items():
         own_rows = {name: rows[name] for name in members}
-        packed = _packed(members, own_rows, seen[group].gram, choices[group].columns)
-        for name, (weight, dense) in packed.items():
-            changed[name], plain[name] = weight, dense
-    return Smoothed(layer.replace(**changed), plain, rows, choices)
+        # Waited for: calls that are only queued would run beside each other, with a float32 copy of the layer.
+        changed |= jax.block_until_ready(_packed(members, own_rows, seen[group].gram, choices[group].columns))
+    return Smoothed(layer.replace(**changed), rows, choices)

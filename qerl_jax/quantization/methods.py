@@ -5,12 +5,14 @@ the Gram matrices that `observation` keeps are its Hessians, and its columns' fe
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer
 from qerl_jax.quantization.awq import smooth
@@ -22,12 +24,19 @@ SEARCHED, HELD_OUT = "calibration", "held_out"
 
 
 class Made(NamedTuple):
-    """What a method makes of a layer: packed projections, what they stand for in the clean layer's coordinates (float32
-    [N, K] by name), and what the method has to say for the report."""
+    """What a method makes of a layer.
+
+    Attributes:
+      layer: packed projections, and norm scales and biases as they are beside them.
+      report: what the method has to say.
+      rows: by projection, what its rows were divided by before it was rounded [N]; nothing where it has no entry.
+      columns: by group, what the columns of its projections were multiplied by [K]; nothing where it has no entry.
+    """
 
     layer: Layer
-    plain: Mapping[str, jax.Array]
     report: dict[str, Any]
+    rows: Mapping[str, np.ndarray] = MappingProxyType({})
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Method(NamedTuple):
@@ -44,8 +53,7 @@ class Method(NamedTuple):
 
 
 def _rtn(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
-    rounded = round_to_nearest(layer)
-    return Made(rounded.layer, rounded.plain, {})
+    return Made(round_to_nearest(layer), {})
 
 
 def _awq(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
@@ -63,7 +71,8 @@ def _awq(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
         norm: aqn_gain(np.asarray(getattr(layer, norm)), smoothed.choices[group].columns, seen[group])
         for norm, group in (("input_norm", "q_proj"), ("post_attention_norm", "gate_proj"))
     }
-    return Made(smoothed.layer, smoothed.plain, {"scales": scales, "aqn_gain": gains})
+    columns = {group: choice.columns for group, choice in smoothed.choices.items()}
+    return Made(smoothed.layer, {"scales": scales, "aqn_gain": gains}, smoothed.rows, columns)
 
 
 METHODS = {"rtn": Method(False, _rtn), "awq": Method(True, _awq)}
@@ -85,22 +94,32 @@ def quantize_one(
       and, where it is another, under the method; of awq also what it chose.
     """
     made = METHODS[method].quantize(config, layer, seen.get(SEARCHED, {}))
-    plain = {"rtn": made.plain if method == "rtn" else round_to_nearest(layer).plain} | {method: made.plain}
-    return made.layer, {"projections": _errors(layer, plain, seen)} | made.report
+    compared = {"rtn": made if method == "rtn" else Made(round_to_nearest(layer), {})} | {method: made}
+    return made.layer, {"projections": _errors(layer, compared, seen)} | made.report
+
+
+@jax.jit
+def in_clean_coordinates(weight: Weight, rows_N: Any, columns_K: Any) -> jax.Array:
+    """What a weight whose rows were divided and columns multiplied stands for in the clean layer, float32 [N, K]."""
+    return dequantize(weight, jnp.dtype(jnp.float32)) * rows_N[:, None] / columns_K
 
 
 def _errors(
-    layer: Layer, plain: Mapping[str, Mapping[str, jax.Array]], seen: Mapping[str, Mapping[str, Seen]]
+    layer: Layer, compared: Mapping[str, Made], seen: Mapping[str, Mapping[str, Seen]]
 ) -> dict[str, dict[str, dict[str, float]]]:
     """By projection and kind of error, the relative error under each method."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     for group, names in GROUPS.items():
-        weights = {name: getattr(layer, name) for name in names}
         grams = {text: groups[group].gram for text, groups in seen.items()}
-        for method, approximations in plain.items():
-            errors = relative_errors(weights, {name: approximations[name] for name in names}, grams)
-            for name, kinds in errors.items():
-                for kind, value in kinds.items():
+        for name in names:
+            weight = getattr(layer, name)
+            N, K = weight.shape
+            for method, made in compared.items():
+                rows_N, columns_K = made.rows.get(name, np.ones(N)), made.columns.get(group, np.ones(K))
+                approximation = in_clean_coordinates(
+                    getattr(made.layer, name), jnp.float32(rows_N), jnp.float32(columns_K)
+                )
+                for kind, value in relative_errors(weight, approximation, grams).items():
                     label = "weight_error" if kind == "weight" else f"output_error_{kind}"
                     result.setdefault(name, {}).setdefault(label, {})[method] = float(value)
     return result

@@ -92,27 +92,24 @@ def squared_output(w_NK: jax.Array, gram_KK: jax.Array) -> jax.Array:
 
 @jax.jit
 def relative_errors(
-    weights: Mapping[str, jax.Array], approximations: Mapping[str, jax.Array], grams: Mapping[str, jax.Array]
-) -> dict[str, dict[str, jax.Array]]:
-    """How far each approximation of a weight of one group is from it.
+    weight_NK: jax.Array, approximation_NK: jax.Array, grams: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """How far the approximation of a weight is from it.
 
     Args:
-      weights, approximations: [N, K] by projection name.
-      grams: Gram matrices of the group's inputs by the name of the text they come from.
+      weight_NK, approximation_NK: the two.
+      grams: Gram matrices of its inputs by the name of the text they come from.
 
     Returns:
-      By projection: `weight`, ||W - V|| / ||W||, and by text ||X W^T - X V^T|| / ||X W^T||; 0 where W, or X, is 0.
+      `weight`, ||W - V|| / ||W||, and by text ||X W^T - X V^T|| / ||X W^T||; 0 where W, or X, is 0.
     """
 
     def root(error: jax.Array, whole: jax.Array) -> jax.Array:
         # The tiny negative values that rounding may leave of a zero error become zero.
         return jnp.where(whole > 0, jnp.sqrt(jnp.maximum(error, 0) / jnp.where(whole > 0, whole, 1)), 0.0)
 
-    result = {}
-    for name, weight in weights.items():
-        w_NK = weight.astype(jnp.float32)
-        delta_NK = w_NK - approximations[name].astype(jnp.float32)
-        result[name] = {"weight": root(jnp.sum(jnp.square(delta_NK)), jnp.sum(jnp.square(w_NK)))} | {
-            text: root(squared_output(delta_NK, gram), squared_output(w_NK, gram)) for text, gram in grams.items()
-        }
-    return result
+    w_NK = weight_NK.astype(jnp.float32)
+    delta_NK = w_NK - approximation_NK.astype(jnp.float32)
+    return {"weight": root(jnp.sum(jnp.square(delta_NK)), jnp.sum(jnp.square(w_NK)))} | {
+        text: root(squared_output(delta_NK, gram), squared_output(w_NK, gram)) for text, gram in grams.items()
+    }

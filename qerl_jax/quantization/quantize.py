@@ -192,7 +192,7 @@ def _layer(job: _Job, i: int) -> dict[str, Any]:
         return kept
     job.plain.advance(computed(layer, job.dtype))
     if job.method != "rtn":
-        job.rounded["rtn"].advance(computed(round_to_nearest(layer).layer, job.dtype))
+        job.rounded["rtn"].advance(computed(round_to_nearest(layer), job.dtype))
     del layer
     packed = computed(from_tensors(job.work.tensors(i), i, job.work.path), job.dtype)
     job.rounded[job.method].advance(packed)

@@ -61,7 +61,8 @@ class Stream:
         """What the layer's projections would read; the stream stays where it is."""
         seen = nothing_seen(self._ends.config)
         for _, x_BTD, lengths_B in self._batches():
-            seen = observe(self._ends.config, layer, x_BTD, lengths_B, seen)
+            # Waited for: batches that are only queued would all be on the device.
+            seen = jax.block_until_ready(observe(self._ends.config, layer, x_BTD, lengths_B, seen))
         return seen
 
     def distance(self, other: "Stream") -> float:
