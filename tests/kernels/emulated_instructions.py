@@ -148,7 +148,8 @@ def make_memory(m):
     mem.offset = lambda base, more: base + _lanes(more).astype(U64)
     mem.wide_offset = lambda base, index, stride: base + _lanes(index).astype(U64) * U64(stride)
     mem.map_rank = lambda address, rank: address | (_lanes(rank) + U32(1)) << U32(24)
-    mem.fence = mem.fence_barrier_init = lambda: None
+    mem.fence_barrier_init = lambda: None
+    mem.fence = lambda: m.now.publish()
 
     def load_global(count, dtype, align):
         def load(address, byte_offset=0):
@@ -164,7 +165,7 @@ def make_memory(m):
         byte = address.astype(np.int64) + byte_offset
         active, size = m.now.mask, data.shape[1]
         assert (byte[active] % size == 0).all() and byte[active].max() + size <= m.end, "a global address out of place"
-        m.memory[byte[active][:, None] + np.arange(size)] = data[active]
+        m.now.stores.append((byte[active][:, None] + np.arange(size), data[active]))
 
     def bytes_of(values, dtype):
         return np.stack([np.broadcast_to(v, (32,)).astype(dtype) for v in values], 1).view(np.uint8).reshape(32, -1)

@@ -3,8 +3,9 @@
 The program is Python that calls `ptx` and `ptx_memory`; here those names mean NumPy operations on vectors of 32 lanes.
 Warps are threads of which one runs at a time; at each point where a warp may wait (barriers, counters) the next one is
 drawn by a seed, so that a missing barrier shows under some seeds. Asynchronous copies land as late as the program
-allows; shared memory and outputs begin as NaN. What is not modelled: registers, the memory model between a GPU's
-caches, time, and the tensor cores' truncation (sums are rounded once a step).
+allows, and stores to global memory are seen by others after a fence; shared memory and outputs begin as NaN. What is
+not modelled: registers, the rest of the memory model, time, and the tensor cores' truncation (sums are rounded once a
+step).
 """
 
 import concurrent.futures
@@ -33,15 +34,22 @@ class Warp:
     def __init__(self, machine, cta, index):
         self.machine, self.cta, self.index = machine, cta, index
         self.mask, self.may_go, self.turn, self.done = np.ones(32, bool), lambda: True, threading.Semaphore(0), False
-        self.copies, self.groups = [], []
+        self.copies, self.groups, self.stores = [], [], []
 
     def run(self, program):
         try:
             self.wait_for_turn()
             program()
+            self.publish()
         finally:
             self.done = True
             self.machine.idle.release()
+
+    def publish(self):
+        """Let other warps see what this one stored in global memory."""
+        for place, data in self.stores:
+            self.machine.memory[place] = data
+        self.stores = []
 
     def pause(self, may_go=lambda: True):
         """Let another warp run; come back some time after `may_go()` holds."""

@@ -114,14 +114,17 @@ def test_the_emulator_sees_a_barrier_that_nobody_completes(monkeypatch):
         Case(1, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2)).run()
 
 
-def test_the_emulator_sees_a_copy_that_nobody_waits_for(monkeypatch):
-    case = Case(1, 1024, (16,), StreamConfig(1, 1, 1, 1, 3, 2))
+@pytest.mark.parametrize("name", ["copy_wait", "fence"])
+def test_the_emulator_sees_what_nobody_waits_for(monkeypatch, name):
+    """Weights that have not landed; sums of LoRA's slices that others cannot see yet."""
+    case = Case(1, 1024, (16,), StreamConfig(1, 1, 1, 1, 3, 2), (16,))
+    assert case.is_right(case.run()[0])
     real = emulator.make_memory
 
-    def without_waits(machine):
+    def without(machine):
         memory = real(machine)
-        memory.copy_wait = lambda pending: None
+        setattr(memory, name, lambda *_: None)
         return memory
 
-    monkeypatch.setattr(emulator, "make_memory", without_waits)
+    monkeypatch.setattr(emulator, "make_memory", without)
     assert not case.is_right(case.run()[0])
