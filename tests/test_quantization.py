@@ -89,6 +89,20 @@ def test_perplexity_and_entropy_are_those_of_the_folders(tmp_path):
         assert report["text"][name]["entropy"] == pytest.approx(np.mean(entropies), rel=1e-4)
 
 
+def test_activations_in_bfloat16_as_on_a_gpu_give_nearly_the_same(tmp_path, monkeypatch):
+    model, text = source(tmp_path)
+    options = {"method": "awq", "calibration": text, "length": 8}
+    expected = quantize_folder(model, tmp_path / "float32", **options)
+    monkeypatch.setattr("qerl_jax.quantization.quantize._compute_dtype", lambda opened: jnp.dtype(jnp.bfloat16))
+    found = quantize_folder(model, tmp_path / "bfloat16", **options)
+    assert found["computed_in"] == "bfloat16"
+    for kind, methods in expected["mean"].items():
+        for method, value in methods.items():
+            assert found["mean"][kind][method] == pytest.approx(value, rel=0.05), (kind, method)
+    for name in ("plain", "rtn"):  # of awq's scales some are others, which a random network's logits show
+        assert found["text"][name]["perplexity"] == pytest.approx(expected["text"][name]["perplexity"], rel=0.05), name
+
+
 @pytest.mark.parametrize("method", ["rtn", "awq"])
 def test_an_interrupted_command_goes_on_and_ends_the_same(tmp_path, method):
     model, text = source(tmp_path)
