@@ -1,0 +1,110 @@
+"""How much of the engine's rate is left when completions have very different lengths: slots that end are refilled.
+
+    python -m benchmarks.refill --model qwen2.5-7b --slots 64 --prompts 64 --output benchmarks/results/h200/refill.json
+
+Random weights, LoRA and noise as in `benchmarks.rollout`. All completions of a prompt have its own length, drawn
+from a distribution with a long tail (density ~ 1 / length^2, from --shortest to --longest); and then, of as many
+prompts, all have the mean length. Both go through the same compiled programs; ratio is the first rate over the second.
+`while_some_wait` leaves out the end, when no prompt waits any more and slots run empty one by one.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.rollout import Case, make_case
+from benchmarks.shapes import MODELS, random_model
+from pallas_kernels import has_kernels
+from qerl_jax.models.init import for_kernels
+from qerl_jax.rollout import Engine, Request, SamplingSettings
+from qerl_jax.rollout.engine import Statistics
+
+
+def long_tailed(count: int, shortest: int, longest: int) -> list[int]:
+    """Lengths at the middles of `count` equal parts of the distribution, in an order of their own."""
+    parts = (np.arange(count) + 0.5) / count
+    lengths = np.minimum(shortest / (1 - parts), longest).astype(int)
+    return np.random.default_rng(0).permutation(lengths).tolist()
+
+
+def run(engine: Engine, case: Case, lengths: list[int]) -> dict[str, Any]:
+    """Draws all completions; rates and occupancy, as a whole and while some wait."""
+    tokens = np.asarray(case.prompts.tokens)
+    requests = [Request(tokens[i].tolist(), case.num_generations, i, length) for i, length in enumerate(lengths)]
+    engine.statistics = Statistics()
+    full = None
+    began = time.perf_counter()
+    for _ in engine.generate(case.adapter, requests, jax.random.key(0), norms=case.noisy):
+        if engine.statistics.prompts < len(requests):
+            full = dataclasses.replace(engine.statistics)
+    seconds, done = time.perf_counter() - began, engine.statistics
+    found = {"tokens_per_s": done.tokens / seconds, "occupancy": done.occupancy, "seconds": seconds}
+    if full is not None:
+        found["while_some_wait"] = {"tokens_per_s": full.tokens_per_second, "occupancy": full.occupancy}
+    return found | {"tokens": done.tokens, "steps": done.steps, "fills": done.fills}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result."""
+    config = MODELS[arguments.model]
+    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = random_model(config, dtype)
+    if arguments.kernels:
+        model = for_kernels(model)
+    N, G = arguments.prompts, arguments.num_generations
+    case = make_case(model, arguments.lora_rank, N * G, G, arguments.prompt, arguments.longest)
+    settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0)
+    engine = Engine(model, settings, max_prompt_length=arguments.prompt, max_slots=arguments.slots)
+    lengths = long_tailed(N, arguments.shortest, arguments.longest)
+    mean = round(float(np.mean(lengths)))
+    run(engine, case, [2] * N)  # compiles
+    tail, equal = run(engine, case, lengths), run(engine, case, [mean] * N)
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
+        "slots": engine.plan(N * G, N, case.adapter).slots,
+        "lengths": {"median": float(np.median(lengths)), "mean": mean, "longest": max(lengths)},
+        "long_tail": tail,
+        "equal": equal,
+        "ratio": tail["tokens_per_s"] / equal["tokens_per_s"],
+        "ratio_while_some_wait": (
+            tail["while_some_wait"]["tokens_per_s"] / equal["while_some_wait"]["tokens_per_s"]
+            if "while_some_wait" in tail and "while_some_wait" in equal
+            else None
+        ),
+    }
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--num-generations", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--shortest", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(words)
+    text = json.dumps(measure(arguments), indent=1, default=str)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The benchmark of refilled slots on a tiny network."""
+
+import json
+
+import numpy as np
+
+from benchmarks import refill
+
+
+def test_lengths_have_a_long_tail():
+    lengths = np.array(refill.long_tailed(1000, 64, 4096))
+    assert (lengths.min(), lengths.max()) == (64, 4096)
+    # A density of 1 / length^2: half are below twice the shortest, and the mean is shortest x (1 + ln 64).
+    assert 127 <= np.median(lengths) <= 128 and abs(lengths.mean() - 64 * (1 + np.log(64))) < 3
+
+
+def test_both_runs_draw_what_they_should_and_long_tails_keep_slots_full(tmp_path):
+    output = tmp_path / "refill.json"
+    words = "--model tiny --slots 4 --prompts 24 --num-generations 2 --prompt 6 --shortest 4 --longest 64 --lora-rank 4"
+    assert refill.main([*words.split(), "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    lengths = refill.long_tailed(24, 4, 64)
+    tail, equal = result["long_tail"], result["equal"]
+    assert tail["tokens"] == 2 * sum(lengths) and equal["tokens"] == 48 * result["lengths"]["mean"]
+    assert equal["while_some_wait"]["occupancy"] == 1
+    assert tail["while_some_wait"]["occupancy"] >= 0.9
+    assert result["slots"] == 4 and result["ratio"] > 0 and result["ratio_while_some_wait"] > 0
