@@ -257,6 +257,44 @@ def test_list_bias_vmap_grad_and_loop(rng):
     np.testing.assert_allclose(np.asarray(grad, np.float64), true, rtol=2**-6, atol=4e-3 * np.abs(true).max())
 
 
+@pytest.mark.parametrize("m", [1, 8, 64])
+def test_lora_in_a_compiled_loop(rng, m):
+    """Two calls a turn, 300 turns: the counters between CTAs, a constant of the program, are zero after each."""
+    k, ns, turns = 3584, (3584, 512, 512), 300
+    weights = [_random_weight(rng, n, k, 0x10, 0x50) for n in ns]
+    last = _random_weight(rng, k, ns[0], 0x10, 0x50)
+    scales = [jnp.float32(2688.0)] * 3
+
+    def pair(n, k):
+        a, b = rng.standard_normal((32, k)) / k**0.5, rng.standard_normal((n, 32))
+        return jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), 0.7
+
+    def both(x, weights, last, loras, lora):
+        q, _, v = fp4_matmul(x, weights, scales, lora=loras)
+        return fp4_matmul(q, last, scales[0], lora=lora), v
+
+    @jax.jit
+    def wrong_turns(xs, expected, *operands):
+        def turn(i, wrong):
+            now = both(xs[i % 4], *operands)  # another x each time, so that nothing leaves the loop
+            same = [jnp.array_equal(y, e[i % 4]) for y, e in zip(now, expected, strict=True)]
+            return wrong + ~jnp.stack(same).all()
+
+        return jax.lax.fori_loop(0, turns, turn, 0)
+
+    operands = (weights, last, [pair(n, k) for n in ns], pair(k, ns[0]))
+    xs = jnp.asarray(rng.standard_normal((4, m, k)), jnp.bfloat16)
+    expected = [jnp.stack(ys) for ys in zip(*(both(x, *operands) for x in xs), strict=True)]
+    plain = [
+        fp4_matmul(xs[0], w, s, lora=lora, backend="dequantize")
+        for w, s, lora in zip(weights, scales, operands[2], strict=True)
+    ]
+    np.testing.assert_allclose(
+        np.asarray(expected[1][0], np.float64), np.asarray(plain[2], np.float64), rtol=2**-6, atol=0.05
+    )
+    assert int(wrong_turns(xs, expected, *operands)) == 0
+
+
 @pytest.mark.parametrize("m", [128, 1024])
 def test_many_rows_and_dx(rng, m):
     k, n, gs = 1024, 768, np.float32(2688)
