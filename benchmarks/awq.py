@@ -1,8 +1,10 @@
 """AWQ beside round-to-nearest: errors of what trained networks compute, and the perplexity of held-out text.
 
-    python -m benchmarks.awq --text-model 26M=runs/26M --output benchmarks/results/h200/awq_text_26M.json
-    python -m benchmarks.awq --text-model 3M=runs/3M --output benchmarks/results/cpu/awq_text_3M.json
+    python -m benchmarks.awq --text-model 26M=runs/26M --length 512 --output benchmarks/results/h200/awq_text_26M.json
+    python -m benchmarks.awq --text-model 3M=runs/3M --length 256 --output benchmarks/results/cpu/awq_text_3M.json
     python -m benchmarks.awq --model builtin:quickstart=arithmetic --output benchmarks/results/cpu/awq_quickstart.json
+
+--length 512 and 256 are what the text models are trained on; beyond it their perplexity is another matter.
 
 A text model is trained first where its folder has none (`benchmarks.text_model`); any other is given with its
 calibration text. The model goes through `qerl quantize --method awq`, whose report has both methods on the same text.
@@ -35,12 +37,18 @@ def rounded(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, tree)
 
 
-def measure(model: str, text: str, sequences: int) -> dict[str, Any]:
+def measure(model: str, text: str, sequences: int, length: int | None) -> dict[str, Any]:
     """Quantizes the model into a temporary folder and returns what is to be kept of the report."""
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
         report = quantize_folder(
-            model, Path(scratch, "out"), method="awq", calibration=text, sequences=sequences, say=print
+            model,
+            Path(scratch, "out"),
+            method="awq",
+            calibration=text,
+            sequences=sequences,
+            length=length,
+            say=lambda line: print(line, flush=True),
         )
         seconds = time.perf_counter() - began
     print(table(report), flush=True)
@@ -74,6 +82,7 @@ def main(words: list[str]) -> None:
     chosen.add_argument("--text-model", metavar="SIZE=FOLDER", help=f"SIZE is one of {', '.join(SIZES)}")
     chosen.add_argument("--model", metavar="MODEL=TEXT")
     parser.add_argument("--sequences", type=int, default=768)
+    parser.add_argument("--length", type=int)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
     began = time.perf_counter()
@@ -90,7 +99,7 @@ def main(words: list[str]) -> None:
         "device": f"{jax.default_backend()}, {jax.devices()[0].device_kind}",
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
-    } | measure(model, text, arguments.sequences)
+    } | measure(model, text, arguments.sequences, arguments.length)
     result["seconds_with_training"] = round(time.perf_counter() - began, 1)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Language models trained on Python's own library, small and not so small: for `benchmarks.awq`.
 
     python -m benchmarks.text_model 26M runs/26M    # for a GPU: text about a minute, training 28 s on an H200
-    python -m benchmarks.text_model 3M runs/3M      # for a CPU: 12 minutes of its time, to judge by the first steps
+    python -m benchmarks.text_model 3M runs/3M      # for two CPU cores: 17 minutes beside other work
 
 FOLDER/model is the network, FOLDER/calibration.jsonl the text to quantize it with. What a folder has already is kept.
 
@@ -103,7 +103,9 @@ def train(size: Size, folder: Path, seed: int) -> None:
     """Trains the network on rows.npy and writes `folder`/model, with training.json beside its weights."""
     rows = np.load(folder / "rows.npy")
     count = size.steps * size.rows
-    order = np.random.default_rng(seed).permutation(np.arange(count) % len(rows)).reshape(-1, STEPS_PER_CALL, size.rows)
+    # Every row as often as any other; where there are more rows than places, evenly over the whole library.
+    used = np.arange(count) % len(rows) if count >= len(rows) else np.arange(count) * len(rows) // count
+    order = np.random.default_rng(seed).permutation(used).reshape(-1, STEPS_PER_CALL, size.rows)
     model = jax.tree.map(jnp.copy, init_model(jax.random.key(seed), size.config))
     peak, dtype = size.learning_rate, jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, size.steps // 10, size.steps, 0.02 * peak)
@@ -134,7 +136,7 @@ def train(size: Size, folder: Path, seed: int) -> None:
         "learning_rate": size.learning_rate,
         "seed": seed,
         "tokens": count * size.length,
-        "distinct_tokens": int(rows.size),
+        "distinct_tokens": np.unique(used).size * rows.shape[1],
         "last_loss": round(last, 4),
         "seconds": round(time.monotonic() - began, 1),
         "device": jax.devices()[0].device_kind,

@@ -26,6 +26,7 @@ def test_the_one_command_trains_quantizes_and_writes_the_result_and_keeps_what_i
     result = json.loads(output.read_text())
     assert result["command"] == " ".join(["python -m benchmarks.awq", *words]) and result["model"] == "tiny"
     assert result["training"]["steps"] == 40 and result["training"]["tokens"] == 40 * 4 * 16
+    assert result["training"]["distinct_tokens"] == 40 * 4 * 17  # there are more rows than steps take
     assert result["training"]["last_loss"] < 3 < 5.6  # log 280, where it begins
     assert result["text"]["plain"]["perplexity"] < 280  # pieces begin anywhere: harder than what was learnt
     assert result["mean"]["output_error_calibration"]["awq"] < result["mean"]["output_error_calibration"]["rtn"]
