@@ -5,6 +5,7 @@ weight, its global scale and the bias are frozen.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
         if w.k != x_MK.shape[1]:
             raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
     adapters = tuple(None if entry is None else tuple(entry) for entry in loras)
-    out = _linear(backend, x_MK, weights, scales, adapters, biases)
+    out = _linear(Route(backend, variants.capability()), x_MK, weights, scales, adapters, biases)
     return out[0] if single else out
 
 
@@ -56,7 +57,7 @@ def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
     """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype."""
     if dy_MN.ndim != 2 or dy_MN.shape[1] != weight.n:
         raise ValueError(f"dy must be [M, {weight.n}], got shape {dy_MN.shape}")
-    return _dx(backend)(dy_MN, weight, global_scale)
+    return _dx(Route(backend, variants.capability()))(dy_MN, weight, global_scale)
 
 
 def _per_weight(value, single, count, name):
@@ -69,14 +70,21 @@ def _per_weight(value, single, count, name):
     return tuple(value)
 
 
+class Route(NamedTuple):
+    """What the path is chosen by. JAX keeps traces under it, so that one for another device is not taken for this."""
+
+    backend: str | None
+    target: int
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(backend, x, weights, scales, loras, biases):
-    return _forward(backend, x, weights, scales, loras, biases)
+def _linear(route, x, weights, scales, loras, biases):
+    return _forward(route, x, weights, scales, loras, biases)
 
 
-def _forward(backend, x, weights, scales, loras, biases):
+def _forward(route, x, weights, scales, loras, biases):
     scales = tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales)
-    return _base(backend)(x, weights, scales, biases, loras)
+    return _base(route)(x, weights, scales, biases, loras)
 
 
 def _add_lora(ys, x, loras):
@@ -104,17 +112,17 @@ def _hidden(x, loras):
     return tuple(out)
 
 
-def _linear_fwd(backend, x, weights, scales, loras, biases):
-    return _forward(backend, x, weights, scales, loras, biases), (x, weights, scales, loras)
+def _linear_fwd(route, x, weights, scales, loras, biases):
+    return _forward(route, x, weights, scales, loras, biases), (x, weights, scales, loras)
 
 
-def _linear_bwd(backend, saved, dys):
+def _linear_bwd(route, saved, dys):
     x, weights, scales, loras = saved
     if len(weights) == 1 and loras[0] is None:  # nothing to add: rounded once, by the product itself
-        return _dx(backend)(dys[0], weights[0], scales[0]), None, None, (None,), None
+        return _dx(route)(dys[0], weights[0], scales[0]), None, None, (None,), None
     dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
     for dy, w, s, lora, h in zip(dys, weights, scales, loras, _hidden(x, loras), strict=True):
-        dx = dx + _dx(backend, wide_out=True)(dy, w, s)
+        dx = dx + _dx(route, wide_out=True)(dy, w, s)
         if lora is None:
             d_loras.append(None)
             continue
@@ -132,7 +140,7 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @functools.cache
-def _base(backend):
+def _base(route):
     """x, weights, scales, biases, loras -> y_i in x's dtype."""
 
     @custom_vmap
@@ -142,7 +150,7 @@ def _base(backend):
             return tuple(jnp.zeros((0, w.n), x.dtype) for w in weights)
         n = tuple(w.n for w in weights)
         ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
-        variant = variants.choose(m, k, n, backend, ranks)
+        variant = variants.choose(m, k, n, route.backend, ranks)
         if isinstance(variant, WideConfig):
             some = any(b is not None for b in biases)
             all_biases = [jnp.zeros((w.n,)) if b is None else b for w, b in zip(weights, biases, strict=True)]
@@ -192,13 +200,13 @@ def _base(backend):
 
 
 @functools.cache
-def _dx(backend, wide_out=False):
+def _dx(route, wide_out=False):
     @custom_vmap
     def dx(dy, weight, scale):
         out_dtype = jnp.float32 if wide_out else dy.dtype
         if dy.shape[0] == 0:
             return jnp.zeros((0, weight.k), out_dtype)
-        variant = variants.choose_dx(dy.shape[0], weight.k, weight.n, backend)
+        variant = variants.choose_dx(dy.shape[0], weight.k, weight.n, route.backend)
         if isinstance(variant, WideConfig):
             return wide.matmul_dx(dy, weight, scale, variant, out_dtype)
         if variant == "reference":

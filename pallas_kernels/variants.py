@@ -42,7 +42,8 @@ _TARGET: contextvars.ContextVar[int | None] = contextvars.ContextVar("target", d
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
     """What is traced inside gets the kernels of a CUDA device of this compute capability (times ten) instead of the
-    default device's: for programs that are lowered or compiled ahead of time."""
+    default device's: for programs that are lowered or compiled ahead of time. A function that
+    `jax.jit` has traced before keeps its kernels."""
     token = _TARGET.set(capability)
     try:
         yield

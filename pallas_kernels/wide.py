@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from . import wide_kernel
-from .layout import EPILOGUE_FACTOR, KernelWeight
+from .layout import KernelWeight
 from .wide_plan import WideConfig
 
 
@@ -12,8 +12,8 @@ def _data(weight: KernelWeight) -> jax.Array:
     return weight.data.reshape(weight.data.shape[0], -1)
 
 
-def _factor(global_scale) -> jax.Array:
-    return (jnp.float32(EPILOGUE_FACTOR) / jnp.asarray(global_scale, jnp.float32)).reshape(1)
+def _scale(global_scale) -> jax.Array:
+    return jnp.asarray(global_scale, jnp.float32).reshape(1)
 
 
 def matmul_all(x_MK, weights, global_scales, biases, config: WideConfig, out_dtype=jnp.bfloat16) -> list[jax.Array]:
@@ -22,7 +22,7 @@ def matmul_all(x_MK, weights, global_scales, biases, config: WideConfig, out_dty
     wide_out = out_dtype != jnp.bfloat16
     kernel = wide_kernel.build(m, k, tuple(w.n for w in weights), config, False, bool(biases), wide_out)
     bias = [b.astype(jnp.float32) for b in biases]
-    ys = kernel(x_MK.astype(jnp.bfloat16), *map(_data, weights), *map(_factor, global_scales), *bias)
+    ys = kernel(x_MK.astype(jnp.bfloat16), *map(_data, weights), *map(_scale, global_scales), *bias)
     return [y.astype(out_dtype) for y in ys]
 
 
@@ -36,5 +36,5 @@ def matmul_dx(dy_MN, weight: KernelWeight, global_scale, config: WideConfig, out
     m, n = dy_MN.shape
     wide_out = out_dtype != jnp.bfloat16
     kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out)
-    y = kernel(dy_MN.astype(jnp.bfloat16), _data(weight), _factor(global_scale))[0]
+    y = kernel(dy_MN.astype(jnp.bfloat16), _data(weight), _scale(global_scale))[0]
     return y.astype(out_dtype)

@@ -65,7 +65,7 @@ class _Kernel(MultiplyWarps):
         self.x_map = pt.tensor_map(ctx, x_ref, (c.m_tile // c.share, STAGE), 128)
         boxes = ((16, 256), (16, 32)) if plan.transposed else ((8, 256), (8, 64))
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
-        self.factor = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
+        self.global_scale = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
         self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
         self.outs = [mem.global_address(r) for r in rest[-1 - n_w : -1]]
         self.base = p.and_(p.add(mem.shared_address(rest[-1]), 1023), -1024)
@@ -244,9 +244,9 @@ def build(
     has_bias: bool = False,
     wide_out: bool = False,
 ):
-    """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., factor..., [bias...]) -> list of [M, r_i].
+    """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i].
 
-    `factor` is float32 [1], 128 / global_scale; `bias` float32 [r_i]; the results are bfloat16, or float32 if
+    The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
     `wide_out`.
     """
     plan = make_plan(m, d, r, transposed, config)

@@ -5,6 +5,7 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
+from .layout import EPILOGUE_FACTOR
 from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
 
@@ -98,13 +99,13 @@ class MultiplyWarps:
         """
         plan = self.plan
         bias = self.bias or self.outs
-        values = [(self.factor[i], self.outs[i], bias[i], p.i32(plan.r[i])) for i in range(len(plan.r))]
-        (factor, out, bias, r), tile = self.pick(r_tile, values)
+        values = [(self.global_scale[i], self.outs[i], bias[i], p.i32(plan.r[i])) for i in range(len(plan.r))]
+        (global_scale, out, bias, r), tile = self.pick(r_tile, values)
         column = p.add(p.add(p.mul(tile, TILE), p.mul(group, 64)), p.mul(p.and_(self.lane, 15), 4))
         # `share` may make tiles past the last one, of no weight
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
         size = 4 if self.wide_out else 2
-        scale = mem.load_global_f32(factor)
+        factor = p.divide(p.f32(EPILOGUE_FACTOR), mem.load_global_f32(global_scale))
         offsets = []
         if self.has_bias:
             at = mem.offset(bias, p.mul(p.select(exists, column, 0), 4))
@@ -112,7 +113,7 @@ class MultiplyWarps:
         put = pt.store_global_f32x4 if self.wide_out else pt.store_global_bf16x4
 
         def store(row, sums):
-            values = [arith.mulf(s, scale) for s in sums]
+            values = [arith.mulf(s, factor) for s in sums]
             if self.has_bias:
                 values = [arith.addf(v, b) for v, b in zip(values, offsets, strict=True)]
             place = mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size))

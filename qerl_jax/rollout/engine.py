@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
-from qerl_jax.rollout.memory import Plan, plan_slots, smallest_batch
+from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.slots import Slots, empty_completions, empty_pool, empty_slots
@@ -142,7 +143,7 @@ class Engine:
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
         if limits_N.shape != (N,) or not np.all((limits_N >= 1) & (limits_N <= C)):
             raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
-        if smallest_batch() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
+        if fewest_rows() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
             began = time.perf_counter()
             out: Rollout = programs().generate(
                 self.model, adapter, prompts, key, self.settings, num_generations=G, norms=norms, limits_N=limits_N
@@ -303,7 +304,7 @@ class _Batch:
         """Prefills prompts, in batches of two sizes only, so that two programs are compiled: all the pool, and what a
         refill brings. On a CPU, where larger ones are no faster, of one."""
         rows, P = self.slots.prompt_hidden_RD.shape[0], self.engine.max_prompt_length
-        small = max(smallest_batch(), rows // _REFILL)
+        small = max(fewest_rows(), rows // _REFILL)
         large = small if jax.default_backend() == "cpu" else rows
         while numbers:
             size = large if len(numbers) > large // 2 else small

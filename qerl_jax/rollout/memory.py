@@ -15,6 +15,7 @@ import jax
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
 from qerl_jax.rollout.decode import PREFILL_TOKENS
 from qerl_jax.rollout.generate import unpacked_bytes
@@ -37,13 +38,7 @@ class Plan:
     @property
     def allocated(self) -> int:
         """Slots to allocate."""
-        return max(smallest_batch(), self.slots)
-
-
-def smallest_batch() -> int:
-    """Rows that decode together at least: two on a CPU, where a lone row takes another code path, with other
-    rounding."""
-    return 2 if jax.default_backend() == "cpu" else 1
+        return max(fewest_rows(), self.slots)
 
 
 def plan_slots(
@@ -83,7 +78,7 @@ def plan_slots(
     budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
     most = min(samples, max_slots or samples)
     slots = most
-    while slots and (over := max(smallest_batch(), slots) * slot_bytes + min(prompts, slots) * row_bytes - budget) > 0:
+    while slots and (over := max(fewest_rows(), slots) * slot_bytes + min(prompts, slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + row_bytes)))
     if slots == 0:
         raise UserError(
