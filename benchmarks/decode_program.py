@@ -27,7 +27,7 @@ from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for
 from qerl_jax.models import linear
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.models.init import init_adapter
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 
 H200 = """
@@ -106,7 +106,7 @@ def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int) 
     def on_target(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
-    model = jax.eval_shape(lambda: for_kernels(random_model(config, jnp.dtype(jnp.bfloat16))))
+    model = jax.eval_shape(lambda: random_model(config, jnp.dtype(jnp.bfloat16), kernels=True))
     adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, rank, 2.0 * rank)) if rank else None
     prompts = Prompts(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,), (1,))))
     settings = SamplingSettings(new, (config.vocab_size - 1,), 0)

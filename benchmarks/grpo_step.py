@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.shapes import MODELS, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
-from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.models.init import init_adapter
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
 from qerl_jax.rl.step import StepSettings, make_batch, reward_metrics, sample_rollout
@@ -36,10 +36,7 @@ def even_share(completions: Any) -> jax.Array:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the steps and returns the result row."""
     config = MODELS[arguments.model]
-    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = random_model(config, dtype)
-    if arguments.kernels:
-        model = for_kernels(model)
+    model = random_model(config, compute_dtype(), kernels=arguments.kernels)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     optimizer = make_optimizer(OptimizerSpec(1e-4, arguments.steps, warmup_ratio=0.0))
     state = init_state(
@@ -82,7 +79,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "settings": {name: value for name, value in vars(arguments).items() if name not in ("output", "model")},
         "device": jax.devices()[0].device_kind,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
-        "dtype": str(dtype),
+        "dtype": str(compute_dtype()),
         "weights_gb": weights / 1e9,
         "peak_memory_gb": memory.get("peak_bytes_in_use", 0) / 1e9,
         "steps": steps,

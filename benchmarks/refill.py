@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rollout import Case, make_case
-from benchmarks.shapes import MODELS, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
-from qerl_jax.models.init import for_kernels
 from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.engine import Statistics
 
@@ -56,10 +54,7 @@ def run(engine: Engine, case: Case, lengths: list[int]) -> dict[str, Any]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result."""
     config = MODELS[arguments.model]
-    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = random_model(config, dtype)
-    if arguments.kernels:
-        model = for_kernels(model)
+    model = random_model(config, compute_dtype(), kernels=arguments.kernels)
     N, G = arguments.prompts, arguments.num_generations
     case = make_case(model, arguments.lora_rank, N * G, G, arguments.prompt, arguments.longest)
     settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0)

@@ -36,11 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.shapes import MODELS, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.formats import FORMATS
 from qerl_jax.models import linear
-from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps
@@ -283,7 +283,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
     linear.LORA_IN_KERNEL = arguments.lora_in_kernel
     config = MODELS[arguments.model]
     on_cpu = jax.default_backend() == "cpu"
-    dtype = jnp.dtype("float32" if on_cpu else "bfloat16")
+    dtype = compute_dtype()
     bandwidth = read_bandwidth(2**28 if on_cpu else 2**32)
     about = {
         "device": jax.devices()[0].device_kind,
@@ -300,9 +300,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
     results, failed = Results(arguments.output, about), 0
     show(f"{about['device']}, reads {bandwidth * 1e-12:.2f} TB/s\n{HEADER}")
     for weight_format in arguments.format:
-        model = random_model(config, dtype, weight_format)
-        if arguments.kernels:
-            model = for_kernels(model)
+        model = random_model(config, dtype, weight_format, arguments.kernels)
         done: list[tuple[dict[str, Any], Case]] = []
         for rank, batch in itertools.product(arguments.lora_rank, arguments.batch):
             case = make_case(model, rank, batch, arguments.num_generations, arguments.prompt, arguments.new)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.init import init_layer, init_model, quantize_layer
+from qerl_jax.models.init import for_kernels, init_layer, init_model, quantize_layer
 from qerl_jax.models.params import Base, Model
 
 MODELS = {
@@ -17,10 +17,17 @@ MODELS = {
 }
 
 
-def random_model(config: ModelConfig, dtype: jnp.dtype, weight_format: str = "nvfp4") -> Model:
-    """Random weights, each layer packed as soon as it is drawn, so that the 16-bit model never exists."""
+def compute_dtype() -> jnp.dtype:
+    """What models are computed in on the default device."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def random_model(config: ModelConfig, dtype: jnp.dtype, weight_format: str = "nvfp4", kernels: bool = False) -> Model:
+    """Random weights, each layer packed as soon as it is drawn, so that the 16-bit model never exists; with `kernels`
+    in the order that the GPU kernels read."""
     few = ModelConfig(**{**vars(config), "num_hidden_layers": 0})
     outer = init_model(jax.random.key(0), few, dtype).base
     draw = jax.jit(lambda key: quantize_layer(init_layer(key, config, dtype, 0.02), weight_format))
     layers = tuple(draw(jax.random.key(1 + i)) for i in range(config.num_hidden_layers))
-    return Model(Base(outer.embed, layers, outer.final_norm, outer.lm_head), config)
+    model = Model(Base(outer.embed, layers, outer.final_norm, outer.lm_head), config)
+    return for_kernels(model) if kernels else model

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.shapes import MODELS, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_model
 from qerl_jax import cli, run_folder, save_model
 from qerl_jax.models.safetensors import read_safetensors
 
@@ -30,8 +29,8 @@ _VALUES = ("loss", "grad_norm", "entropy", "reward", "aqn/sigma", "completions/m
 
 
 def write_model(name: str, folder: Path) -> None:
-    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    save_model(random_model(MODELS[name], dtype), folder, tokenizer_from="builtin:quickstart", weight_format="nvfp4")
+    model = random_model(MODELS[name], compute_dtype())
+    save_model(model, folder, tokenizer_from="builtin:quickstart", weight_format="nvfp4")
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
