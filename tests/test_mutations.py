@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("mutations.py")
+PROGRAM = Path(__file__).with_name("run_mutations.py")
 
 
 def run(seed, cases):
