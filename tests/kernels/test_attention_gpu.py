@@ -1,7 +1,5 @@
 """The decode attention kernel on a CUDA device, fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
 
-import secrets
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +9,6 @@ from pallas_kernels.attention import HeadNorms, OwnKV, PromptKV, decode_attentio
 from pallas_kernels.attention_plan import AttentionConfig
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def rng():
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    return np.random.default_rng(seed)
 
 
 def _case(rng, B, H, K, E, N, P, C, dtype, lengths=None, spread=1.0):

@@ -1,11 +1,10 @@
 """The kernels' numbers on a CUDA device, with fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
 
-import secrets
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_weights import dequantized, poison, random_weight
 
 from pallas_kernels import (
     KernelWeight,
@@ -24,41 +23,22 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(3584, 4608), (18944, 3584), (896, 1152), (1024, 40), (80, 33)]
 
 
-@pytest.fixture(scope="module")
-def rng():
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    return np.random.default_rng(seed)
-
-
-def _random_weight(rng, n, k, scale_low=0, scale_high=0x7F):
-    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-    scale = rng.integers(scale_low, scale_high, (n, k // 16), dtype=np.uint8)
-    return repack(jnp.asarray(packed), jnp.asarray(scale))
-
-
-def _dense(weight, gs):
-    return np.asarray(layout.dequantize(weight, gs, jnp.float32), np.float64)
-
-
 def _kernel_f32(x, weight, gs, config=None):
     """The kernel's sums before the last rounding, into a poisoned output."""
     m, k = x.shape
     config = config or variants.config_for(m, k, (weight.n,))
     kernel = stream_kernel.build(m, k, (weight.n,), config, wide_out=True)
     x = jnp.pad(x, ((0, 0), (0, -k % layout.COLS)))
-    poison = jnp.full((m, weight.n), jnp.nan, jnp.float32)  # freed below, so that the output may reuse its memory
-    poison.block_until_ready()
-    del poison
+    poison(m, weight.n)
     return np.asarray(kernel(x, weight.data, stream_kernel.number(gs))[0], np.float64)
 
 
 @pytest.mark.parametrize("m", [1, 3, 16, 17, 64])
 @pytest.mark.parametrize("k, n", SHAPES)
 def test_decode_kernel_within_1e_5(rng, m, k, n):
-    weight, gs = _random_weight(rng, n, k), np.float32(10 ** rng.uniform(-2, 5))
+    weight, gs = random_weight(rng, n, k), np.float32(10 ** rng.uniform(-2, 5))
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
-    w, x64 = _dense(weight, gs), np.asarray(x, np.float64)
+    w, x64 = dequantized(weight, gs), np.asarray(x, np.float64)
     error = np.abs(_kernel_f32(x, weight, gs) - x64 @ w.T)
     assert (error <= 1e-5 * (np.abs(x64) @ np.abs(w).T)).all()
     y = np.asarray(fp4_matmul(x, weight, gs), np.float64)
@@ -80,7 +60,7 @@ def test_adversarial_inputs_no_worse_than_cublas(rng, case):
     elif case == "small global":
         gs = np.float32(2.0**-100)
     weight, x = repack(jnp.asarray(packed), jnp.asarray(scale)), jnp.asarray(x, jnp.bfloat16)
-    exact = _dense(weight, np.float32(1.0))  # exact in bfloat16: at most 6 significant bits
+    exact = dequantized(weight, np.float32(1.0))  # exact in bfloat16: at most 6 significant bits
     x64 = np.asarray(x, np.float64)
     true, size = x64 @ exact.T, np.abs(x64) @ np.abs(exact).T + 1e-300
     mine = np.abs(_kernel_f32(x, weight, gs) * np.float64(gs) - true) / size
@@ -122,7 +102,7 @@ def test_the_tables_configurations_err_no_more_than_cublas(rng, positive, k, n, 
     (33, 1280, (40, 33), (32, 24)),
 ])  # fmt: skip
 def test_lora_in_the_kernel(rng, m, k, ns, ranks):
-    weights, gs = [_random_weight(rng, n, k, 0x10, 0x50) for n in ns], np.float32(2688)
+    weights, gs = [random_weight(rng, n, k, 0x10, 0x50) for n in ns], np.float32(2688)
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
     loras = [
         None if not r else (
@@ -147,7 +127,7 @@ def test_lora_in_the_kernel(rng, m, k, ns, ranks):
         assert all(np.array_equal(y, f) for y, f in zip(ys, first, strict=True))
     x64 = np.asarray(x, np.float64)
     for y, w, lora in zip(first, weights, loras, strict=True):
-        dense = _dense(w, gs)
+        dense = dequantized(w, gs)
         true, bound = x64 @ dense.T, 1e-5 * (np.abs(x64) @ np.abs(dense).T)
         if lora is not None:
             a, b, s = (np.asarray(v, np.float64) for v in lora)
@@ -161,7 +141,7 @@ def test_lora_in_the_kernel(rng, m, k, ns, ranks):
 
 def test_lora_gradient_loop_and_vmap(rng):
     k, r = 512, 16
-    weight, gs = _random_weight(rng, k, k, 0x20, 0x50), jnp.float32(2e3)
+    weight, gs = random_weight(rng, k, k, 0x20, 0x50), jnp.float32(2e3)
     a = jnp.asarray(rng.standard_normal((r, k)) / k**0.5, jnp.bfloat16)
     b = jnp.asarray(rng.standard_normal((k, r)), jnp.bfloat16)
     x = jnp.asarray(rng.standard_normal((8, k)), jnp.bfloat16)
@@ -180,7 +160,7 @@ def test_lora_gradient_loop_and_vmap(rng):
     grads = jax.grad(lambda x, a, b: (f(x, weight, a, b) * dy).sum().astype(jnp.float32), (0, 1, 2))(x, a, b)
     x64, a64, b64, dy64 = (np.asarray(v, np.float64) for v in (x, a, b, dy))
     true = (
-        dy64 @ (_dense(weight, np.float32(2e3)) + 0.1 * b64 @ a64),
+        dy64 @ (dequantized(weight, np.float32(2e3)) + 0.1 * b64 @ a64),
         0.1 * (dy64 @ b64).T @ x64,
         0.1 * dy64.T @ (x64 @ a64.T),
     )
@@ -195,9 +175,9 @@ def test_lora_gradient_loop_and_vmap(rng):
     (StreamConfig(2, 8, 1, 1, 2, 2, True), 1024, 1024),
 ])  # fmt: skip
 def test_wgmma_within_1e_5(rng, m, config, k, n):
-    weight, gs = _random_weight(rng, n, k), np.float32(300)
+    weight, gs = random_weight(rng, n, k), np.float32(300)
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
-    w, x64 = _dense(weight, gs), np.asarray(x, np.float64)
+    w, x64 = dequantized(weight, gs), np.asarray(x, np.float64)
     error = np.abs(_kernel_f32(x, weight, gs, config) - x64 @ w.T)
     assert (error <= 1e-5 * (np.abs(x64) @ np.abs(w).T)).all()
 
@@ -206,23 +186,23 @@ def test_wgmma_within_1e_5(rng, m, config, k, n):
 def test_triton_kernel(rng, m):
     pytest.importorskip("jax_triton")
     k, n, gs = 768, 200, np.float32(300)
-    weight = _random_weight(rng, n, k)
+    weight = random_weight(rng, n, k)
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
-    w, x64 = _dense(weight, gs), np.asarray(x, np.float64)
+    w, x64 = dequantized(weight, gs), np.asarray(x, np.float64)
     y = np.asarray(fp4_matmul(x, weight, gs, backend="triton"), np.float64)
     bound = 2**-8 * np.abs(x64 @ w.T) + 1e-5 * (np.abs(x64) @ np.abs(w).T)
     assert (np.abs(y - x64 @ w.T) <= bound).all()
 
 
 def test_dequantize_kernel_is_exact(rng):
-    weight = _random_weight(rng, 80, 1100 // 16 * 16)
+    weight = random_weight(rng, 80, 1100 // 16 * 16)
     got = dequantize_kernel.dequantize(weight.data)[: weight.n, : weight.k].astype(jnp.float32) * 128
     assert np.array_equal(np.asarray(got), np.asarray(layout.dequantize(weight, 1.0, jnp.float32)))
 
 
 def test_repeatable_and_independent_of_m(rng):
     k, n = 3584, 4608
-    weight, gs = _random_weight(rng, n, k), np.float32(2688)
+    weight, gs = random_weight(rng, n, k), np.float32(2688)
     x = jnp.asarray(rng.standard_normal((16, k)), jnp.bfloat16)
     config = variants.config_for(16, k, (n,))
     full = _kernel_f32(x, weight, gs, config)
@@ -234,17 +214,17 @@ def test_repeatable_and_independent_of_m(rng):
 
 def test_list_bias_vmap_grad_and_loop(rng):
     ks, ns = 1024, (512, 128, 128)
-    weights = [_random_weight(rng, n, ks, 0x20, 0x50) for n in ns]
+    weights = [random_weight(rng, n, ks, 0x20, 0x50) for n in ns]
     scales = [jnp.float32(s) for s in (1e3, 2e3, 4e3)]
     biases = [jnp.asarray(rng.standard_normal(n), jnp.bfloat16) for n in ns]
     x = jnp.asarray(rng.standard_normal((4, ks)), jnp.bfloat16)
     ys = jax.jit(lambda x: fp4_matmul(x, weights, scales, bias=biases))(x)
     for y, w, s, b in zip(ys, weights, scales, biases, strict=True):
-        true = np.asarray(x, np.float64) @ _dense(w, s).T + np.asarray(b, np.float64)
+        true = np.asarray(x, np.float64) @ dequantized(w, s).T + np.asarray(b, np.float64)
         np.testing.assert_allclose(np.asarray(y, np.float64), true, rtol=2**-7, atol=2e-3 * np.abs(true).max())
     batch = jax.vmap(lambda x: fp4_matmul(x, weights, scales, bias=biases)[1])(x.reshape(2, 2, ks))
     assert np.array_equal(np.asarray(batch).reshape(4, -1), np.asarray(ys[1]))
-    square = _random_weight(rng, 512, 512, 0x20, 0x50)
+    square = random_weight(rng, 512, 512, 0x20, 0x50)
     loop = jax.jit(lambda x, w: jax.lax.fori_loop(0, 3, lambda _, x: fp4_matmul(x, w, jnp.float32(2e3)), x))
     x = x[:, :512]
     want = x
@@ -253,7 +233,7 @@ def test_list_bias_vmap_grad_and_loop(rng):
     assert np.array_equal(np.asarray(loop(x, square)), np.asarray(want))
     dy = jnp.asarray(rng.standard_normal((4, 512)), jnp.bfloat16)
     grad = jax.grad(lambda x: (fp4_matmul(x, square, jnp.float32(2e3)) * dy).sum().astype(jnp.float32))(x)
-    true = np.asarray(dy, np.float64) @ _dense(square, np.float32(2e3))
+    true = np.asarray(dy, np.float64) @ dequantized(square, np.float32(2e3))
     np.testing.assert_allclose(np.asarray(grad, np.float64), true, rtol=2**-6, atol=4e-3 * np.abs(true).max())
 
 
@@ -261,8 +241,8 @@ def test_list_bias_vmap_grad_and_loop(rng):
 def test_lora_in_a_compiled_loop(rng, m):
     """Two calls a turn, 300 turns: the counters between CTAs, a constant of the program, are zero after each."""
     k, ns, turns = 3584, (3584, 512, 512), 300
-    weights = [_random_weight(rng, n, k, 0x10, 0x50) for n in ns]
-    last = _random_weight(rng, k, ns[0], 0x10, 0x50)
+    weights = [random_weight(rng, n, k, 0x10, 0x50) for n in ns]
+    last = random_weight(rng, k, ns[0], 0x10, 0x50)
     scales = [jnp.float32(2688.0)] * 3
 
     def pair(n, k):
@@ -298,8 +278,8 @@ def test_lora_in_a_compiled_loop(rng, m):
 @pytest.mark.parametrize("m", [128, 1024])
 def test_many_rows_and_dx(rng, m):
     k, n, gs = 1024, 768, np.float32(2688)
-    weight = _random_weight(rng, n, k)
-    w = _dense(weight, gs)
+    weight = random_weight(rng, n, k)
+    w = dequantized(weight, gs)
     for f, rows, dense in ((fp4_matmul, k, w.T), (fp4_matmul_dx, n, w)):
         x = jnp.asarray(rng.standard_normal((m, rows)), jnp.bfloat16)
         x64 = np.asarray(x, np.float64)
@@ -309,7 +289,7 @@ def test_many_rows_and_dx(rng, m):
 
 
 def test_the_weight_is_read_in_place(rng):
-    weight = _random_weight(rng, 512, 1024)
+    weight = random_weight(rng, 512, 1024)
     x = jnp.ones((8, 1024), jnp.bfloat16)
     compiled = jax.jit(lambda x, w: fp4_matmul(x, w, jnp.float32(1.0))).lower(x, weight).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < weight.data.nbytes // 4

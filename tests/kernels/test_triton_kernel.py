@@ -69,7 +69,9 @@ def test_lowers_through_jax_triton_without_a_gpu(architecture, monkeypatch):
 
 def test_numbers_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["right 5 72 512", "right 17 160 256"]
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
