@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
 
 _DESCRIPTION = """\
-Writes what a run learned, or a model, as a folder that PEFT, transformers and vLLM read:
+Writes what a run learned, or a model, as a folder that PEFT and transformers read:
   peft    the adapter alone (LoRA and trained norms)
   bf16    base and adapter merged, a plain model in bfloat16
   nvfp4   the base alone, packed as compressed-tensors stores it; no adapter can be inside

@@ -27,7 +27,7 @@ def save_model(
     tokenizer_from: str | os.PathLike[str] | None = None,
     weight_format: str | None = None,
 ) -> None:
-    """Writes a folder that transformers, vLLM and `load_model` read, one tensor in memory at a time.
+    """Writes a folder that transformers and `load_model` read, one tensor in memory at a time.
 
     The folder appears whole or not at all. Above 5 GB the weights are several files with an index.
 
