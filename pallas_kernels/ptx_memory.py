@@ -142,8 +142,8 @@ def store_shared_f32x4(address, values, byte_offset: int):
     ptx(f"st.shared.v4.f32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
 
 
-def store_shared_v4(address, values, byte_offset: int):
-    ptx(f"st.shared.v4.b32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
+def store_shared_bf16(address, value, byte_offset: int):
+    ptx(f"{{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.shared.b16 [$0+{byte_offset}], h; }}", address, value)
 
 
 def load_shared_v2(address, byte_offset: int):
@@ -199,8 +199,8 @@ def store_global_f32x2(address, lo, hi):
     ptx("st.global.v2.f32 [$0], {$1, $2};", address, lo, hi)
 
 
-def store_global_bf16(address, value, byte_offset: int = 0):
-    ptx(f"{{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.global.b16 [$0+{byte_offset}], h; }}", address, value)
+def store_global_bf16(address, value):
+    ptx("{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.global.b16 [$0], h; }", address, value)
 
 
 def store_global_bf16x2(address, lo, hi):
@@ -224,15 +224,6 @@ def load_fresh_f32x4(address, byte_offset: int):
         f"ld.relaxed.gpu.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];",
         address,
         results=[f32_t()] * 4,
-        effects=True,
-    )
-
-
-def load_fresh_v4(address, byte_offset: int):
-    return ptx(
-        f"ld.relaxed.gpu.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];",
-        address,
-        results=[i32_t()] * 4,
         effects=True,
     )
 

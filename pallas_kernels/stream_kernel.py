@@ -46,7 +46,7 @@ class Refs:
     b: list
     lora_scale: list
     outs: list
-    lora_space: list  # counters, sums of the slices, x A^T
+    lora_space: list  # counters, sums of the slices
     shared: object
 
     @classmethod
@@ -65,7 +65,7 @@ class Refs:
                 kind[i] = ref
         space = take(1 if plan.ranks else 0)
         outs = take(n_w)
-        space += take(2 if plan.ranks else 0)
+        space += take(1 if plan.ranks else 0)
         (shared,) = left
         return cls(x, data, scale, bias, *lora, outs, space, shared)
 
@@ -87,7 +87,7 @@ class _Kernel(ComputeWarps):
             # a weight without an adapter has rank 0: its addresses are never used
             lists = [[mem.global_address(d if r is None else r) for r in entry] for *entry, d in a_b_scale]
             self.a, self.b, self.lora_scale = (list(kind) for kind in zip(*lists, strict=True))
-            self.sync, self.partial, self.hidden = (mem.global_address(r) for r in refs.lora_space)
+            self.sync, self.partial = (mem.global_address(r) for r in refs.lora_space)
         base = mem.shared_address(refs.shared)
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)
@@ -313,11 +313,8 @@ def fragment_order(x: jax.Array, rows: int) -> jax.Array:
 
 
 def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:
-    """What LoRA's parts leave for each other: the sums of the slices, and x A^T."""
-    if not plan.ranks:
-        return []
-    sums = jax.ShapeDtypeStruct((plan.lora_units * plan.lora_group * 128,), jnp.float32)
-    return [sums, jax.ShapeDtypeStruct((sum(plan.rank_tiles) * plan.h_tile // 2,), jnp.bfloat16)]
+    """The sums of the slices, which LoRA's warps leave for each other."""
+    return [jax.ShapeDtypeStruct((plan.lora_slices * plan.lora_slice // 4,), jnp.float32)] if plan.ranks else []
 
 
 def lora_operands(loras, columns):

@@ -1,14 +1,15 @@
 """LoRA inside the streaming kernel: s (x A^T) B^T, added to the sums of x W^T while they are in registers.
 
 x A^T needs all of K before any output, so it is computed beside the stream of weights, by warps that would be idle:
-  * a *unit* is 16 ranks of one A, up to 16 rows of x and one slice of K; the spare warps of all CTAs share the units
-    and leave float32 sums in global memory;
-  * the warp that leaves the last slice of a sum adds the slices in order, multiplies by s and stores x A^T as BF16;
-  * one spare warp of every CTA that owns outputs waits until all of x A^T is there and copies it to shared memory;
+  * a *unit* is 16 ranks of one A, up to 16 rows of x and one slice of K; the spare warps of all CTAs share the units,
+    leave float32 sums in global memory and count them;
+  * when all are there, the spare warps of every CTA that owns outputs add the slices in order, for the adapters of
+    those outputs only, multiply by s and keep x A^T in shared memory as BF16;
   * after the last quad the compute warps multiply it by their rows of B, which they fetched first of all.
 
-All CTAs wait for all units: they must be resident together, which variants.py checks. The counters between CTAs (`sync`
-words) are zero before and after every call. Additions have a fixed order.
+So one exchange through the L2, a few microseconds, runs beside the weights. All CTAs wait for all units: they must be
+resident together, which variants.py checks. The counters (`sync` words) are zero before and after every call. Additions
+have a fixed order.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .stream_plan import SYNC_WORDS, Plan
 
+SUMMED = 3  # a named barrier of the spare warps; see stream_compute.py for the others
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row
 BATCH = 8  # slices under way together when they are added
 
@@ -44,15 +46,12 @@ class LoraWarps:
 
     # ---- the spare warps -----------------------------------------------------------------------------------------
 
-    def lora_sync(self, word: int):
-        return mem.offset(self.sync, p.i32(4 * word))
-
     def multiply_by_a(self):
-        """One spare warp: its units, then, in its CTA's first such warp, x A^T to shared memory."""
+        """One spare warp: its units of x A^T, then its part of the CTA's sums over the slices."""
         plan, c = self.plan, self.plan.config
         mine = p.sub(self.warp, c.warps + 1)
         is_first = p.eq(mine, 0)
-        p.when(is_first, lambda: self.make_barriers([(self.h_full, 32)]))
+        p.when(is_first, lambda: self.make_barriers([(self.h_full, 32 * plan.lora_warps)]))
         if self.pdl:
             p.grid_dependency_wait()
         ctas = plan.clusters * c.cluster
@@ -63,14 +62,13 @@ class LoraWarps:
 
         first = p.add(p.mul(mine, ctas), self.cta)
         p.for_range(first, plan.lora_units, ctas * plan.lora_warps, [], unit)
-        p.when(arith.andi(is_first, p.eq(self.rank, 0)), self.load_hidden)
+        p.when(p.eq(self.rank, 0), lambda: self.add_slices(mine, is_first))
 
     def unit(self, sum_index, part):
         plan = self.plan
         groups, group = plan.m_tiles // plan.lora_group, plan.lora_group
         tile, m_group = p.div(sum_index, groups), p.rem(sum_index, groups)
-        operands = list(zip(self.a, self.lora_scale, self.global_scale, strict=True))
-        (a, *scales), local = self.pick_rank_tile(tile, operands)
+        (a,), local = self.pick_rank_tile(tile, [(a,) for a in self.a])
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         row_bytes = plan.quads * COLS * 2
         a = mem.wide_offset(a, p.add(p.mul(local, ROWS), g), row_bytes)
@@ -98,67 +96,65 @@ class LoraWarps:
             return acc
 
         acc = p.for_range(first, last, 1, [p.f32(0.0)] * (4 * group), half_quad)
-        size = group * 512  # bytes of one slice of one sum
-        sums = mem.wide_offset(self.partial, sum_index, plan.lora_slices * size)
-        sums = mem.offset(sums, p.mul(self.lane, 16))
-        mine = mem.offset(sums, p.mul(part, size))
+        # a sum of 8 rows and 16 ranks is 512 bytes, a slice's sums lie together
+        at = p.add(p.mul(part, plan.lora_slice), p.add(p.mul(sum_index, group * 512), p.mul(self.lane, 16)))
+        to = mem.offset(self.partial, at)
         for i in range(group):
-            mem.store_global_f32x4(mine, acc[4 * i : 4 * i + 4], i * 512)
+            mem.store_global_f32x4(to, acc[4 * i : 4 * i + 4], i * 512)
         mem.fence()
         p.warp_sync()
+        p.when(self.is_lane_0, lambda: mem.count_up(self.sync))
 
-        def arrive():
-            return [mem.count_and_wrap(mem.offset(self.sync, p.mul(sum_index, 4)), p.i32(plan.lora_slices - 1))]
-
-        (arrived,) = p.if_values(self.is_lane_0, arrive, [p.i32(0)])
-        arrived = p.uniform(arrived)
-        first_row = p.mul(m_group, group * 8)
-        p.when(p.eq(arrived, plan.lora_slices - 1), lambda: self.finish_sum(sums, size, scales, tile, first_row, g, t))
-
-    def finish_sum(self, sums, size, scales, tile, first_row, g, t):
-        """Add the slices in order and store x A^T, 16 ranks of each row together."""
-        plan = self.plan
+    def add_slices(self, mine, is_first):
+        """x A^T of the adapters whose outputs this CTA owns, from all slices to shared memory."""
+        plan, threads = self.plan, 32 * self.plan.lora_warps
+        asks = arith.andi(is_first, self.is_lane_0)  # one lane: many that ask would hold up those that count
+        p.when(asks, lambda: mem.wait_for_count(self.sync, p.i32(plan.lora_units)))
+        p.named_sync(SUMMED, threads)
         mem.fence()
-        scaling, global_scale = (mem.load_global_f32(scale) for scale in scales)
-        # the sums that it joins are multiplied by EPILOGUE_FACTOR / global_scale in the end
-        scale = arith.mulf(scaling, arith.mulf(global_scale, p.f32(1 / EPILOGUE_FACTOR)))
-        for i in range(plan.lora_group):
-            acc = [p.f32(0.0)] * 4
-            for start in range(0, plan.lora_slices, BATCH):
-                parts = range(start, min(start + BATCH, plan.lora_slices))
-                loaded = [mem.load_fresh_f32x4(sums, part * size + i * 512) for part in parts]
+        ends = [sum(plan.rank_tiles[: i + 1]) for i in range(len(plan.n))]
+        values = [(p.i32(end - count), p.i32(end)) for end, count in zip(ends, plan.rank_tiles, strict=True)]
+        (first, _), _ = self.pick(self.first_tile, values)
+        (_, end), _ = self.pick(p.sub(p.add(self.first_tile, self.tile_count), 1), values)
+        g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
+
+        def one(index, _):
+            # index counts 16 ranks times 8 rows, as the slices do
+            tile, rows = p.div(index, plan.m_tiles), p.rem(index, plan.m_tiles)
+            scales, _ = self.pick_rank_tile(tile, list(zip(self.lora_scale, self.global_scale, strict=True)))
+            scaling, global_scale = (mem.load_global_f32(scale) for scale in scales)
+            # the sums that it joins are multiplied by EPILOGUE_FACTOR / global_scale in the end
+            scale = arith.mulf(scaling, arith.mulf(global_scale, p.f32(1 / EPILOGUE_FACTOR)))
+            source = mem.offset(self.partial, p.add(p.mul(index, 512), p.mul(self.lane, 16)))
+            full = plan.lora_slices // BATCH * BATCH
+
+            def add(acc, at, count):
+                loaded = [mem.load_fresh_f32x4(at, n * plan.lora_slice) for n in range(count)]
                 for values in loaded:
                     acc = [arith.addf(a, b) for a, b in zip(acc, values, strict=True)]
+                return acc
+
+            acc = p.for_range(
+                0, full, BATCH, [p.f32(0.0)] * 4,
+                lambda part, acc: add(acc, mem.offset(source, p.mul(part, plan.lora_slice)), BATCH),
+            )  # fmt: skip
+            acc = add(acc, mem.offset(source, p.i32(full * plan.lora_slice)), plan.lora_slices - full)
             # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)
-            row = p.add(first_row, p.add(p.mul(t, 2), 8 * i))
-            to = p.add(p.mul(tile, plan.h_tile), p.add(p.mul(row, ROWS * 2), p.mul(g, 2)))
-            to = mem.offset(self.hidden, to)
+            to = p.add(p.add(self.h_base, p.mul(tile, plan.h_tile)), p.mul(rows, 8 * ROWS * 2))
+            to = p.add(to, p.add(p.mul(t, 2 * ROWS * 2), p.mul(g, 2)))
             for e in range(4):
-                mem.store_global_bf16(to, arith.mulf(acc[e], scale), (e % 2) * ROWS * 2 + (e // 2) * 16)
-        mem.fence()
-        p.warp_sync()
-        p.when(self.is_lane_0, lambda: mem.count_up(self.lora_sync(plan.lora_sums)))
-
-    def load_hidden(self):
-        plan = self.plan
-        ready, left = self.lora_sync(plan.lora_sums), self.lora_sync(plan.lora_sums + 1)
-        p.when(self.is_lane_0, lambda: mem.wait_for_count(ready, p.i32(plan.lora_sums)))
-        p.warp_sync()
-        mem.fence()
-
-        def copy(piece, _):
-            at = p.mul(piece, 16)
-            mem.store_shared_v4(p.add(self.h_base, at), mem.load_fresh_v4(mem.offset(self.hidden, at), 0), 0)
+                mem.store_shared_bf16(to, arith.mulf(acc[e], scale), (e % 2) * ROWS * 2 + (e // 2) * 16)
             return []
 
-        p.for_range(self.lane, sum(plan.rank_tiles) * plan.h_tile // 16, 32, [], copy)
+        start = p.add(p.mul(first, plan.m_tiles), mine)
+        p.for_range(start, p.mul(end, plan.m_tiles), plan.lora_warps, [], one)
         mem.barrier_arrive(self.h_full)
 
         def leave():  # the last to have seen the count clears it
-            before = mem.count_and_wrap(left, p.i32(plan.clusters - 1))
-            p.when(p.eq(before, plan.clusters - 1), lambda: mem.store_global_b32(ready, p.i32(0)))
+            before = mem.count_and_wrap(mem.offset(self.sync, p.i32(4)), p.i32(plan.clusters - 1))
+            p.when(p.eq(before, plan.clusters - 1), lambda: mem.store_global_b32(self.sync, p.i32(0)))
 
-        p.when(self.is_lane_0, leave)
+        p.when(asks, leave)
 
     def pick_rank_tile(self, tile, values):
         """The adapter that 16 ranks belong to: its values, and their index in it."""

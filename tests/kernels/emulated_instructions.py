@@ -171,14 +171,14 @@ def make_memory(m):
         return np.stack([np.broadcast_to(v, (32,)).astype(dtype) for v in values], 1).view(np.uint8).reshape(32, -1)
 
     mem.load_global_v4 = load_global(4, U32, 16)
-    mem.load_fresh_v4, mem.load_fresh_f32x4 = load_global(4, U32, 16), load_global(4, F32, 16)
+    mem.load_fresh_f32x4 = load_global(4, F32, 16)
     mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
     mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
     mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
     mem.store_global_f32 = lambda a, v: store_global(a, bytes_of((v,), F32))
     mem.store_global_b32 = lambda a, v: store_global(a, bytes_of((v,), U32))
     mem.store_global_bf16x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), ml_dtypes.bfloat16))
-    mem.store_global_bf16 = lambda a, v, o=0: store_global(a, bytes_of((v,), ml_dtypes.bfloat16), o)
+    mem.store_global_bf16 = lambda a, v: store_global(a, bytes_of((v,), ml_dtypes.bfloat16))
 
     def load_shared(count, dtype):
         def load(address, byte_offset=0):
@@ -204,8 +204,9 @@ def make_memory(m):
     mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
-    mem.store_shared_v4 = lambda a, values, o: store_shared(a, bytes_of(values, U32), o)
     mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
+
+    mem.store_shared_bf16 = lambda a, v, o: store_shared(a, bytes_of((v,), ml_dtypes.bfloat16), o)
 
     def barrier(address):
         return m.barriers[m.now.cta][int(address[0])]
