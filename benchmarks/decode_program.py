@@ -25,7 +25,6 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for
-from qerl_jax.models import linear
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_adapter
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
@@ -121,7 +120,6 @@ def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int) 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result row."""
-    linear.LORA_IN_KERNEL = arguments.lora_in_kernel
     config = MODELS[arguments.model]
     steps, seconds = [], []
     for layers in (2, 3):
@@ -162,7 +160,6 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
     parser.add_argument("--batch", type=int, default=8, help="completions that decode at once")
     parser.add_argument("--lora-rank", type=int, default=32, help="0: no adapter")
-    parser.add_argument("--lora-in-kernel", action=argparse.BooleanOptionalAction, default=linear.LORA_IN_KERNEL)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--whole", action="store_true", help="compile all layers too")

@@ -39,7 +39,6 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.formats import FORMATS
-from qerl_jax.models import linear
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
@@ -265,7 +264,6 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
-    parser.add_argument("--lora-in-kernel", action=argparse.BooleanOptionalAction, default=linear.LORA_IN_KERNEL)
     parser.add_argument("--profile", action="store_true", help="also the device time of each kernel of a step")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
@@ -280,7 +278,6 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None, show: Callable[[str], None] = print) -> int:
     arguments = arguments_of(words)
-    linear.LORA_IN_KERNEL = arguments.lora_in_kernel
     config = MODELS[arguments.model]
     on_cpu = jax.default_backend() == "cpu"
     dtype = compute_dtype()
@@ -291,7 +288,6 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
         "settings": {
             "repeats": arguments.repeats,
             "kernels": arguments.kernels,
-            "lora_in_kernel": arguments.lora_in_kernel,
             "dtype": str(dtype),
             "sigma": _SIGMA,
         },

@@ -9,11 +9,6 @@ from pallas_kernels import fp4_matmul, lora_inside
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize
 from qerl_jax.models.params import LoRA
 
-# The kernels can add LoRA themselves. Each such call was right on a GPU, but a chain of layers once ended in numbers
-# that were not finite, and it is not known why: until a chain has been shown to be right there (`benchmarks.fp4_layer`,
-# the GPU tests), LoRA's products stay outside.
-LORA_IN_KERNEL = False
-
 
 def fewest_rows() -> int:
     """Rows of a product at least: two on a CPU, where XLA takes another path for a lone one. Its last bits differ, and
@@ -79,8 +74,7 @@ def _kernel_takes(x_MK: jax.Array, weights: Sequence[KernelNVFP4], loras: Sequen
     """Whether one kernel multiplies by the weights and adds their LoRA pairs. It does so in bfloat16."""
     M, K = x_MK.shape
     ranks = tuple(0 if lora is None else lora.a.shape[0] for lora in loras)
-    fits = x_MK.dtype == jnp.bfloat16 and lora_inside(M, K, tuple(w.shape[0] for w in weights), ranks)
-    return LORA_IN_KERNEL and fits
+    return x_MK.dtype == jnp.bfloat16 and lora_inside(M, K, tuple(w.shape[0] for w in weights), ranks)
 
 
 def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight]) -> Sequence[jax.Array]:

@@ -14,7 +14,6 @@ from tiny import CONFIG
 from pallas_kernels import compiling_for, stream_kernel, variants
 from pallas_kernels.stream_plan import RESIDENT, make_plan
 from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
-from qerl_jax.models import linear
 from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
 from qerl_jax.models.linear import linears
 from qerl_jax.models.params import LoRA, norms_of
@@ -34,11 +33,6 @@ LORAS = [
     LoRA(jax.random.normal(jax.random.key(6), (8, 512)), 0.05 * jax.random.normal(jax.random.key(7), (32, 8)), 2.0),
 ]
 BIASES = [_bf16(8, 48), _bf16(9, 16), None]
-
-
-@pytest.fixture(autouse=True)
-def lora_in_kernel(monkeypatch):
-    monkeypatch.setattr(linear, "LORA_IN_KERNEL", True)
 
 
 def lowered(f, *arguments):
@@ -92,14 +86,6 @@ def test_a_decode_step_has_four_kernels_a_layer_with_lora_inside_and_no_other_pr
     assert kernels(module) == kernels(without) == 5  # the fifth is attention's
     assert dots(module) == dots(without) == 0
     assert module.count("tensor<32x256xbf16>") > without.count("tensor<32x256xbf16>")  # A, padded, is an operand
-
-
-def test_unless_asked_for_the_products_of_lora_stay_outside(monkeypatch):
-    monkeypatch.setattr(linear, "LORA_IN_KERNEL", False)
-    arguments = _bf16(0, 4, 512), [repacked(w) for w in WEIGHTS]
-    assert dots(lowered(linears, *arguments, LORAS, BIASES)) == 4
-    module = lowered(linears, *arguments, [None] * 3, BIASES)
-    assert (kernels(module), dots(module)) == (1, 0)
 
 
 @pytest.fixture
