@@ -24,6 +24,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
+from . import fragment_order
 from . import ptx as p
 from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
@@ -259,7 +260,7 @@ def build(
     with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
     `stream_lora.sync_words()`. Returns the list of y_i [M, n_i].
 
-    With wgmma x is first put in fragment order, by a small program of its own that XLA may fuse into what made x.
+    With wgmma x is first put in fragment order, by a small program of its own (fragment_order.py).
 
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
     `wide_out`. Ranks are multiples of 16.
@@ -295,21 +296,11 @@ def build(
     def run(x, *rest):
         xs = (x,)
         if config.wgmma:
-            xs = (fragment_order(x, plan.m_tiles * 8), x) if two_x else (fragment_order(x, plan.m_tiles * 8),)
+            ordered = fragment_order.in_fragment_order(x, plan.m_tiles * 8)
+            xs = (ordered, x) if two_x else (ordered,)
         return call(*xs, *rest)[: len(n)]
 
     return jax.jit(run)
-
-
-def fragment_order(x: jax.Array, rows: int) -> jax.Array:
-    """x [M, Q * 256] -> [Q, rows * 256]: for each unit and step the 16 columns that the weight fragment multiplies.
-
-    In a unit, step j's k index 2 t + c + 8 h (t = 0..3, c, h = 0..1) is column 16 t + 4 j + 2 h + c; each 8 rows x 8
-    columns are 128 contiguous bytes, as wgmma reads them.
-    """
-    x = jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))).reshape(rows, -1, 4, 4, 4, 2, 2)  # rows Q unit t j h c
-    x = x.transpose(1, 2, 4, 5, 0, 3, 6)  # Q unit j h rows t c
-    return x.reshape(x.shape[0], rows * COLS)
 
 
 def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:

@@ -24,7 +24,7 @@ class StreamConfig:
       depth: quads in a warp's ring of weights.
       x_depth: quads in the CTA's ring of x.
       wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
-        neighbouring warps act as one, and x comes reordered (see `fragment_order` in stream_kernel.py).
+        neighbouring warps act as one, and x comes reordered (see fragment_order.py).
       waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers.
       promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside; with
         mma.sync always a quad's. With wgmma the total lies in shared memory. 0: never.

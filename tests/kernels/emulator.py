@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 
-from pallas_kernels import stream_compute, stream_kernel, stream_lora
+from pallas_kernels import fragment_order, stream_compute, stream_kernel, stream_lora
 
 
 class Deadlock(AssertionError):
@@ -134,7 +134,7 @@ def _emulated(m):
     )  # fmt: skip
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": arith}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    modules = (stream_kernel, stream_compute, stream_lora)
+    modules = (fragment_order, stream_kernel, stream_compute, stream_lora)
     before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
     for module, name, _ in before:
         setattr(module, name, names[name])
@@ -145,11 +145,20 @@ def _emulated(m):
             setattr(module, name, old)
 
 
+def run_simple(program, x, out, ctas, warps):
+    """`out` after a kernel of independent warps; `program` takes the two operands."""
+    m = Machine(0)
+    from_, to = m.put(x), m.put(out)
+    with _emulated(m):
+        m.launch(ctas, 1, warps, 1, lambda: program(from_, to))
+    return m.get(to, out.shape, out.dtype)
+
+
 def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
     """The outputs [M, n_i] of a kernel, of several calls that share their memory; `loras` are its LoRA operands."""
     m = Machine(seed)
     c, two_x = plan.config, plan.config.wgmma and bool(plan.ranks)
-    xs = [stream_kernel.fragment_order(jnp.asarray(x), plan.m_tiles * 8)] if c.wgmma else [x]
+    xs = [fragment_order.reference(jnp.asarray(x), plan.m_tiles * 8)] if c.wgmma else [x]
     xs += [x] if two_x else []
     operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *scales, *biases, *loras)]
     dtype = np.float32 if wide_out else ml_dtypes.bfloat16

@@ -220,12 +220,3 @@ def test_dequantize_kernel_lowers_for_cuda_without_a_gpu():
     data = jax.ShapeDtypeStruct((3, 2, 576), jnp.uint32)
     module = export.export(dequantize_kernel.build(3, 2), platforms=["cuda"])(data).mlir_module()
     assert "mosaic_gpu" in module
-
-
-def test_fragment_order_matches_the_weight_fragments():
-    x = np.arange(5 * 512, dtype=np.float32).reshape(5, 512)
-    got = np.asarray(stream_kernel.fragment_order(jnp.asarray(x), 8)).reshape(2, 4, 4, 2, 8, 4, 2)
-    for quad, unit, j, h, t, c in np.ndindex(2, 4, 4, 2, 4, 2):
-        column = 256 * quad + 64 * unit + 16 * t + 4 * j + 2 * h + c
-        assert np.array_equal(got[quad, unit, j, h, :5, t, c], x[:, column])
-        assert not got[quad, unit, j, h, 5:, t, c].any()

@@ -1,0 +1,53 @@
+"""x in the order of the streaming kernel's wgmma variant: plain JAX, and the kernel's program run in NumPy."""
+
+import functools
+
+import emulator
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import export
+
+from pallas_kernels import fragment_order
+
+
+def test_the_order_is_that_of_the_weight_fragments():
+    x = np.arange(5 * 512, dtype=np.float32).reshape(5, 512)
+    got = np.asarray(fragment_order.reference(jnp.asarray(x), 8)).reshape(2, 4, 4, 2, 8, 4, 2)
+    for quad, unit, j, h, t, c in np.ndindex(2, 4, 4, 2, 4, 2):
+        column = 256 * quad + 64 * unit + 16 * t + 4 * j + 2 * h + c
+        assert np.array_equal(got[quad, unit, j, h, :5, t, c], x[:, column])
+        assert not got[quad, unit, j, h, 5:, t, c].any()
+
+
+@pytest.mark.parametrize("m, rows, quads", [(8, 8, 2), (21, 24, 1), (64, 64, 3), (9, 16, 1)])
+def test_the_kernel_moves_every_number_to_its_place(m, rows, quads):
+    x = np.arange(m * quads * 256, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(m, -1)  # all different
+    body = functools.partial(fragment_order._body, m, rows, quads)
+    got = emulator.run_simple(
+        body, x, np.full((quads, rows * 256), np.nan, x.dtype), fragment_order.ctas(rows, quads), fragment_order.WARPS
+    )
+    true = np.asarray(fragment_order.reference(jnp.asarray(x), rows))
+    real = np.asarray(fragment_order.reference(jnp.ones(x.shape), rows)) == 1
+    np.testing.assert_array_equal(got.view(np.uint16)[real], true.view(np.uint16)[real])
+
+
+def test_the_kernel_lowers_for_cuda_without_a_gpu():
+    x = jax.ShapeDtypeStruct((33, 1024), jnp.bfloat16)
+    module = export.export(fragment_order.build(33, 40, 4), platforms=["cuda"])(x).mlir_module()
+    assert "mosaic_gpu" in module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, k", [(64, 18944), (33, 3584), (20, 512)])
+def test_every_program_gives_the_same_order(monkeypatch, m, k):
+    rows = -(-m // 8) * 8
+    x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
+    real = np.asarray(fragment_order.reference(jnp.ones((m, k)), rows)) == 1
+    true = np.asarray(fragment_order.reference(x, rows))[real]
+    for program in ("kernel", "alone", "fused"):
+        monkeypatch.setattr(fragment_order, "PROGRAM", program)
+        got = jax.jit(lambda x: fragment_order.in_fragment_order(x, rows))(x)
+        np.testing.assert_array_equal(np.asarray(got)[real], true)
