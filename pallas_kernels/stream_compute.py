@@ -89,21 +89,21 @@ class ComputeWarps(LoraWarps):
                 p.add(x_lane, p.mul(x_slot, plan.x_slot)),
                 acc,
             )
-            if c.wgmma and c.promote:
-                is_end = p.eq(p.rem(p.add(q, 1), plan.promote_quads), 0)
-                acc = p.if_values(is_end, lambda acc=acc: self.promote(acc), acc)
             p.warp_sync()
             p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
             x_slot = self.next_slot(x_slot, c.x_depth)
             x_parity = p.xor(x_parity, p.select(p.eq(x_slot, 0), 1, 0))
             return [self.next_slot(slot, c.depth), slot, x_slot, x_parity, *acc]
 
-        start = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
-        zeros = [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
+        state = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
+        acc = [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
         if c.wgmma and c.promote:
             self.totals = p.add(p.add(self.totals_base, p.mul(self.place, plan.totals_warp)), p.mul(self.lane, 16))
-            p.when(self.is_used, lambda: self.set_totals(zeros))
-        acc = p.for_range(0, self.quads, 1, start + zeros, step)[4:]
+            self.set_totals(acc)
+            # A loop for each chain of additions: with a branch in one loop ptxas lets no two wgmma overlap.
+            p.for_range(0, self.quads, plan.promote_quads, state, lambda first, state: self.chain(first, state, step))
+        else:
+            acc = p.for_range(0, self.quads, 1, state + acc, step)[len(state) :]
         if plan.ranks:
             acc = self.add_lora(acc, adds_lora, g, t)
         if c.wgmma and c.promote:
@@ -112,9 +112,20 @@ class ComputeWarps(LoraWarps):
 
     # With wgmma the promoted sums lie in shared memory, each lane's own: the registers do not hold them twice.
 
+    def chain(self, first, state, step):
+        """The quads of one chain of additions from `first` on; its sums are added to the totals."""
+        end = p.minimum(p.add(first, self.plan.promote_quads), self.quads)
+        zeros = [p.f32(0.0)] * (self.plan.config.tiles * self.plan.m_tiles * 4)
+        after = p.for_range(first, end, 1, state + zeros, step)
+        self.set_totals(self.add_totals(after[len(state) :]))
+        return after[: len(state)]
+
     def set_totals(self, sums):
-        for i in range(0, len(sums), 4):
-            mem.store_shared_f32x4(self.totals, sums[i : i + 4], i * 128)
+        def store():
+            for i in range(0, len(sums), 4):
+                mem.store_shared_f32x4(self.totals, sums[i : i + 4], i * 128)
+
+        p.when(self.is_used, store)
 
     def add_totals(self, acc):
         out = []
@@ -122,10 +133,6 @@ class ComputeWarps(LoraWarps):
             total = mem.load_shared_f32x4(self.totals, i * 128)
             out += [arith.addf(a, b) for a, b in zip(total, acc[i : i + 4], strict=True)]
         return out
-
-    def promote(self, acc):
-        p.when(self.is_used, lambda: self.set_totals(self.add_totals(acc)))
-        return [p.f32(0.0)] * len(acc)
 
     def fetch(self, q, slot):
         """Start the copies of this lane's part of quad `q` into a slot of its ring."""
