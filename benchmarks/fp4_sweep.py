@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import layout, stream_kernel
+from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.stream_plan import RESIDENT, StreamConfig, make_plan
 
 SHAPES = [
@@ -53,14 +53,17 @@ def candidates(m, k, n):
 
 
 def wgmma_candidates(m, k, n):
-    """The same with wgmma; the registers must hold the sums and two steps of codes twice."""
+    """The same with wgmma; the registers must hold the sums and two steps of codes twice. Sums are promoted as often as
+    in the table's entry, so that a faster one errs no more."""
+    entry = variants.TABLE.get((k, n, m, False))
+    promote = entry.promote if entry and entry.wgmma else StreamConfig.promote
     found = []
     tiles_all, quads, m_tiles = -(-n // 16), -(-k // 256), next(t for t in (1, 2, 4, 8) if 8 * t >= m)
     for cluster, tiles, warps_k, x_depth in itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (2, 3)):
         per_cta = -(-tiles_all // RESIDENT[cluster])
         warps_n = -(-per_cta // (4 * tiles)) * 4
         for depth in range(8, 1, -1):
-            config = StreamConfig(cluster, warps_n, warps_k, tiles, depth, x_depth, True, promote=0)
+            config = StreamConfig(cluster, warps_n, warps_k, tiles, depth, x_depth, True, promote=promote)
             try:
                 plan = make_plan(m, k, (n,), config)
             except ValueError:

@@ -2,7 +2,8 @@
 
 fp4_table.json holds, for (K, sum of N) and the largest M of a range (8, 16, 32, 64), the configuration of the streaming
 kernel that was fastest on an H200, with `"lora": true` a better one for calls with adapters; `us` is its time without
-(with) rank 32, from several runs. Shapes outside it get the first default that fits. All M of one range use one
+(with) rank 32, from several runs. Without `us` it has not been measured as it stands: the fastest, with as much
+promotion as cuBLAS's own error asks for. Shapes outside it get the first default that fits. All M of one range use one
 configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to the wide kernel
 (wide_variants.py), or, where it does not take the shape, through the streaming kernel 64 at a time.
 """
