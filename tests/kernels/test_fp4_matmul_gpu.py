@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from random_weights import dequantized, poison, random_weight
 
+from benchmarks import fp4_error
+from benchmarks.compiling import Programs
 from pallas_kernels import (
     KernelWeight,
     dequantize_kernel,
@@ -70,23 +72,16 @@ def test_adversarial_inputs_no_worse_than_cublas(rng, case):
     assert mine.max() <= max(1.25 * theirs.max(), 3 * 2.0**-24)
 
 
-@pytest.mark.parametrize("m", [8, 16, 32, 64])
-@pytest.mark.parametrize("k, n", [(3584, 3584), (18944, 3584)])
-@pytest.mark.parametrize("positive", [False, True])
-def test_the_tables_configurations_err_no_more_than_cublas(rng, positive, k, n, m):
-    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8) & (0x77 if positive else 0xFF)
-    scale = (np.arange(n * k // 16) % 0x7F).astype(np.uint8).reshape(n, k // 16)
-    weight = repack(jnp.asarray(packed), jnp.asarray(scale))
-    x = rng.standard_normal((m, k))
-    x = jnp.asarray(np.abs(x) if positive else x, jnp.bfloat16)
-    dense = jax.jit(lambda w: layout.dequantize(w, jnp.float32(1.0), jnp.bfloat16))(weight)
-    theirs = np.asarray(jnp.dot(x, dense.T, preferred_element_type=jnp.float32), np.float64)
-    columns = rng.choice(n, 64, replace=False)
-    w, x64 = np.asarray(dense[columns], np.float64), np.asarray(x, np.float64)
-    true, size = x64 @ w.T, np.abs(x64) @ np.abs(w).T
-    mine = np.abs(_kernel_f32(x, weight, np.float32(1.0))[:, columns] - true) / size
-    theirs = np.abs(theirs[:, columns] - true) / size
-    assert mine.max() <= max(1.25 * theirs.max(), 3 * 2.0**-24), (mine.max(), theirs.max())
+@pytest.mark.parametrize("k, n", fp4_error.SHAPES)
+def test_the_tables_configurations_err_no_more_than_cublas(rng, k, n):
+    def configs_of(m, k, n):
+        return [variants.config_for(m, k, (n,))]
+
+    rows, programs = (8, 16, 32, 64), Programs()
+    fp4_error.start(programs, k, n, rows, configs_of)
+    measured = fp4_error.measure(programs, k, n, rows, configs_of, rng, timed=False)
+    assert [row["m"] for row in measured] == [*rows]
+    assert all(row["ratio"] <= 1.25 for row in measured), measured
 
 
 @pytest.mark.parametrize("m, k, ns, ranks", [
@@ -134,9 +129,10 @@ def test_lora_in_the_kernel(rng, m, k, ns, ranks):
             hidden = s * (x64 @ a.T)
             true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
         assert (np.abs(y - true) <= bound).all()
-    fewer = kernel if m == 1 else stream_kernel.build(m - 1, k, ns, config, wide_out=True, ranks=padded)
-    again = fewer(x[: m - 1], *[w.data for w in weights], *scales, *operands)
-    assert all(np.array_equal(np.asarray(y, np.float64), f[: m - 1]) for y, f in zip(again, first, strict=True))
+    if m > 1:
+        fewer = stream_kernel.build(m - 1, k, ns, config, wide_out=True, ranks=padded)
+        again = fewer(x[: m - 1], *[w.data for w in weights], *scales, *operands)
+        assert all(np.array_equal(np.asarray(y, np.float64), f[: m - 1]) for y, f in zip(again, first, strict=True))
 
 
 def test_lora_gradient_loop_and_vmap(rng):
