@@ -43,3 +43,7 @@ class Programs:
         begin = time.perf_counter()
         concurrent.futures.wait(self._started.values())
         self.seconds += time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Compile nothing more that has not begun."""
+        self._pool.shutdown(cancel_futures=True)

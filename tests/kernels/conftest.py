@@ -1,9 +1,25 @@
-"""What the tests on a GPU share."""
+"""What the tests on a GPU share: fresh numbers, programs compiled ahead, and the file of their last result."""
 
+import json
 import secrets
+import time
+from importlib import metadata
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+
+from benchmarks.compiling import Programs
+
+OUTCOMES = ("passed", "failed", "error", "skipped")
+START = time.time()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--result", type=Path, help="write how many of the GPU tests passed, and on what, to this JSON file"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +28,31 @@ def rng():
     seed = secrets.randbits(32)
     print("seed", seed)
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def programs(request):
+    """Programs of all selected tests, being compiled (see ahead.py)."""
+    programs = Programs()
+    for item in request.session.items:
+        start = getattr(item.function, "start", None)
+        if start:
+            start(programs, **item.callspec.params if hasattr(item, "callspec") else {})
+    yield programs
+    programs.close()
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    path = config.getoption("result", None)
+    if not path or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return
+    reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in OUTCOMES}
+    result = {
+        "command": "python -m pytest " + " ".join(config.invocation_params.args),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        **{outcome: len(found) for outcome, found in reports.items()},
+        "seconds": round(time.time() - START, 1),
+        "not passed": sorted({report.nodeid for outcome in OUTCOMES[1:] for report in reports[outcome]}),
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,21 +1,56 @@
-"""Random packed weights, and outputs that begin as NaN: what the tests of the matmul kernels on a GPU are made of."""
+"""Random packed weights, their values by NumPy, and outputs that begin as NaN: what the kernels' GPU tests share."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from pallas_kernels import layout, repack
+from pallas_kernels import KernelWeight, repack
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+BYTE = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], -1)  # both values of a byte, the low nibble's first
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+CASES = ("all codes and scales", "zeros", "positive", "large global", "small global")
 
 
-def random_weight(rng, n, k, scale_low=0, scale_high=0x7F):
+class Matrix(NamedTuple):
+    """W [N, K] in the kernel's layout, its code times scale, exact, and its global scale, by which that is divided."""
+
+    weight: KernelWeight
+    values: np.ndarray
+    global_scale: np.float32
+
+    @property
+    def dense(self) -> np.ndarray:
+        return self.values / np.float64(self.global_scale)
+
+
+def from_bytes(packed: np.ndarray, scale: np.ndarray, global_scale: float) -> Matrix:
+    n, blocks = scale.shape
+    values = BYTE[packed].reshape(n, blocks, 16) * E4M3[scale][:, :, None]
+    return Matrix(repack(jnp.asarray(packed), jnp.asarray(scale)), values.reshape(n, -1), np.float32(global_scale))
+
+
+def random_matrix(rng, n: int, k: int, global_scale: float, scale_low: int = 0, scale_high: int = 0x7F) -> Matrix:
     packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-    scale = rng.integers(scale_low, scale_high, (n, k // 16), dtype=np.uint8)
-    return repack(jnp.asarray(packed), jnp.asarray(scale))
+    return from_bytes(packed, rng.integers(scale_low, scale_high, (n, k // 16), dtype=np.uint8), global_scale)
 
 
-def dequantized(weight, gs):
-    return np.asarray(layout.dequantize(weight, gs, jnp.float32), np.float64)
+def adversarial(rng, case: str, m: int, n: int, k: int) -> tuple[jax.Array, Matrix]:
+    """x [M, K] and W with all codes and all scale bytes 0x00-0x7E, as one of CASES has them."""
+    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    scale = (np.arange(n * k // 16) % 0x7F).astype(np.uint8).reshape(n, k // 16)
+    x = rng.standard_normal((m, k), np.float32)
+    if case == "zeros":
+        packed[: n // 2], scale[n // 2 :] = 0, 0
+    elif case == "positive":
+        packed, x = packed & 0x77, np.abs(x)
+    global_scale = {"large global": 2.0**100, "small global": 2.0**-100}.get(case, 1.0)
+    return jnp.asarray(x, jnp.bfloat16), from_bytes(packed, scale, global_scale)
 
 
-def poison(m, width):
+def poison(*shape: int) -> None:
     """NaN in memory that is freed at once, so that the output may get it."""
-    jnp.full((m, width), jnp.nan, jnp.float32).block_until_ready()
+    jax.device_put(np.full(shape, np.nan, np.float32)).block_until_ready()

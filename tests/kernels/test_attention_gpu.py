@@ -1,9 +1,12 @@
 """The decode attention kernel on a CUDA device, fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead import ahead
 
 from pallas_kernels.attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference
 from pallas_kernels.attention_plan import AttentionConfig
@@ -26,50 +29,84 @@ def _case(rng, B, H, K, E, N, P, C, dtype, lengths=None, spread=1.0):
     )  # fmt: skip
 
 
+def _expected(*case):
+    """The reference on the CPU, where nothing has to be compiled for the GPU."""
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        return jax.jit(decode_attention_reference)(*jax.device_put(case, cpu))
+
+
 def _wide(case):
-    """The same case in float64 (integers stay)."""
-    with jax.enable_x64(True):
-        return jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, case)
+    """The same case in float64 (integers stay); within `jax.enable_x64`."""
+    case = jax.tree.map(np.asarray, case)
+    return jax.tree.map(lambda x: x.astype(np.float64) if x.dtype.kind not in "iu" else x, case)
 
 
 CONFIGS = [
     AttentionConfig(1, 1), AttentionConfig(1, 4), AttentionConfig(2, 1), AttentionConfig(2, 2, 4, 4),
     AttentionConfig(1, 8, 8, 2),
 ]  # fmt: skip
+SHAPES = [(8, 28, 4, 128, 2, 256, 96), (4, 14, 2, 64, 2, 37, 50), (6, 16, 2, 128, 3, 1, 1), (2, 8, 8, 64, 1, 100, 300)]
+NORMED, SHARP = (4, 16, 8, 128, 2, 64, 40), (4, 28, 4, 128, 2, 64, 40)
+EPSILON = 1e-6
 
 
+def _attention(config, normed, *arrays):
+    *case, norm_q, norm_k = arrays if normed else (*arrays, None, None)
+    norms = HeadNorms(norm_q, norm_k, EPSILON) if normed else None
+    return decode_attention(*case, norms, config=config)
+
+
+def _start(programs, sizes, config, normed=False):
+    key = ("attention", sizes, config, normed)
+    case = jax.eval_shape(lambda: _case(np.random.default_rng(0), *sizes, jnp.bfloat16))
+    norms = [jax.ShapeDtypeStruct(sizes[3:4], jnp.float32)] * 2 if normed else []
+    programs.start(key, functools.partial(_attention, config, normed), *case, *norms)
+    return key
+
+
+@pytest.fixture(scope="module")
+def cases(rng):
+    """Of sizes: a case, and what the reference makes of it in float64, once for all configurations."""
+
+    @functools.cache
+    def of(*sizes):
+        case = _case(rng, *sizes, jnp.bfloat16)
+        with jax.enable_x64(True):
+            return case, *map(np.asarray, _expected(*_wide(case)))
+
+    return of
+
+
+@ahead(lambda programs, config, **sizes: _start(programs, tuple(sizes[name] for name in "BHKENPC"), config))
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(
-    "B, H, K, E, N, P, C",
-    [(8, 28, 4, 128, 2, 256, 96), (4, 14, 2, 64, 2, 37, 50), (6, 16, 2, 128, 3, 1, 1), (2, 8, 8, 64, 1, 100, 300)],
-)
-def test_against_float64(rng, B, H, K, E, N, P, C, config):
-    case = _case(rng, B, H, K, E, N, P, C, jnp.bfloat16)
-    out, own_k, own_v = decode_attention(*case, config=config)
-    with jax.enable_x64(True):
-        expected, _, _ = decode_attention_reference(*_wide(case))
-    _, expected_k, expected_v = decode_attention_reference(*case)
-    np.testing.assert_array_equal(np.asarray(own_v, np.float32), np.asarray(expected_v, np.float32))
-    # The rotation's last bit may differ from XLA's, which fuses a multiplication and an addition.
-    np.testing.assert_allclose(np.asarray(own_k, np.float32), np.asarray(expected_k, np.float32), rtol=0.01, atol=1e-6)
-    np.testing.assert_allclose(np.asarray(out, np.float64), np.asarray(expected), atol=0.02, rtol=0.02)
-    again, _, _ = decode_attention(*case, config=config)
+@pytest.mark.parametrize("B, H, K, E, N, P, C", SHAPES)
+def test_against_float64(programs, cases, B, H, K, E, N, P, C, config):
+    case, expected, expected_k, expected_v = cases(B, H, K, E, N, P, C)
+    program = programs.get(_start(programs, (B, H, K, E, N, P, C), config))
+    out, own_k, own_v = program(*case)
+    np.testing.assert_array_equal(np.asarray(own_v, np.float32), expected_v)
+    np.testing.assert_allclose(np.asarray(own_k, np.float32), expected_k, rtol=0.01, atol=1e-6)  # rounded to bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.02, rtol=0.02)
+    again, _, _ = program(*case)
     assert np.array_equal(np.asarray(out), np.asarray(again))
 
 
+@ahead(lambda programs, config: _start(programs, NORMED, config, normed=True))
 @pytest.mark.parametrize("config", CONFIGS[:3])
-def test_head_norms(rng, config):
-    case = _case(rng, 4, 16, 8, 128, 2, 64, 40, jnp.bfloat16)
-    norms = HeadNorms(*(jnp.asarray(rng.uniform(0.5, 2, 128), jnp.float32) for _ in range(2)), 1e-6)
-    out, own_k, _ = decode_attention(*case, norms, config=config)
-    expected, expected_k, _ = decode_attention_reference(*case, norms)
+def test_head_norms(rng, programs, config):
+    case = _case(rng, *NORMED, jnp.bfloat16)
+    norms = [jnp.asarray(rng.uniform(0.5, 2, NORMED[3]), jnp.float32) for _ in range(2)]
+    out, own_k, _ = programs.get(_start(programs, NORMED, config, normed=True))(*case, *norms)
+    expected, expected_k, _ = _expected(*case, HeadNorms(*norms, EPSILON))
     np.testing.assert_allclose(np.asarray(own_k, np.float32), np.asarray(expected_k, np.float32), rtol=0.02, atol=1e-2)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.03, rtol=0.03)
 
 
-def test_sharp_scores_and_what_lies_past_the_end(rng):
+@ahead(lambda programs: [_start(programs, SHARP, config) for config in CONFIGS])
+def test_sharp_scores_and_what_lies_past_the_end(rng, programs):
     """Scores of hundreds do not overflow, and NaN past the lengths is never read into a result."""
-    case = list(_case(rng, 4, 28, 4, 128, 2, 64, 40, jnp.bfloat16, lengths=[0, 15, 16, -1], spread=6.0))
+    case = list(_case(rng, *SHARP, jnp.bfloat16, lengths=[0, 15, 16, -1], spread=6.0))
     prompt, own = case[5], case[6]
 
     def poisoned(x, lengths):
@@ -80,9 +117,9 @@ def test_sharp_scores_and_what_lies_past_the_end(rng):
     bad = list(case)
     bad[5] = prompt._replace(k=poisoned(prompt.k, lengths_N), v=poisoned(prompt.v, lengths_N))
     bad[6] = own._replace(k=poisoned(own.k, own.lengths), v=poisoned(own.v, own.lengths))
+    expected, _, _ = _expected(*case)
     for config in CONFIGS:
-        out, _, _ = decode_attention(*bad, config=config)
-        expected, _, _ = decode_attention_reference(*case)
+        out, _, _ = programs.get(_start(programs, SHARP, config))(*bad)
         np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.1, rtol=0.03)
         assert not np.asarray(out, np.float32)[3].any()
 

@@ -1,12 +1,15 @@
 """The wide kernel's numbers on a CUDA device, with fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_weights import dequantized, poison, random_weight
+from ahead import ahead, start_wide
+from random_weights import CASES, adversarial, poison, random_matrix
 
-from pallas_kernels import fp4_matmul, fp4_matmul_dx, repack, wide
+from pallas_kernels import fp4_matmul, fp4_matmul_dx
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 pytestmark = pytest.mark.gpu
@@ -21,95 +24,133 @@ CONFIGS = [
 ]
 
 
-def _product(dx, x, weight, gs, config, out_dtype=jnp.float32):
-    poison(x.shape[0], weight.k if dx else weight.n)
-    f = wide.matmul_dx if dx else wide.matmul
-    return np.asarray(f(x, weight, gs, config, out_dtype), np.float64)
+SHAPES = [(300, 1024, 1000), (65, 1296, 1512), (1, 2048, 3584)]
+MAIN = CONFIGS[1]
 
 
+@pytest.fixture(scope="module")
+def products(rng):
+    """Of a shape: x or dy, W, their product and that of their magnitudes in float64, made once for all that test it."""
+
+    @functools.cache
+    def of(dx, m, k, n):
+        matrix = random_matrix(rng, n, k, 10 ** rng.uniform(-2, 5))
+        x = jnp.asarray(rng.standard_normal((m, n if dx else k)), jnp.bfloat16)
+        w, x64 = matrix.dense if dx else matrix.dense.T, np.asarray(x, np.float64)
+        return x, matrix, x64 @ w, np.abs(x64) @ np.abs(w)
+
+    return of
+
+
+def _product(programs, dx, x, matrix, config, dtype=jnp.float32):
+    n, k = matrix.weight.shape
+    program = programs.get(start_wide(programs, dx, len(x), k, n, config, dtype))
+    poison(len(x), k if dx else n)
+    return np.asarray(program(x, matrix.weight.data, matrix.global_scale), np.float64)
+
+
+def _start(programs, dx, m, k, n, config):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        start_wide(programs, dx, m, k, n, config, dtype)
+
+
+@ahead(_start)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("dx", [False, True])
-@pytest.mark.parametrize("m, k, n", [(300, 1024, 1000), (65, 1296, 1512), (1, 2048, 3584)])
-def test_within_1e_5(rng, config, dx, m, k, n):
-    weight, gs = random_weight(rng, n, k), np.float32(10 ** rng.uniform(-2, 5))
-    x = jnp.asarray(rng.standard_normal((m, n if dx else k)), jnp.bfloat16)
-    w, x64 = dequantized(weight, gs).T if not dx else dequantized(weight, gs), np.asarray(x, np.float64)
-    true, size = x64 @ w, np.abs(x64) @ np.abs(w)
-    assert (np.abs(_product(dx, x, weight, gs, config) - true) <= 1e-5 * size).all()
-    rounded = _product(dx, x, weight, gs, config, jnp.bfloat16)
+@pytest.mark.parametrize("m, k, n", SHAPES)
+def test_within_1e_5(programs, products, config, dx, m, k, n):
+    x, matrix, true, size = products(dx, m, k, n)
+    assert (np.abs(_product(programs, dx, x, matrix, config) - true) <= 1e-5 * size).all()
+    rounded = _product(programs, dx, x, matrix, config, jnp.bfloat16)
     assert (np.abs(rounded - true) <= 2**-8 * np.abs(true) + 1e-5 * size).all()
 
 
+# 148 pairs of tiles on 66 pairs of CTAs: two full waves, 16 pairs left; the last tile of outputs is a part of one
+TAIL_M, TAIL_REDUCED, TAIL_OUTPUTS, TAIL_CONFIG = 40, 512, 37888 - 112, CONFIGS[2]
+
+
+def _start_tail(programs, dx):
+    n, k = (TAIL_REDUCED, TAIL_OUTPUTS) if dx else (TAIL_OUTPUTS, TAIL_REDUCED)
+    return start_wide(programs, dx, TAIL_M, k, n, TAIL_CONFIG)
+
+
+@ahead(_start_tail)
 @pytest.mark.parametrize("dx", [False, True])
-def test_full_waves_and_a_tail(rng, dx):
-    # 148 pairs of tiles on 66 pairs of CTAs: two full waves, 16 pairs left; the last tile of outputs is a part of one
-    m, r, d, gs = 40, 37888 - 112, 512, np.float32(2688)
-    n, k = (d, r) if dx else (r, d)
-    weight, config = random_weight(rng, n, k), WideConfig(256, 2, 1, 4, 2, tail=True)
-    assert make_plan(m, d, (r,), dx, config).tail_items == 16
-    x = jnp.asarray(rng.standard_normal((m, d)), jnp.bfloat16)
-    w, x64 = dequantized(weight, gs) if dx else dequantized(weight, gs).T, np.asarray(x, np.float64)
-    got = _product(dx, x, weight, gs, config)
+def test_full_waves_and_a_tail(rng, programs, dx):
+    assert make_plan(TAIL_M, TAIL_REDUCED, (TAIL_OUTPUTS,), dx, TAIL_CONFIG).tail_items == 16
+    matrix = random_matrix(rng, *((TAIL_REDUCED, TAIL_OUTPUTS) if dx else (TAIL_OUTPUTS, TAIL_REDUCED)), 2688)
+    x = jnp.asarray(rng.standard_normal((TAIL_M, TAIL_REDUCED)), jnp.bfloat16)
+    w, x64 = matrix.dense if dx else matrix.dense.T, np.asarray(x, np.float64)
+    got = _product(programs, dx, x, matrix, TAIL_CONFIG)
     assert (np.abs(got - x64 @ w) <= 1e-5 * (np.abs(x64) @ np.abs(w))).all()
 
 
+FEWER = ((70, CONFIGS[0]), (257, CONFIGS[1]), (700, CONFIGS[5]))  # any configuration without a split
+
+
+def _start_fewer(programs, dx):
+    for m, config in ((700, MAIN), *FEWER):
+        start_wide(programs, dx, m, 2048, 3584, config)
+
+
+@ahead(_start_fewer)
 @pytest.mark.parametrize("dx", [False, True])
-def test_repeatable_and_rows_independent_of_m(rng, dx):
-    k, n, gs = 2048, 3584, np.float32(2688)
-    weight = random_weight(rng, n, k)
+def test_repeatable_and_rows_independent_of_m(rng, programs, dx):
+    k, n = 2048, 3584
+    matrix = random_matrix(rng, n, k, 2688)
     x = jnp.asarray(rng.standard_normal((700, n if dx else k)), jnp.bfloat16)
-    full = _product(dx, x, weight, gs, WideConfig(256, 2, 1, 4, 2))
+    full = _product(programs, dx, x, matrix, MAIN)
     for _ in range(3):
-        assert np.array_equal(full, _product(dx, x, weight, gs, WideConfig(256, 2, 1, 4, 2)))
-    for m, config in ((70, CONFIGS[0]), (257, CONFIGS[1]), (700, CONFIGS[5])):  # any configuration without a split
-        assert np.array_equal(full[:m], _product(dx, x[:m], weight, gs, config))
+        assert np.array_equal(full, _product(programs, dx, x, matrix, MAIN))
+    for m, config in FEWER:
+        assert np.array_equal(full[:m], _product(programs, dx, x[:m], matrix, config))
 
 
-@pytest.mark.parametrize("case", ["all codes and scales", "zeros", "positive", "large global", "small global"])
+@pytest.fixture(scope="module")
+def hard(rng):
+    """Of a case: 2048 rows of x, W, and the outputs that are compared."""
+
+    @functools.cache
+    def of(case):
+        x, matrix = adversarial(rng, case, 2048, 2048, 8192)
+        columns = np.sort(rng.choice(2048, 64, replace=False))
+        return x, matrix, columns, jnp.asarray(matrix.values, jnp.bfloat16)
+
+    return of
+
+
+@ahead(lambda programs, case, m: start_wide(programs, False, m, 8192, 2048, MAIN))
 @pytest.mark.parametrize("m", [256, 2048])
-def test_adversarial_inputs_no_worse_than_cublas(rng, case, m):
-    n, k, gs = 2048, 8192, np.float32(1.0)
-    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-    scale = (np.arange(n * k // 16) % 0x7F).astype(np.uint8).reshape(n, k // 16)
-    x = rng.standard_normal((m, k))
-    if case == "zeros":
-        packed[: n // 2], scale[n // 2 :] = 0, 0
-    elif case == "positive":
-        packed, x = packed & 0x77, np.abs(x)
-    elif case == "large global":
-        gs = np.float32(2.0**100)
-    elif case == "small global":
-        gs = np.float32(2.0**-100)
-    weight, x = repack(jnp.asarray(packed), jnp.asarray(scale)), jnp.asarray(x, jnp.bfloat16)
-    rows = np.sort(rng.choice(n, 64, replace=False))
-    exact = dequantized(weight, np.float32(1.0))  # exact in bfloat16: at most 6 significant bits
-    x64 = np.asarray(x, np.float64)
-    true, size = x64 @ exact[rows].T, np.abs(x64) @ np.abs(exact[rows]).T + 1e-300
-    mine = _product(False, x, weight, gs, WideConfig(256, 2, 1, 4, 2))[:, rows] * np.float64(gs)
+@pytest.mark.parametrize("case", CASES)
+def test_adversarial_inputs_no_worse_than_cublas(programs, hard, case, m):
+    x, matrix, columns, dense = hard(case)
+    # the values are exact in bfloat16: at most 6 significant bits
+    exact, x, x64 = matrix.values[columns].astype(np.float64), x[:m], np.asarray(x[:m], np.float64)
+    true, size = x64 @ exact.T, np.abs(x64) @ np.abs(exact).T + 1e-300
+    mine = _product(programs, False, x, matrix, MAIN)[:, columns] * np.float64(matrix.global_scale)
     mine = np.abs(mine - true) / size
-    theirs = jnp.dot(x, jnp.asarray(exact, jnp.bfloat16).T, preferred_element_type=jnp.float32)
-    theirs = np.abs(np.asarray(theirs, np.float64)[:, rows] - true) / size
+    theirs = jnp.dot(x, dense.T, preferred_element_type=jnp.float32)
+    theirs = np.abs(np.asarray(theirs, np.float64)[:, columns] - true) / size
     print(f"{case}, M = {m}: {mine.max():.2e}, cuBLAS {theirs.max():.2e}")
     assert np.isfinite(mine).all() and mine.max() <= 1e-5
     assert mine.max() <= max(1.25 * theirs.max(), 3 * 2.0**-24)
 
 
 def test_list_bias_and_grad(rng):
-    m, k, ns, gs = 200, 1024, (512, 136, 128), np.float32(2e3)
-    weights = [random_weight(rng, n, k, 0x20, 0x50) for n in ns]
-    scales = [jnp.float32(s) for s in (1e3, 2e3, 4e3)]
+    m, k, ns, scales = 200, 1024, (512, 136, 128), np.float32([1e3, 2e3, 4e3])
+    matrices = [random_matrix(rng, n, k, gs, 0x20, 0x50) for n, gs in zip(ns, scales, strict=True)]
+    weights, dense = [w.weight for w in matrices], [w.dense for w in matrices]
     biases = [jnp.asarray(rng.standard_normal(n), jnp.bfloat16) for n in ns]
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
-    ys = jax.jit(lambda x: fp4_matmul(x, weights, scales, bias=biases, backend="wide"))(x)
-    dense = [dequantized(w, s) for w, s in zip(weights, scales, strict=True)]
+    ys = jax.jit(lambda x: fp4_matmul(x, weights, list(scales), bias=biases, backend="wide"))(x)
     for y, w, b in zip(ys, dense, biases, strict=True):
         true = np.asarray(x, np.float64) @ w.T + np.asarray(b, np.float64)
         np.testing.assert_allclose(np.asarray(y, np.float64), true, rtol=2**-7, atol=2e-3 * np.abs(true).max())
     dys = [jnp.asarray(rng.standard_normal((m, n)), jnp.bfloat16) for n in ns]
-    _, pull = jax.vjp(lambda x: fp4_matmul(x, weights, scales, backend="wide"), x)
+    pull = jax.jit(lambda x, dys: jax.vjp(lambda x: fp4_matmul(x, weights, list(scales), backend="wide"), x)[1](dys))
     true = sum(np.asarray(dy, np.float64) @ w for dy, w in zip(dys, dense, strict=True))
-    got = np.asarray(pull(tuple(dys))[0], np.float64)
+    got = np.asarray(pull(x, tuple(dys))[0], np.float64)
     np.testing.assert_allclose(got, true, rtol=2**-6, atol=4e-3 * np.abs(true).max())
-    one = np.asarray(jax.jit(lambda dy: fp4_matmul_dx(dy, weights[0], gs))(dys[0]), np.float64)
-    true = np.asarray(dys[0], np.float64) @ dequantized(weights[0], gs)
+    one = np.asarray(jax.jit(lambda dy: fp4_matmul_dx(dy, weights[0], scales[0]))(dys[0]), np.float64)
+    true = np.asarray(dys[0], np.float64) @ dense[0]
     np.testing.assert_allclose(one, true, rtol=2**-7, atol=2e-3 * np.abs(true).max())

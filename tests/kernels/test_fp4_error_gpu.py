@@ -1,0 +1,47 @@
+"""The streaming kernel's errors beside cuBLAS's on a CUDA device: `python -m pytest -m gpu tests/kernels`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ahead import ahead, start_stream
+from random_weights import CASES, adversarial, poison
+
+from benchmarks import fp4_error
+from pallas_kernels import variants
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (8, 16, 32, 64)
+
+
+def _start(programs, case):
+    return start_stream(programs, 16, 8192, (256,))
+
+
+@ahead(_start)
+@pytest.mark.parametrize("case", CASES)
+def test_adversarial_inputs_no_worse_than_cublas(rng, programs, case):
+    x, matrix = adversarial(rng, case, 16, 256, 8192)
+    exact, x64 = matrix.values, np.asarray(x, np.float64)  # exact in bfloat16: at most 6 significant bits
+    true, size = x64 @ exact.T, np.abs(x64) @ np.abs(exact).T + 1e-300
+    poison(*true.shape)
+    scale = matrix.global_scale
+    (mine,) = programs.get(_start(programs, case))(x, matrix.weight.data, np.full(1, scale))
+    mine = np.abs(np.asarray(mine, np.float64) * np.float64(scale) - true) / size
+    theirs = jnp.dot(x, jnp.asarray(exact, jnp.bfloat16).T, preferred_element_type=jnp.float32)
+    theirs = np.abs(np.asarray(theirs, np.float64) - true) / size
+    assert np.isfinite(mine).all() and mine.max() <= 1e-5
+    assert mine.max() <= max(1.25 * theirs.max(), fp4_error.SMALLEST)
+
+
+def _of_the_table(m, k, n):
+    return [variants.config_for(m, k, (n,))]
+
+
+@ahead(lambda programs, k, n: fp4_error.start(programs, k, n, ROWS, _of_the_table))
+@pytest.mark.parametrize("k, n", fp4_error.SHAPES)
+def test_the_tables_configurations_err_no_more_than_cublas(rng, programs, k, n):
+    fp4_error.start(programs, k, n, ROWS, _of_the_table)
+    rows = fp4_error.measure(programs, k, n, ROWS, _of_the_table, rng, timed=False)
+    assert [row["m"] for row in rows] == [*ROWS]
+    assert all(row["ratio"] <= 1.25 for row in rows), rows
