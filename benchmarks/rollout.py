@@ -179,17 +179,14 @@ def kernel_times(case: Case) -> list[dict[str, Any]]:
     N = case.prompts.tokens.shape[0]
 
     def times(limit: int) -> list[tuple[str, float]]:
-        run = profiler.measure(programs().generate, aggregate=False)
-        _, found = run(
-            case.model,
-            case.adapter,
-            case.prompts,
-            jax.random.key(0),
-            case.settings,
-            num_generations=case.num_generations,
-            norms=case.noisy,
-            limits_N=np.full(N, limit, np.int32),
-        )
+        def rollout() -> Rollout:
+            of, limits = (case.model, case.adapter, case.prompts, jax.random.key(0)), np.full(N, limit, np.int32)
+            state = programs().begun(*of, case.settings, case.num_generations, case.noisy, limits)
+            slots, _ = programs().finished(*state, case.new, case.batch, case.settings, group=case.num_generations)
+            out: Rollout = slots.out
+            return out
+
+        _, found = profiler.measure(rollout, aggregate=False)()
         return found or []
 
     return per_step(times(1), times(1 + _PROFILED), _PROFILED)

@@ -12,7 +12,7 @@ from qerl_jax.models.init import for_kernels
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
-from qerl_jax.rollout.generate import unpacked
+from qerl_jax.rollout.prepared import prepared
 
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
@@ -113,8 +113,9 @@ def test_kernel_weights_are_made_ready_before_the_loop_and_stay_packed():
         layer.replace(q_proj=layer.q_proj.replace(global_scale=jnp.float32(3.0), scale_multiplies=True))
         for layer in model.base.layers
     ]
-    ready = unpacked(model.replace(base=model.base.replace(layers=tuple(layers)))).base.layers
-    for layer, clean in zip(ready, layers, strict=True):
+    ready, adapter = prepared(model.replace(base=model.base.replace(layers=tuple(layers))), None)
+    assert adapter is None
+    for layer, clean in zip(ready.base.layers, layers, strict=True):
         assert layer.q_proj.tiles is clean.q_proj.tiles and not layer.q_proj.scale_multiplies
         assert layer.q_proj.global_scale == jnp.float32(1) / jnp.float32(3)
         assert layer.k_proj == clean.k_proj

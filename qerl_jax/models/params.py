@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
@@ -141,17 +140,6 @@ def norms_of(model: Model, adapter: Adapter | None) -> Norms:
         post_attention=tuple(layer.post_attention_norm for layer in layers),
         final=model.base.final_norm,
     )
-
-
-def with_lora_in(adapter: Adapter | None, dtype: jnp.dtype) -> Adapter | None:
-    """The adapter with its A and B in `dtype`, as the products use them: so that a loop does not cast them anew."""
-    if adapter is None:
-        return None
-    cast = tuple(
-        {name: pair.replace(a=pair.a.astype(dtype), b=pair.b.astype(dtype)) for name, pair in layer.items()}
-        for layer in adapter.lora
-    )
-    return adapter.replace(lora=cast)
 
 
 def parameter_count(tree: Any) -> int:

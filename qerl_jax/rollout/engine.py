@@ -136,7 +136,7 @@ class Engine:
         norms: Norms | None = None,
         limits: Sequence[int] | None = None,
     ) -> Rollout:
-        """`qerl_jax.rollout.generate` for any number of prompts: in one program where all samples fit at once.
+        """`qerl_jax.rollout.generate` for any number of prompts: in two programs where all samples fit at once.
 
         `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length."""
         N, G, C = prompts.tokens.shape[0], num_generations, self.settings.max_completion_length
@@ -145,9 +145,9 @@ class Engine:
             raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
         if fewest_rows() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
             began = time.perf_counter()
-            out: Rollout = programs().generate(
-                self.model, adapter, prompts, key, self.settings, num_generations=G, norms=norms, limits_N=limits_N
-            )
+            state = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
+            slots, _ = programs().finished(*state, C, N * G, self.settings, group=G)
+            out: Rollout = slots.out
             lengths = np.asarray(out.lengths)
             steps = int(lengths.max()) - 1
             self._count(steps=steps, slot_steps=steps * N * G, tokens=int(lengths.sum()), samples=N * G, prompts=N)
@@ -242,7 +242,7 @@ class _Batch:
         until: Callable[[list[int]], int | None] | None,
         every: int | None,
     ) -> None:
-        self.engine, self.adapter, self.requests, self.key = engine, adapter, requests, key
+        self.engine, self.requests, self.key = engine, requests, key
         self.until, self.every = until, every
         self.waiting = collections.deque((r, g) for r, request in requests.items() for g in range(request.n))
         plan = engine.plan(len(self.waiting), len(requests), adapter)
@@ -250,7 +250,7 @@ class _Batch:
         self.free_rows = list(range(plan.rows))
         self.row_of: dict[int, int] = {}
         self.unfinished = {r: request.n for r, request in requests.items()}
-        self.model: Model = programs().unpacked(engine.model)
+        self.model, self.adapter = programs().prepared(engine.model, adapter)
         self.norms = norms_of(engine.model, adapter) if norms is None else norms
         hidden, layers = empty_pool(self.model, plan.rows, engine.max_prompt_length)
         own = empty_completions(self.model, plan.allocated, engine.settings.max_completion_length)

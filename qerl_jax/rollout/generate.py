@@ -5,47 +5,16 @@ position, never on the batch it stands in. Dimension letters: N prompts, G compl
 C completion slots, B = N * G rows.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.formats import KernelNVFP4, dequantize
-from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, Model, Norms, bias_name, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
+from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.slots import decode, empty_completions, empty_slots, fill
-
-
-def unpacked(model: Model) -> Model:
-    """The model with its linear layers dequantized to its compute dtype: XLA does not fuse the decoding of 4-bit codes
-    into its matmuls, so the plain path decodes them once before a loop instead of once a token. Weights in the kernels'
-    layout stay packed: the kernels decode them on the way. What they take beside them is made ready here: global scales
-    that divide, and biases in float32, in which they add them."""
-    dtype = model.base.embed.dtype
-
-    def of_layer(layer: Layer) -> Layer:
-        ready: dict[str, Any] = {}
-        for name in PROJECTIONS:
-            weight, bias = getattr(layer, name), getattr(layer, bias_name(name), None)
-            if not isinstance(weight, KernelNVFP4):
-                ready[name] = dequantize(weight, dtype)
-                continue
-            ready[name] = weight.replace(global_scale=weight.divisor, scale_multiplies=False)
-            if bias is not None:
-                ready[bias_name(name)] = bias.astype(jnp.float32)
-        return layer.replace(**ready)
-
-    return model.replace(base=model.base.replace(layers=tuple(map(of_layer, model.base.layers))))
-
-
-def unpacked_bytes(model: Model) -> int:
-    """Bytes of what `unpacked` makes beside the model's own arrays."""
-    itemsize = model.base.embed.dtype.itemsize
-    weights = (getattr(layer, name) for layer in model.base.layers for name in PROJECTIONS)
-    return sum(w.shape[0] * w.shape[1] * itemsize for w in weights if not isinstance(w, KernelNVFP4 | jax.Array))
+from qerl_jax.rollout.slots import Slots, decode, empty_completions, empty_slots, fill
 
 
 def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
@@ -76,15 +45,32 @@ def generate(
       norms: norm scales to use instead of the clean ones (AQN).
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
     """
+    state = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
+    B, C = state[0].out.tokens.shape
+    slots, _ = decode(*state, C, B, settings, group=num_generations)
+    return slots.out
+
+
+def begun(
+    model: Model,
+    adapter: Adapter | None,
+    prompts: Prompts,
+    key: jax.Array,
+    settings: SamplingSettings,
+    num_generations: int,
+    norms: Norms | None,
+    limits_N: jax.Array | None,
+) -> tuple[Slots, Model, Adapter | None, Norms]:
+    """The first part of `generate`: prompts prefilled, and every completion's first token drawn; with what `decode`
+    goes on with, prepared."""
     N, G, C = prompts.tokens.shape[0], num_generations, settings.max_completion_length
     B = N * G
-    model = unpacked(model)
+    model, adapter = prepared(model, adapter)
     norms = norms_of(model, adapter) if norms is None else norms
     last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms)
-    slots = empty_slots(last_ND, KVCache(layers, empty_completions(model, B, C), prompts.lengths), B, settings, key)
+    lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
+    slots = empty_slots(last_ND, KVCache(layers, empty_completions(model, B, C), lengths_N), B, settings, key)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
     limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]
-    slots = fill(slots, model, jnp.ones(B, bool), row_B, keys_B, limits_B, settings)
-    slots, _ = decode(slots, model, adapter, norms, C, B, settings, group=G)
-    return slots.out
+    return fill(slots, model, jnp.ones(B, bool), row_B, keys_B, limits_B, settings), model, adapter, norms

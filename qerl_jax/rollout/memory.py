@@ -18,7 +18,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
 from qerl_jax.rollout.decode import PREFILL_TOKENS
-from qerl_jax.rollout.generate import unpacked_bytes
+from qerl_jax.rollout.prepared import dequantized_bytes
 from qerl_jax.rollout.sampling import SamplingSettings
 
 _SHARE = 0.9  # of the device's limit; the rest is for fragmentation and what is not counted
@@ -96,7 +96,7 @@ def _device_bytes(model: Model, max_prompt_length: int, resident: Any) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return _CPU_BYTES
-    kept = _nbytes(model) + unpacked_bytes(model) + _nbytes(resident)
+    kept = _nbytes(model) + dequantized_bytes(model) + _nbytes(resident)
     return int(_SHARE * stats["bytes_limit"]) - kept - _prefill_bytes(model.config, max_prompt_length, model)
 
 

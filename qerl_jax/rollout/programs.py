@@ -2,8 +2,8 @@
 
 On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
 than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
-refilled do without it: there a sample is bitwise the same in any slot of any number of slots. The one of a whole
-rollout keeps it: its decode loop is a third faster with it, and its numbers are those of the others up to rounding.
+refilled do without it: there a sample is bitwise the same in any slot of any number of slots. Those of a whole rollout
+keep it: their decode loop is a third faster with it, and their numbers are those of the others up to rounding.
 """
 
 import functools
@@ -12,20 +12,26 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qerl_jax.rollout.generate import generate, sample_key, unpacked
+from qerl_jax.rollout.generate import begun, sample_key
+from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.slots import admit, decode, fill
 
+# On a GPU XLA records a program's kernels into CUDA graphs, anew wherever an array has moved since the last call. That
+# pays in a loop, and costs more than the launches where each of a thousand kernels runs once: a prompt of 256 tokens
+# took 32 ms, 9 of them in kernels.
+_NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 _ROW_STABLE = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"}
 
 
 class Programs(NamedTuple):
     """Jitted functions; slots are donated."""
 
-    generate: Any
+    begun: Any
+    finished: Any
+    prepared: Any
     admit: Any
     fill: Any
     decode: Any
-    unpacked: Any
     sample_keys: Any
 
 
@@ -33,14 +39,16 @@ class Programs(NamedTuple):
 def programs() -> Programs:
     """The programs for the default backend."""
     options = _compiler_options()
+    once = _NO_GRAPH if jax.default_backend() == "gpu" else {}
     return Programs(
-        generate=jax.jit(generate, static_argnames=("settings", "num_generations")),
-        admit=jax.jit(admit, donate_argnames="slots", compiler_options=options),
+        begun=jax.jit(begun, static_argnames=("settings", "num_generations"), compiler_options=once),
+        finished=jax.jit(decode, static_argnames=("settings", "group"), donate_argnames="slots"),
+        prepared=jax.jit(prepared, compiler_options=once),
+        admit=jax.jit(admit, donate_argnames="slots", compiler_options=options | once),
         fill=jax.jit(fill, static_argnames="settings", donate_argnames="slots", compiler_options=options),
         decode=jax.jit(
             decode, static_argnames=("settings", "group"), donate_argnames="slots", compiler_options=options
         ),
-        unpacked=jax.jit(unpacked),
         sample_keys=jax.jit(jax.vmap(sample_key, (None, 0, 0))),
     )
 

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.models.params import Adapter, Model, Norms, with_lora_in
+from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.models.transformer import KV, head
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Rollout
@@ -155,7 +155,6 @@ def decode(
         )
         return _draw(slots.replace(cache=cache), model, hidden_SD, slots.live_S, settings), steps + 1
 
-    adapter = with_lora_in(adapter, model.base.embed.dtype)
     return jax.lax.while_loop(more, step, (slots, jnp.int32(0)))
 
 
