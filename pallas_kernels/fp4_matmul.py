@@ -18,7 +18,7 @@ from .stream_plan import padded_rank
 from .wide_plan import WideConfig
 
 
-def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None):
+def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None, out_dtype=None):
     """y = x W^T + s (x A^T) B^T + bias, with float32 sums.
 
     Args:
@@ -30,9 +30,11 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
       bias: None or [N]; for a list, a list (entries may be None) or None.
       backend: None (by the table), "mosaic" (the streaming kernel), "wide" (the kernel for many rows), "triton" (the
         portable kernel), "dequantize", "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
+      out_dtype: of y; None is x's dtype. float32 is the sums as they are, for what is added to something wider; the
+        backward pass multiplies in x's dtype all the same.
 
     Returns:
-      y_MN in x's dtype; for a list of weights, a tuple of them.
+      y_MN; for a list of weights, a tuple of them.
 
     Raises:
       ValueError: shapes that do not agree, or a backend that cannot take the shape, naming the constraint.
@@ -49,7 +51,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
         if w.k != x_MK.shape[1]:
             raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
     adapters = tuple(None if entry is None else tuple(entry) for entry in loras)
-    out = _linear(Route(backend, variants.capability()), x_MK, weights, scales, adapters, biases)
+    route = Route(backend, variants.capability())
+    out = _linear(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, weights, scales, adapters, biases)
     return out[0] if single else out
 
 
@@ -77,14 +80,14 @@ class Route(NamedTuple):
     target: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(route, x, weights, scales, loras, biases):
-    return _forward(route, x, weights, scales, loras, biases)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(route, out_dtype, x, weights, scales, loras, biases):
+    return _forward(route, out_dtype, x, weights, scales, loras, biases)
 
 
-def _forward(route, x, weights, scales, loras, biases):
+def _forward(route, out_dtype, x, weights, scales, loras, biases):
     scales = tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales)
-    return _base(route)(x, weights, scales, biases, loras)
+    return _base(route, out_dtype)(x, weights, scales, biases, loras)
 
 
 def _add_lora(ys, x, loras):
@@ -112,12 +115,13 @@ def _hidden(x, loras):
     return tuple(out)
 
 
-def _linear_fwd(route, x, weights, scales, loras, biases):
-    return _forward(route, x, weights, scales, loras, biases), (x, weights, scales, loras)
+def _linear_fwd(route, out_dtype, x, weights, scales, loras, biases):
+    return _forward(route, out_dtype, x, weights, scales, loras, biases), (x, weights, scales, loras)
 
 
-def _linear_bwd(route, saved, dys):
+def _linear_bwd(route, _, saved, dys):
     x, weights, scales, loras = saved
+    dys = [dy.astype(x.dtype) for dy in dys]
     if len(weights) == 1 and loras[0] is None:  # nothing to add: rounded once, by the product itself
         return _dx(route)(dys[0], weights[0], scales[0]), None, None, (None,), None
     dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
@@ -140,23 +144,23 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @functools.cache
-def _base(route):
-    """x, weights, scales, biases, loras -> y_i in x's dtype."""
+def _base(route, out_dtype):
+    """x, weights, scales, biases, loras -> y_i."""
 
     @custom_vmap
     def base(x, weights, scales, biases, loras):
         m, k = x.shape
         if m == 0:
-            return tuple(jnp.zeros((0, w.n), x.dtype) for w in weights)
+            return tuple(jnp.zeros((0, w.n), out_dtype) for w in weights)
         n = tuple(w.n for w in weights)
         ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
         variant = variants.choose(m, k, n, route.backend, ranks)
         if isinstance(variant, WideConfig):
             some = any(b is not None for b in biases)
             all_biases = [jnp.zeros((w.n,)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            out_dtype = jnp.float32 if any(ranks) else x.dtype
-            ys = wide.matmul_all(x, weights, scales, all_biases if some else (), variant, out_dtype)
-            return tuple(y.astype(x.dtype) for y in _add_lora(ys, x, loras))
+            sums_dtype = jnp.float32 if any(ranks) else out_dtype
+            ys = wide.matmul_all(x, weights, scales, all_biases if some else (), variant, sums_dtype)
+            return tuple(y.astype(out_dtype) for y in _add_lora(ys, x, loras))
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
         elif variant == "triton":
@@ -167,13 +171,13 @@ def _base(route):
             kernel = variant == "dequantize-mosaic"
             ys = [dequantized.matmul(x, w, s, kernel=kernel) for w, s in zip(weights, scales, strict=True)]
         elif not any(ranks) or variants.takes_lora(m, k, n, variant, ranks):
-            ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=x.dtype != jnp.bfloat16)
-            return tuple(y.astype(x.dtype) for y in ys)
+            ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=out_dtype != jnp.bfloat16)
+            return tuple(y.astype(out_dtype) for y in ys)
         else:
             ys = _mosaic(x, weights, scales, biases, (None,) * len(weights), variant, wide_out=True)
             biases = (None,) * len(weights)
         ys = [y if b is None else y + b.astype(jnp.float32) for y, b in zip(ys, biases, strict=True)]
-        return tuple(y.astype(x.dtype) for y in _add_lora(ys, x, loras))
+        return tuple(y.astype(out_dtype) for y in _add_lora(ys, x, loras))
 
     @base.def_vmap
     def fold(axis_size, in_batched, x, weights, scales, biases, loras):
@@ -186,7 +190,7 @@ def _base(route):
                 ys = base(x, weights, scales, biases, (None,) * len(weights))
                 zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in ys)
                 added = _add_lora(zeros, x, loras)
-                return tuple((y.astype(jnp.float32) + d).astype(x.dtype) for y, d in zip(ys, added, strict=True))
+                return tuple((y.astype(jnp.float32) + d).astype(out_dtype) for y, d in zip(ys, added, strict=True))
 
             axes = jax.tree.map(lambda batched: 0 if batched else None, (x_batched, loras_batched))
             return jax.vmap(one, axes, axis_size=axis_size)(x, loras), (True,) * len(weights)

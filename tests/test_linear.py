@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,3 +100,35 @@ def test_several_weights_of_one_input():
             (second, linear(X, weights[1], None, jnp.ones(16))),
         ):
             np.testing.assert_allclose(ours, apart, atol=KERNEL_TOLERANCE * float(jnp.abs(apart).max()))
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        (lambda w: w, lambda w: w),
+        (quantize_nvfp4, lambda w: dequantize(w, jnp.bfloat16)),
+        (lambda w: repacked(quantize_nvfp4(w)), lambda w: dequantize(w, jnp.float32)),
+    ],
+)
+def test_unrounded_results_are_the_sums_with_the_gradients_of_rounded_ones(stored, read):
+    """bfloat16 products, 2e-3 off once they are rounded; LoRA's first product is rounded in any case."""
+    half = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
+    weight, x = stored(half(W)), half(X)
+    cotangent = half(jax.random.normal(KEYS[5], (3, 5, 24)))
+
+    def loss(x, lora, unrounded):
+        [y] = linears(x, [weight], [lora], [BIAS], unrounded=unrounded)
+        return jnp.vdot(y.astype(jnp.float32), cotangent), y
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, y), ours = gradient(x, LORA, True)
+    (_, rounded), theirs = gradient(x, LORA, False)
+    assert (y.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
+
+    x, w, a, b = (np.asarray(leaf, np.float64) for leaf in (x, read(weight), half(LORA.a), half(LORA.b)))
+    expected = x @ w.T + np.asarray(BIAS) + 0.5 * np.asarray(half(x @ a.T), np.float64) @ b.T
+    error = [np.linalg.norm(np.asarray(found, np.float64) - expected) for found in (y, rounded)]
+    assert error[0] < 3e-4 * np.linalg.norm(expected) < error[1]
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(*(np.asarray(leaf, np.float32) for leaf in (one, other)), rtol=2e-2, atol=2e-2)

@@ -23,8 +23,28 @@ def matmul_rows(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype | None = 
     return jax.lax.dot_general(x_MK, w_NK, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)[:rows]
 
 
-def _frozen_matmul(x_MK: jax.Array, weight: Weight) -> jax.Array:
-    return matmul_rows(x_MK, jax.lax.stop_gradient(dequantize(weight, x_MK.dtype)))
+@jax.custom_vjp
+def _unrounded(x_MK: jax.Array, w_NK: jax.Array) -> jax.Array:
+    """x W^T [M, N] in float32 from bfloat16. Its gradients multiply in bfloat16; those that JAX derives would take the
+    weight to float32."""
+    return matmul_rows(x_MK, w_NK, jnp.float32)
+
+
+def _unrounded_bwd(saved: tuple[jax.Array, jax.Array], dy_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_MK, w_NK = saved
+    dy_MN = dy_MN.astype(x_MK.dtype)
+    return dy_MN @ w_NK, dy_MN.T @ x_MK
+
+
+_unrounded.defvjp(lambda x_MK, w_NK: (_unrounded(x_MK, w_NK), (x_MK, w_NK)), _unrounded_bwd)
+
+
+def _matmul(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    return matmul_rows(x_MK, w_NK) if out_dtype == x_MK.dtype else _unrounded(x_MK, w_NK)
+
+
+def _frozen_matmul(x_MK: jax.Array, weight: Weight, out_dtype: jnp.dtype) -> jax.Array:
+    return _matmul(x_MK, jax.lax.stop_gradient(dequantize(weight, x_MK.dtype)), out_dtype)
 
 
 def linear(x: jax.Array, weight: Weight, lora: LoRA | None = None, bias: jax.Array | None = None) -> jax.Array:
@@ -52,9 +72,13 @@ def linears(
     weights: Sequence[Weight],
     loras: Sequence[LoRA | None],
     biases: Sequence[jax.Array | None],
+    *,
+    unrounded: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`linear` for several weights that read the same x (q, k, v; gate, up): one kernel where there is one, which for
-    few rows adds LoRA and biases too; the biases then get no gradient either."""
+    few rows adds LoRA and biases too; the biases then get no gradient either. `unrounded` results are float32 whatever
+    x's dtype: the sums, for what is added to something wider."""
+    out_dtype = jnp.promote_types(x.dtype, jnp.float32) if unrounded else x.dtype
     for weight in weights:
         N, K = weight.shape
         if x.shape[-1] != K:
@@ -63,9 +87,10 @@ def linears(
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights) and _kernel_takes(x_MK, packed, loras):
         adapters = [None if lora is None else (lora.a, lora.b, lora.scaling) for lora in loras]
-        ys = fp4_matmul(x_MK, [w.tiles for w in packed], [w.divisor for w in packed], lora=adapters, bias=biases)
+        tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
+        ys = fp4_matmul(x_MK, tiles, divisors, lora=adapters, bias=biases, out_dtype=out_dtype)
     else:
-        products = _frozen_products(x_MK, weights)
+        products = _frozen_products(x_MK, weights, out_dtype)
         ys = tuple(map(_adapted, products, [x_MK] * len(products), loras, biases))
     return tuple(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]) for y_MN in ys)
 
@@ -77,23 +102,22 @@ def _kernel_takes(x_MK: jax.Array, weights: Sequence[KernelNVFP4], loras: Sequen
     return x_MK.dtype == jnp.bfloat16 and lora_inside(M, K, tuple(w.shape[0] for w in weights), ranks)
 
 
-def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight]) -> Sequence[jax.Array]:
-    """x W^T for every weight, in x's dtype."""
+def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight], out_dtype: jnp.dtype) -> Sequence[jax.Array]:
+    """x W^T for every weight."""
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights):
-        products: Sequence[jax.Array] = fp4_matmul(x_MK, [w.tiles for w in packed], [w.divisor for w in packed])
+        tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
+        products: Sequence[jax.Array] = fp4_matmul(x_MK, tiles, divisors, out_dtype=out_dtype)
         return products
     # The backward pass decodes a packed weight again: kept for it, the decoded ones would be the whole 16-bit model.
-    return [
-        (_frozen_matmul if isinstance(weight, jax.Array) else jax.checkpoint(_frozen_matmul))(x_MK, weight)
-        for weight in weights
-    ]
+    again = jax.checkpoint(_frozen_matmul, static_argnums=2)
+    return [(_frozen_matmul if isinstance(weight, jax.Array) else again)(x_MK, weight, out_dtype) for weight in weights]
 
 
 def _adapted(y_MN: jax.Array, x_MK: jax.Array, lora: LoRA | None, bias: jax.Array | None) -> jax.Array:
-    """Adds the LoRA product and the bias."""
-    dtype = x_MK.dtype
+    """Adds the LoRA product and the bias, in y's dtype."""
+    dtype, out_dtype = x_MK.dtype, y_MN.dtype
     if lora is not None:
         down_MR = matmul_rows(x_MK, lora.a.astype(dtype))
-        y_MN += matmul_rows(down_MR, lora.b.astype(dtype)) * jnp.asarray(lora.scaling, dtype)
-    return y_MN if bias is None else y_MN + bias.astype(dtype)
+        y_MN += _matmul(down_MR, lora.b.astype(dtype), out_dtype) * jnp.asarray(lora.scaling, out_dtype)
+    return y_MN if bias is None else y_MN + bias.astype(out_dtype)

@@ -3,6 +3,11 @@
 Rows are contiguous: prompt, completion, then padding on the right, so causal attention alone hides the padding and a
 row's values do not depend on its neighbours. Left-padded batches are accepted through an attention mask.
 
+The residual stream is float32 whatever the compute dtype, that of the embeddings: every layer adds to it, and in
+bfloat16 each of those sums would be rounded at the size of the whole stream. The sampler and the learner compute the
+same sums in other orders; once they differ, so do their roundings, and these are the largest. Projections read the
+stream normed and rounded to the compute dtype, and those that write to it give float32.
+
 Dimension letters: B rows, T positions, D hidden size, V vocabulary, H query heads, K key-value heads, Q = H / K query
 heads per key-value head, E head size.
 """
@@ -24,12 +29,27 @@ KV = tuple[jax.Array, jax.Array]
 Attend = Callable[[Layer, jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]]
 
 
-def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last axis in float32; only the product is rounded to x's dtype, so that AQN's small
-    noise survives."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def embedded(model: Model, tokens: jax.Array) -> jax.Array:
+    """The residual stream before the first layer, [..., D]."""
+    return widened(model.base.embed[tokens])
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """In the residual stream's dtype."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x / rms(x) * scale over the last axis in float32; only the product is rounded to `dtype` (None: x's), so that
+    AQN's small noise survives."""
+    wide = widened(x)
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(variance + eps) * scale_D).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(variance + eps) * scale_D).astype(dtype or x.dtype)
+
+
+def final_norm(model: Model, scale_D: jax.Array, x: jax.Array) -> jax.Array:
+    """Hidden states after the last norm, in the compute dtype."""
+    return rms_norm(x, scale_D, model.config.rms_norm_eps, model.base.embed.dtype)
 
 
 def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
@@ -58,6 +78,7 @@ def split_heads(
 
 def block(
     config: ModelConfig,
+    dtype: jnp.dtype,
     attend: Attend,
     layer: Layer,
     lora: dict[str, LoRA],
@@ -65,20 +86,21 @@ def block(
     x_BTD: jax.Array,
     observe: Callable[[str, jax.Array], None] | None = None,
 ) -> tuple[jax.Array, KV]:
-    """One layer. `observe(name, x)` is told what the projection `name`, and those beside it, read."""
+    """One layer, computed in `dtype` on the residual stream (see the module's docstring). `observe(name, x)` is told
+    what the projection `name`, and those beside it, read."""
 
-    def project(x: jax.Array, *names: str) -> tuple[jax.Array, ...]:
+    def project(x: jax.Array, *names: str, unrounded: bool = False) -> tuple[jax.Array, ...]:
         if observe is not None:
             observe(names[0], x)
-        biases = [getattr(layer, bias_name(name)) for name in names]
-        return linears(x, [getattr(layer, name) for name in names], [lora.get(name) for name in names], biases)
+        weights, loras = [getattr(layer, name) for name in names], [lora.get(name) for name in names]
+        return linears(x, weights, loras, [getattr(layer, bias_name(name)) for name in names], unrounded=unrounded)
 
-    h = rms_norm(x_BTD, scales[0], config.rms_norm_eps)
+    h = rms_norm(x_BTD, scales[0], config.rms_norm_eps, dtype)
     attended, kv = attend(layer, *project(h, "q_proj", "k_proj", "v_proj"))
-    x_BTD += project(attended, "o_proj")[0]
-    h = rms_norm(x_BTD, scales[1], config.rms_norm_eps)
+    x_BTD += project(attended, "o_proj", unrounded=True)[0]
+    h = rms_norm(x_BTD, scales[1], config.rms_norm_eps, dtype)
     gate, up = project(h, "gate_proj", "up_proj")
-    return x_BTD + project(jax.nn.silu(gate) * up, "down_proj")[0], kv
+    return x_BTD + project(jax.nn.silu(gate) * up, "down_proj", unrounded=True)[0], kv
 
 
 def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.Array | None) -> Attend:
@@ -103,17 +125,17 @@ def run_layer(
     Args:
       config: the network's.
       layer: its weights.
-      x_BTD: the residual stream before it, rows padded on the right.
+      x_BTD: the residual stream before it, rows padded on the right; the layer computes in its dtype.
       observe: called once for each group of projections that read the same input, as it is traced: the name of the
         first of them (q_proj, o_proj, gate_proj, down_proj) and that input [B, T, inputs].
 
     Returns:
-      The residual stream after it [B, T, D].
+      The residual stream after it [B, T, D], rounded to that dtype.
     """
     B, T, _ = x_BTD.shape
     attend = attend_causally(config, jnp.broadcast_to(jnp.arange(T), (B, T)), None)
     scales = layer.input_norm, layer.post_attention_norm
-    return block(config, attend, layer, {}, scales, x_BTD, observe)[0]
+    return block(config, x_BTD.dtype, attend, layer, {}, scales, widened(x_BTD), observe)[0].astype(x_BTD.dtype)
 
 
 def lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
@@ -149,15 +171,15 @@ def forward(
         positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     else:
         positions_BT = jnp.maximum(jnp.cumsum(attention_mask_BT, axis=1) - 1, 0)
-    plain = functools.partial(block, config, attend_causally(config, positions_BT, attention_mask_BT))
+    plain = functools.partial(block, config, base.embed.dtype, attend_causally(config, positions_BT, attention_mask_BT))
     run = jax.checkpoint(plain) if gradient_checkpointing else plain
-    x_BTD = base.embed[tokens_BT]
+    x_BTD = embedded(model, tokens_BT)
     caches = []
     for i, layer in enumerate(base.layers):
         scales = norms.input[i], norms.post_attention[i]
         x_BTD, kv = run(layer, lora_of(adapter, i), scales, x_BTD)
         caches.append(kv)
-    return rms_norm(x_BTD, norms.final, config.rms_norm_eps), tuple(caches)
+    return final_norm(model, norms.final, x_BTD), tuple(caches)
 
 
 def head(model: Model, hidden_MD: jax.Array) -> jax.Array:

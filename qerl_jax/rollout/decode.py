@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Layer, Model, Norms
-from qerl_jax.models.transformer import KV, block, forward, lora_of, rms_norm, rotation_at, split_heads
+from qerl_jax.models.transformer import KV, block, embedded, final_norm, forward, lora_of, rotation_at, split_heads
 from qerl_jax.rollout.attention import KVCache, token_attention
 
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
@@ -66,7 +66,7 @@ def _in_chunks(
         positions_AT = jnp.broadcast_to(start + jnp.arange(T), (A, T))
         mask = jnp.arange(wide) <= positions_AT[:, None, :, None]
         turn = rotation_at(config, positions_AT)
-        x_ATD = model.base.embed[jax.lax.dynamic_slice_in_dim(tokens_AP, start, T, axis=1)]
+        x_ATD = embedded(model, jax.lax.dynamic_slice_in_dim(tokens_AP, start, T, axis=1))
         updated = []
         for i, layer in enumerate(model.base.layers):
 
@@ -80,9 +80,9 @@ def _in_chunks(
                 return out.reshape(A, T, -1), (all_k, all_v)
 
             scales = norms.input[i], norms.post_attention[i]
-            x_ATD, kv = block(config, attend, layer, lora_of(adapter, i), scales, x_ATD)
+            x_ATD, kv = block(config, dtype, attend, layer, lora_of(adapter, i), scales, x_ATD)
             updated.append(kv)
-        hidden_ATD = rms_norm(x_ATD, norms.final, config.rms_norm_eps)
+        hidden_ATD = final_norm(model, norms.final, x_ATD)
         at_A = lengths_A - 1 - start
         found_AD = jnp.take_along_axis(hidden_ATD, jnp.clip(at_A, 0, T - 1)[:, None, None], axis=1)[:, 0]
         last_AD = jnp.where(((at_A >= 0) & (at_A < T))[:, None], found_AD, last_AD)
@@ -110,13 +110,11 @@ def decode_step(
       Hidden states after the final norm [S, D], and the cache with the new keys and values; of slots that are not live
       values of no meaning.
     """
-    config = model.config
-    attend = token_attention(config, cache, prompt_of_S, steps_S, live_S, group)
-    x_S1D = model.base.embed[tokens_S[:, None]]
+    attend = token_attention(model.config, cache, prompt_of_S, steps_S, live_S, group)
+    x_S1D = embedded(model, tokens_S[:, None])
     updated = []
     for i, layer in enumerate(model.base.layers):
         scales = norms.input[i], norms.post_attention[i]
-        x_S1D, kv = block(config, attend(i), layer, lora_of(adapter, i), scales, x_S1D)
+        x_S1D, kv = block(model.config, model.base.embed.dtype, attend(i), layer, lora_of(adapter, i), scales, x_S1D)
         updated.append(kv)
-    hidden_SD = rms_norm(x_S1D, norms.final, config.rms_norm_eps)[:, 0]
-    return hidden_SD, cache.replace(completion=tuple(updated))
+    return final_norm(model, norms.final, x_S1D)[:, 0], cache.replace(completion=tuple(updated))
