@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.fp4_matmul import MODELS, random_weight
+from benchmarks.fp4_matmul import random_weight
+from benchmarks.fp4_rows import MODELS
 from pallas_kernels import stream_kernel, variants
 
 LAYERS, STEPS = 28, 20

@@ -1,6 +1,12 @@
-"""How results of several runs of benchmarks.fp4_matmul become one table."""
+"""benchmarks.fp4_matmul: its rows, with a clock of the test's own, and how those of several runs become one table."""
 
-from benchmarks.fp4_matmul import merged, summarize
+import argparse
+
+import numpy as np
+
+from benchmarks import fp4_matmul
+from benchmarks.compiling import Programs
+from benchmarks.fp4_rows import merged, summarize
 
 
 def row(m=8, us=2.0, k=3584, n=3584, op="forward", variant="StreamConfig(1)", **more):
@@ -30,3 +36,34 @@ def test_a_summary_is_of_the_rows_that_the_table_chose():
     assert summary["speedup_over_marlin_m8"] == 2.0
     weights = 3584 * (4608 + 3584 + 37888 + 18944)
     assert abs(summary["layer_7B_m8_tb_per_s"] - weights * 0.5625e-6 / 40.0) < 1e-9
+
+
+def test_every_row_is_of_its_own_program_beside_one_time_of_cublas(monkeypatch):
+    args = argparse.Namespace(
+        m=[2], ops=["forward", "dx", "lora"], dx_m=[3], lora_m=[2], ranks=[8, 20], formats=["nvfp4", "mxfp4"],
+        formats_m=[2], triton_m=[],
+    )  # fmt: skip
+    monkeypatch.setattr(fp4_matmul, "ROTATE_BYTES", 1e5)
+    programs, clock = Programs(2), iter(range(100, 200))
+
+    def device_us(program, xs, operands):
+        assert len(xs) == len(operands) >= 2
+        ys = program(xs, operands)
+        assert len(ys) == len(xs) and not np.array_equal(*[np.asarray(y[0], np.float32) for y in ys[:2]])
+        return float(next(clock)) * len(xs)
+
+    monkeypatch.setattr(fp4_matmul, "device_us", device_us)
+    shape = fp4_matmul.Shape(256, 256, args, programs)  # as wide as it is long: dx has cuBLAS times of its own
+    shape.start()
+    programs.wait()
+    rows = shape.measure()
+    assert [(r["format"], r["op"], r["m"], r.get("rank")) for r in rows] == [
+        ("nvfp4", "forward", 2, None), ("nvfp4", "lora", 2, 8), ("nvfp4", "lora", 2, 20), ("mxfp4", "forward", 2, None),
+        ("nvfp4", "dx", 3, None),
+    ]  # fmt: skip
+    times = [(r["device_us"], r["bf16_us"]) for r in rows]
+    assert times == [(100, 101), (102, 101), (103, 101), (104, 101), (105, 106)]
+    assert all({"k", "n", "tb_per_s", "variant"} <= row.keys() for row in rows)
+    assert rows[0]["tb_per_s"] == 256 * 256 * 0.5625e-6 / 100
+    assert rows[3]["tb_per_s"] == 256 * 256 * (0.5 + 1 / 32) * 1e-6 / 104
+    assert [shape.count(m, "nvfp4") for m in (2, 1024)] == [3, 2] and shape.count(2, "plain") == 2
