@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from . import wide_kernel
-from .layout import KernelWeight
+from .layout import EPILOGUE_FACTOR, KernelWeight
+from .stream_plan import padded_rank
 from .wide_plan import WideConfig
 
 
@@ -16,14 +17,41 @@ def _scale(global_scale) -> jax.Array:
     return jnp.asarray(global_scale, jnp.float32).reshape(1)
 
 
-def matmul_all(x_MK, weights, global_scales, biases, config: WideConfig, out_dtype=jnp.bfloat16) -> list[jax.Array]:
-    """x W_i^T + bias_i [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] for each weight."""
+def matmul_all(
+    x_MK, weights, global_scales, biases, config: WideConfig, out_dtype=jnp.bfloat16, loras=()
+) -> list[jax.Array]:
+    """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] for
+    each weight, `loras` is empty or has (A, B, s) or None for each."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
-    kernel = wide_kernel.build(m, k, tuple(w.n for w in weights), config, False, bool(biases), wide_out)
+    x_MK = x_MK.astype(jnp.bfloat16)
+    ranks, lora = _lora_operands(x_MK, global_scales, loras)
+    kernel = wide_kernel.build(m, k, tuple(w.n for w in weights), config, False, bool(biases), wide_out, ranks)
     bias = [b.astype(jnp.float32) for b in biases]
-    ys = kernel(x_MK.astype(jnp.bfloat16), *map(_data, weights), *map(_scale, global_scales), *bias)
+    ys = kernel(x_MK, *lora, *map(_data, weights), *map(_scale, global_scales), *bias)
     return [y.astype(out_dtype) for y in ys]
+
+
+def _lora_operands(x_MK, global_scales, loras) -> tuple[tuple[int, ...], list[jax.Array]]:
+    """Padded ranks, and what the kernel takes for them: one product x A^T for all adapters, scaled so that the weights'
+    own scaling at the end makes it s x A^T, and B of each."""
+    if all(lora is None for lora in loras):
+        return (), []
+    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
+    all_a, all_b, factor, start = [], [], jnp.float32(0), 0
+    column = jnp.arange(sum(ranks))
+    for lora, rank, scale in zip(loras, ranks, global_scales, strict=True):
+        if lora is None:
+            continue
+        a_RK, b_NR, scaling = lora
+        more = rank - a_RK.shape[0]
+        all_a.append(jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), (0, 0))))
+        all_b.append(jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))))
+        factor = jnp.where(column < start, factor, scaling * (scale * (1 / EPILOGUE_FACTOR)))
+        start += rank
+    joint = all_a[0] if len(all_a) == 1 else jnp.concatenate(all_a)
+    h_MR = jnp.dot(x_MK, joint.T, preferred_element_type=jnp.float32) * factor
+    return ranks, [h_MR.astype(jnp.bfloat16), *all_b]
 
 
 def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:

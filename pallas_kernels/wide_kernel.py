@@ -8,6 +8,11 @@ tensor copies into slots of 64 inputs (shared by a cluster's CTAs where `share` 
 weights (256 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. CTAs take
 tiles in turn, rows fastest, until none is left; or, with `split`, the CTAs of a cluster compute one tile together and
 add their sums in a fixed order. So the order of additions for an output depends on D and the configuration only.
+
+LoRA: x A^T of all weights comes ready, scaled and side by side [M, sum of ranks]. It goes through the ring of x before
+x itself, and is multiplied by fragments of B from global memory, or zeros where ranks are another weight's. Every CTA
+multiplies all ranks, since CTAs that share slots may have different weights; of CTAs that split D only the first adds
+LoRA, the others load zeros, from behind the last rank.
 """
 
 import functools
@@ -62,7 +67,15 @@ class _Kernel(MultiplyWarps):
         self.plan, self.has_bias, self.wide_out = plan, has_bias, wide_out
         c, n_w = plan.config, len(plan.r)
         x_ref, *rest = refs
-        self.x_map = pt.tensor_map(ctx, x_ref, (c.m_tile // c.share, STAGE), 128)
+        x_box = c.m_tile // c.share, STAGE
+        self.x_map = pt.tensor_map(ctx, x_ref, x_box, 128)
+        if plan.ranks:
+            h_ref, *rest = rest
+            self.h_map = pt.tensor_map(ctx, h_ref, x_box, 128)
+            present = [i for i, rank in enumerate(plan.ranks) if rank]
+            b_refs, rest = dict(zip(present, rest, strict=False)), rest[len(present) :]
+            # a weight without an adapter multiplies nothing by the rows of another's B
+            self.b = [mem.global_address(b_refs.get(i, b_refs[present[0]])) for i in range(n_w)]
         boxes = ((16, 256), (16, 32)) if plan.transposed else ((8, 256), (8, 64))
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
         self.global_scale = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
@@ -186,18 +199,27 @@ class _Kernel(MultiplyWarps):
         def item(phase, index, carry):
             _, first_row = self.item(index, phase)
 
-            def stage(i, carry):
+            def load(source, column, carry):
                 slot, parity = carry
                 full = p.add(self.x_full, p.mul(slot, 8))
-                to, column = p.add(self.base, p.mul(slot, plan.x_slot)), p.mul(i, STAGE)
+                to = p.add(self.base, p.mul(slot, plan.x_slot))
                 mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
                 mem.barrier_expect(full, p.i32(plan.x_slot))
                 if phase.shared:
-                    pt.tensor_load(p.add(to, mine_to), self.x_map, column, p.add(first_row, mine_row), full, mask)
+                    pt.tensor_load(p.add(to, mine_to), source, column, p.add(first_row, mine_row), full, mask)
                 else:
                     for s in range(c.share):
-                        pt.tensor_load(p.add(to, s * part), self.x_map, column, p.add(first_row, s * rows), full)
+                        pt.tensor_load(p.add(to, s * part), source, column, p.add(first_row, s * rows), full)
                 return self.advance(slot, parity, c.x_depth)
+
+            for slot in range(plan.lora_slots):
+                column = p.i32(slot * STAGE)
+                if phase.parts > 1:  # zeros are behind the last rank
+                    column = p.select(p.eq(phase.part, 0), column, plan.lora_slots * STAGE)
+                carry = load(self.h_map, column, carry)
+
+            def stage(i, carry):
+                return load(self.x_map, p.mul(i, STAGE), carry)
 
             return p.for_range(p.mul(phase.first_block, STAGES), p.mul(phase.end_block, STAGES), 1, carry, stage)
 
@@ -243,14 +265,18 @@ def build(
     transposed: bool = False,
     has_bias: bool = False,
     wide_out: bool = False,
+    ranks: tuple[int, ...] = (),
 ):
     """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i].
 
     The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
-    `wide_out`.
+    `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by s x A^T scale /
+    EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one.
     """
-    plan = make_plan(m, d, r, transposed, config)
+    plan = make_plan(m, d, r, transposed, config, ranks)
     count = 1 + (3 if has_bias else 2) * len(r) + len(r) + 1
+    if plan.ranks:
+        count += 1 + sum(rank > 0 for rank in plan.ranks)
 
     def nvfp4_wide_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)

@@ -29,7 +29,12 @@ class MultiplyWarps:
             def block(i, carry):
                 return self.block(p.eq(i, phase.first_block), carry)
 
-            state = p.for_range(phase.first_block, phase.end_block, 1, [*carry, *zeros], block)
+            if plan.ranks:
+                w, w_parity, x, x_parity = carry
+                carry = [w, w_parity, *self.add_lora(self.item(index, phase)[0], group, x, x_parity, zeros)]
+            else:
+                carry = [*carry, *zeros]
+            state = p.for_range(phase.first_block, phase.end_block, 1, carry, block)
             w, w_parity, x, x_parity, *acc = state
             p.wgmma_wait(0)
             self.release_x(self.before(x))
@@ -60,12 +65,50 @@ class MultiplyWarps:
                 acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            if step == 0:  # the item before has released its last slot itself
+            if step == 0 and not self.plan.ranks:  # the item before has released its last slot itself
                 p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
             else:
                 self.release_x(self.before(x))
             x, x_parity = self.advance(x, x_parity, self.plan.config.x_depth)
         return [*self.advance(w, w_parity, self.plan.config.w_depth), x, x_parity, *acc]
+
+    def add_lora(self, r_tile, group, x, x_parity, acc):
+        """acc + (x A^T) B^T, the first slots of an item; the last of them is under way when this returns."""
+        plan = self.plan
+        steps = plan.rank_steps
+        values = [
+            (self.b[i], p.i32(2 * plan.ranks[i]), p.i32(sum(steps[:i])), p.i32(steps[i]), p.i32(plan.r[i] - 1))
+            for i in range(len(plan.r))
+        ]
+        (b, row_bytes, first, count, last_row), tile = self.pick(r_tile, values)
+        column = p.add(p.mul(tile, TILE), p.mul(group, 64))
+        pair = p.mul(p.and_(self.lane, 3), 4)  # bytes
+        rows = []
+        for h in range(2):
+            row = p.minimum(p.add(column, self.fragments.row(h)), last_row)
+            rows.append(mem.offset(mem.long_offset(b, row, row_bytes), pair))
+
+        def operand(step):
+            """B's fragment of 16 ranks, as `fragments.decode` gives those of weights."""
+            mine = p.sub(step, first)
+            has = p.lt(mine, count)
+            at = [mem.offset(row, p.mul(p.select(has, mine, 0), 32)) for row in rows]
+            words = [mem.load_global_b32(row, byte) for byte in (0, 16) for row in at]
+            return [p.select(has, word, 0) for word in words]
+
+        for slot in range(plan.lora_slots):
+            operands = [operand(p.i32(i)) for i in range(4 * slot, min(4 * slot + 4, sum(steps)))]
+            mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
+            descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, plan.x_slot)))
+            p.wgmma_fence()
+            for k, a in enumerate(operands):
+                acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
+            p.wgmma_commit()
+            p.wgmma_wait(1)
+            if slot:
+                self.release_x(self.before(x))
+            x, x_parity = self.advance(x, x_parity, plan.config.x_depth)
+        return [x, x_parity, *acc]
 
     def before(self, slot):
         return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))

@@ -45,13 +45,15 @@ class WideConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WidePlan:
-    """Sizes of one kernel, and places in shared memory in bytes."""
+    """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
+    empty without any."""
 
     m: int
     d: int
     r: tuple[int, ...]
     transposed: bool
     config: WideConfig
+    ranks: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -60,6 +62,16 @@ class WidePlan:
     @property
     def tiles_of(self) -> tuple[int, ...]:
         return tuple(-(-r // TILE) for r in self.r)
+
+    @property
+    def rank_steps(self) -> tuple[int, ...]:
+        """16 ranks each."""
+        return tuple(rank // 16 for rank in self.ranks)
+
+    @property
+    def lora_slots(self) -> int:
+        """Slots of the ring of x that x A^T of all weights takes."""
+        return -(-sum(self.ranks) // STAGE)
 
     @property
     def m_tiles(self) -> int:
@@ -121,9 +133,13 @@ class WidePlan:
         return self.barriers_at + 16 * (self.config.x_depth + self.config.w_depth) + 1024  # 1024: to align the rings
 
 
-def make_plan(m: int, d: int, r: tuple[int, ...], transposed: bool, config: WideConfig) -> WidePlan:
+def make_plan(
+    m: int, d: int, r: tuple[int, ...], transposed: bool, config: WideConfig, ranks: tuple[int, ...] = ()
+) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
-    plan = WidePlan(m, d, tuple(r), transposed, config)
+    plan = WidePlan(m, d, tuple(r), transposed, config, tuple(ranks) if any(ranks) else ())
+    if plan.ranks and (transposed or len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
+        raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
         raise ValueError(f"m_tile must be a multiple of {CHUNK} up to 256, got {config.m_tile}")
     if config.cluster not in _RESIDENT:

@@ -59,6 +59,20 @@ def test_few_rows_are_one_kernel_and_no_other_product(rows, count):
         assert dots(module) > 0  # A and B of LoRA apart
 
 
+def test_many_rows_are_one_kernel_and_one_product_of_all_a_where_the_wide_kernel_adds_lora(monkeypatch):
+    monkeypatch.setattr(variants, "WIDE_LORA", True)
+    arguments = _bf16(0, 65, 512), [repacked(w) for w in WEIGHTS], LORAS, BIASES
+    module = lowered(linears, *arguments)
+    assert (kernels(module), dots(module)) == (1, 1)
+
+    def loss(loras, x):
+        return sum(y.astype(jnp.float32).sum() for y in linears(x, arguments[1], loras, BIASES))
+
+    assert (
+        kernels(lowered(jax.value_and_grad(loss, argnums=(0, 1)), LORAS, arguments[0])) == 1 + 3
+    )  # x W^T, and dy W of each
+
+
 def test_other_dtypes_and_devices_do_not_ask_the_kernel():
     weights, x = [repacked(w) for w in WEIGHTS], _bf16(0, 4, 512)
     assert dots(lowered(linears, x.astype(jnp.float32), weights, LORAS, BIASES)) > 0

@@ -9,7 +9,7 @@ import pytest
 from ahead import ahead, start_wide
 from random_weights import CASES, adversarial, poison, random_matrix
 
-from pallas_kernels import fp4_matmul, fp4_matmul_dx
+from pallas_kernels import fp4_matmul, fp4_matmul_dx, variants
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 pytestmark = pytest.mark.gpu
@@ -154,3 +154,34 @@ def test_list_bias_and_grad(rng):
     one = np.asarray(jax.jit(lambda dy: fp4_matmul_dx(dy, weights[0], scales[0]))(dys[0]), np.float64)
     true = np.asarray(dys[0], np.float64) @ dense[0]
     np.testing.assert_allclose(one, true, rtol=2**-7, atol=2e-3 * np.abs(true).max())
+
+
+@pytest.mark.parametrize("m, k, ns, ranks", [
+    (65, 3584, (3584, 512, 512), (32, 32, 32)),
+    (256, 3584, (1024, 1024), (32, 0)),
+    (700, 1024, (512, 136), (128, 16)),
+    (256, 18944, (3584,), (32,)),
+    (2048, 1024, (37888 - 112,), (8,)),
+])  # fmt: skip
+def test_lora_in_the_wide_kernel(rng, monkeypatch, m, k, ns, ranks):
+    monkeypatch.setattr(variants, "WIDE_LORA", True)
+    matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(0, 4)) for n in ns]
+    weights, scales = [matrix.weight for matrix in matrices], [matrix.global_scale for matrix in matrices]
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
+
+    def normal(*shape, size=1.0):
+        return jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)
+
+    loras = [(normal(r, k, size=k**-0.5), normal(n, r), 0.7) if r else None for n, r in zip(ns, ranks, strict=True)]
+    product = jax.jit(lambda x: fp4_matmul(x, weights, scales, lora=loras, backend="wide"))
+    ys, again = product(x), product(x)
+    x64 = np.asarray(x, np.float64)
+    for y, other, matrix, lora in zip(ys, again, matrices, loras, strict=True):
+        dense = matrix.dense
+        true, bound = x64 @ dense.T, 1e-5 * (np.abs(x64) @ np.abs(dense).T)
+        if lora is not None:
+            a, b = (np.asarray(v, np.float64) for v in lora[:2])
+            hidden = lora[2] * x64 @ a.T  # rounded to bfloat16 between the products
+            true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
+        assert (np.abs(np.asarray(y, np.float64) - true) <= bound + 2.0**-8 * np.abs(true)).all()
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(other))

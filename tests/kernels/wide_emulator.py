@@ -1,0 +1,177 @@
+"""Runs the wide kernel's forward program in NumPy, as emulator.py does the streaming kernel's: warps in random order,
+barriers, tensor copies into swizzled slots of one or several CTAs, sums that CTAs add together. Not modelled: time, and
+that wgmma reads its operands late."""
+
+import contextlib
+import types
+
+import ml_dtypes
+import numpy as np
+from emulated_instructions import decode_scales, make_memory, make_ptx
+from emulator import Machine
+
+from pallas_kernels import wide_fragments, wide_kernel, wide_multiply
+from pallas_kernels.wide_fragments import LOW_MASK
+
+U32, F32 = np.uint32, np.float32
+
+
+class Ref(int):
+    """The address of an operand, which knows its shape."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+def _put(m, array):
+    ref = Ref(m.put(array))
+    ref.shape, ref.itemsize = array.shape, array.dtype.itemsize
+    return ref
+
+
+def _unsigned(value):
+    return value & 0xFFFFFFFF if isinstance(value, int) else value
+
+
+def _swizzled(at):
+    """Where 128-byte swizzling puts a byte."""
+    return at ^ (at >> 7 & 7) << 4
+
+
+def _make_ptx(m):
+    p = make_ptx(m)
+    for name in ("and_", "sub", "add", "i32"):
+        f = getattr(p, name)
+        setattr(p, name, lambda *args, f=f: f(*map(_unsigned, args)))
+    wgmma_plain = p.wgmma_bf16
+
+    def wgmma(acc, a, descriptor):
+        """The rows of the second operand lie 128 bytes apart; for `wgmma_plain` they are laid as it reads them."""
+        start, rows = int(descriptor[0][0]), 2 * len(acc)
+        shared = m.shared[m.now.cta]
+        pieces = np.zeros((2, rows, 16), np.uint8)
+        for half, n in np.ndindex(2, rows):
+            at = _swizzled(start + 128 * n + 16 * half)
+            pieces[half, n] = shared[at : at + 16]
+        m.shared[m.now.cta] = pieces.reshape(-1)
+        try:
+            return wgmma_plain(acc, a, (np.zeros(32, U32), 16 * rows, 128))
+        finally:
+            m.shared[m.now.cta] = shared
+
+    def rotated(word, by):
+        by = by & U32(31)
+        return word << by | word >> (U32(32) - by & U32(31))
+
+    def scaled(bits, scale):
+        with np.errstate(invalid="ignore"):
+            halves = np.stack([bits & U32(0xFFFF), bits >> U32(16)], 1).astype(np.uint16).view(ml_dtypes.bfloat16)
+        out = (halves.astype(np.float64) * scale[:, None]).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32)
+        return out[:, 0] | out[:, 1] << U32(16)
+
+    def ptx(code, *args, **_):
+        if code.startswith("bar.sync $0, 128"):
+            m.meet((m.now.cta, int(args[0][0])), 128)
+            return []
+        assert "mul.rn.bf16x2" in code  # `ForwardFragments._pairs`
+        word, low, high, low_turn, high_turn, high_mask, direct_mask = args
+        b = rotated(word, high_turn) & high_mask | word & direct_mask
+        return [scaled(rotated(word, low_turn) & U32(LOW_MASK), low), scaled(b, high)]
+
+    p.wgmma_bf16, p.ptx, p.i32_t = wgmma, ptx, lambda: None
+    return p
+
+
+def _make_memory(m):
+    mem = make_memory(m)
+    mem.long_offset = lambda base, index, stride: (
+        base + index.astype(np.uint64) * np.uint64(1) * stride.astype(np.uint64)
+    )
+    mem.load_global_b32 = lambda at, offset: mem.load_global_f32(at, offset).view(U32)
+    return mem
+
+
+def _make_tensor(m, mem):
+    pt = types.SimpleNamespace(set_registers=lambda count, up: None)
+    maps = []
+
+    def tensor_map(ctx, ref, box, swizzle):
+        maps.append((ref, box, swizzle))
+        return np.full(32, len(maps) - 1)
+
+    pt.tensor_map = tensor_map
+    pt.swizzled_descriptor = lambda address: (address, None, None)
+    pt.multicast_mask = lambda first, count: int((U32((1 << count) - 1) << first)[0])
+    pt.load_shared_f32x4 = lambda address: mem.load_shared_f32x4(address, 0)
+    pt.load_cluster_f32x4 = pt.load_shared_f32x4
+
+    def tensor_load(to, source, column, row, barrier, mask=None):
+        (ref, box, swizzle), to = maps[int(source[0])], int(to[0])
+        column, row = int(np.broadcast_to(column, 32)[0]), int(np.broadcast_to(row, 32)[0])
+        data = np.zeros((*box, ref.itemsize), np.uint8)
+        matrix = m.memory[ref : ref + int(np.prod(ref.shape)) * ref.itemsize].reshape(*ref.shape, ref.itemsize)
+        known = matrix[row : row + box[0], column : column + box[1]]
+        data[: known.shape[0], : known.shape[1]] = known
+        data, place = data.reshape(-1), np.arange(data.size)
+        if swizzle:
+            assert to % 1024 == 0 and box[1] * ref.itemsize == swizzle
+            place = _swizzled(place)
+        first = m.now.cta // m.cluster * m.cluster
+        ctas = [m.now.cta] if mask is None else [first + i for i in range(m.cluster) if mask >> i & 1]
+        for cta in ctas:
+            m.shared[cta][to + place] = data
+            m.barriers[cta][int(barrier[0])].arrive(0, -data.size)
+
+    def remote_arrive(barrier, rank):
+        first = m.now.cta // m.cluster * m.cluster
+        for lane in np.flatnonzero(m.now.mask):
+            m.barriers[first + int(rank[lane])][int(barrier[lane])].arrive(1)
+
+    def store_f32x4(condition, address, values):
+        with m.now.only(m.now.mask & condition):
+            if m.now.mask.any():
+                mem.store_global_f32x4(address, values, 0)
+
+    def store_bf16x4(condition, address, values):
+        with m.now.only(m.now.mask & condition):
+            if m.now.mask.any():
+                mem.store_global_bf16x2(address, *values[:2])
+                mem.store_global_bf16x2(address + np.uint64(4), *values[2:])
+
+    pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
+    pt.store_global_f32x4, pt.store_global_bf16x4 = store_f32x4, store_bf16x4
+    return pt
+
+
+@contextlib.contextmanager
+def _emulated(m):
+    arith = types.SimpleNamespace(
+        addf=lambda a, b: (a + b).astype(F32), mulf=lambda a, b: (a * b).astype(F32), select=np.where,
+        andi=np.logical_and,
+    )  # fmt: skip
+    mem = _make_memory(m)
+    names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": arith, "decode_scales": decode_scales}
+    modules = (wide_kernel, wide_multiply, wide_fragments)
+    before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, names[name])
+    try:
+        yield
+    finally:
+        for module, name, old in before:
+            setattr(module, name, old)
+
+
+def run(plan, operands, has_bias, *, wide_out=True, seed=0):
+    """The outputs [M, r_i]; `operands` are those of the function that `wide_kernel.build` makes."""
+    m = Machine(seed)
+    dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
+    refs = [_put(m, np.asarray(v)) for v in operands]
+    outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.r]
+    with _emulated(m):
+
+        def program():
+            wide_kernel._Kernel(None, plan, [*refs, *outs, Ref(0)], has_bias, wide_out).run()
+
+        m.launch(plan.clusters * plan.config.cluster, plan.config.cluster, 12, plan.total, program)
+    return [m.get(at, at.shape, dtype) for at in outs]
