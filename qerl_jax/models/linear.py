@@ -77,7 +77,11 @@ def linears(
 ) -> tuple[jax.Array, ...]:
     """`linear` for several weights that read the same x (q, k, v; gate, up): one kernel where there is one, which for
     few rows adds LoRA and biases too; the biases then get no gradient either. `unrounded` results are float32 whatever
-    x's dtype: the sums, for what is added to something wider."""
+    x's dtype: the sums, for what is added to something wider.
+
+    With the kernels a result is rounded once, after LoRA and bias, also where they are added outside: a sampler and a
+    learner whose first layers round at other places differ by that everywhere.
+    """
     out_dtype = jnp.promote_types(x.dtype, jnp.float32) if unrounded else x.dtype
     for weight in weights:
         N, K = weight.shape
@@ -90,8 +94,11 @@ def linears(
         tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
         ys = fp4_matmul(x_MK, tiles, divisors, lora=adapters, bias=biases, out_dtype=out_dtype)
     else:
-        products = _frozen_products(x_MK, weights, out_dtype)
-        ys = tuple(map(_adapted, products, [x_MK] * len(products), loras, biases))
+        adds = len(packed) == len(weights) and any(more is not None for more in (*loras, *biases))
+        sums_dtype = jnp.promote_types(x.dtype, jnp.float32) if adds else out_dtype
+        products = _frozen_products(x_MK, weights, sums_dtype)
+        sums = map(_adapted, products, [x_MK] * len(products), loras, biases)
+        ys = tuple(y_MN.astype(out_dtype) for y_MN in sums)
     return tuple(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]) for y_MN in ys)
 
 
