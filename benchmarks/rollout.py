@@ -44,6 +44,7 @@ from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Rollout, SamplingSettings
+from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
 
 # tokens/s with NVFP4 and with BF16 weights of vLLM 0.22.1 on an H200: Qwen2.5 shapes, dummy weights, LoRA rank 32 on
@@ -180,9 +181,11 @@ def kernel_times(case: Case) -> list[dict[str, Any]]:
 
     def times(limit: int) -> list[tuple[str, float]]:
         def rollout() -> Rollout:
-            of, limits = (case.model, case.adapter, case.prompts, jax.random.key(0)), np.full(N, limit, np.int32)
-            state = programs().begun(*of, case.settings, case.num_generations, case.noisy, limits)
-            slots, _ = programs().finished(*state, case.new, case.batch, case.settings, group=case.num_generations)
+            limits, G = np.full(N, limit, np.int32), case.num_generations
+            of = case.model, case.adapter, case.prompts, jax.random.key(0), case.settings, G, case.noisy, limits
+            slots, new = programs().begun(*of)
+            of = *prepared(case.model, case.adapter, new), case.noisy, case.new, case.batch, case.settings
+            slots, _ = programs().finished(slots, *of, group=G)
             out: Rollout = slots.out
             return out
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tiny import tiny_adapter, tiny_model
 
-from qerl_jax.models.init import for_kernels
+from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
-from qerl_jax.rollout.prepared import prepared
+from qerl_jax.rollout.prepared import made, prepared
 
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
@@ -113,7 +113,8 @@ def test_kernel_weights_are_made_ready_before_the_loop_and_stay_packed():
         layer.replace(q_proj=layer.q_proj.replace(global_scale=jnp.float32(3.0), scale_multiplies=True))
         for layer in model.base.layers
     ]
-    ready, adapter = prepared(model.replace(base=model.base.replace(layers=tuple(layers))), None)
+    model = model.replace(base=model.base.replace(layers=tuple(layers)))
+    ready, adapter = prepared(model, None, made(model, None))
     assert adapter is None
     for layer, clean in zip(ready.base.layers, layers, strict=True):
         assert layer.q_proj.tiles is clean.q_proj.tiles and not layer.q_proj.scale_multiplies
@@ -121,3 +122,14 @@ def test_kernel_weights_are_made_ready_before_the_loop_and_stay_packed():
         assert layer.k_proj == clean.k_proj
         assert clean.q_bias.dtype == jnp.bfloat16 and layer.q_bias.dtype == jnp.float32
         np.testing.assert_array_equal(layer.q_bias, clean.q_bias)
+
+
+def test_only_new_arrays_are_made():
+    """What goes through a jitted function unchanged comes out as a copy."""
+    model = tiny_model(dtype=jnp.bfloat16)
+    of = model, init_adapter(jax.random.key(0), model, 4, 8.0)
+    assert len(jax.tree.leaves(made(*of))) == 2 * 7 * 3  # weights, A and B of two layers
+    assert jax.tree.leaves(made(*prepared(*of, made(*of)))) == []
+    packed = for_kernels(tiny_model(dtype=jnp.bfloat16))
+    biases = sum(layer.q_bias.size + layer.k_bias.size + layer.v_bias.size for layer in packed.base.layers)
+    assert sum(leaf.size for leaf in jax.tree.leaves(made(packed, None))) == biases

@@ -20,6 +20,7 @@ from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.memory import Plan, plan_slots
+from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.slots import Slots, empty_completions, empty_pool, empty_slots
@@ -145,8 +146,10 @@ class Engine:
             raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
         if fewest_rows() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
             began = time.perf_counter()
-            state = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
-            slots, _ = programs().finished(*state, C, N * G, self.settings, group=G)
+            slots, new = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
+            model, adapter = prepared(self.model, adapter, new)
+            norms = norms_of(model, adapter) if norms is None else norms
+            slots, _ = programs().finished(slots, model, adapter, norms, C, N * G, self.settings, group=G)
             out: Rollout = slots.out
             lengths = np.asarray(out.lengths)
             steps = int(lengths.max()) - 1
@@ -250,7 +253,7 @@ class _Batch:
         self.free_rows = list(range(plan.rows))
         self.row_of: dict[int, int] = {}
         self.unfinished = {r: request.n for r, request in requests.items()}
-        self.model, self.adapter = programs().prepared(engine.model, adapter)
+        self.model, self.adapter = prepared(engine.model, adapter, programs().made(engine.model, adapter))
         self.norms = norms_of(engine.model, adapter) if norms is None else norms
         hidden, layers = empty_pool(self.model, plan.rows, engine.max_prompt_length)
         own = empty_completions(self.model, plan.allocated, engine.settings.max_completion_length)

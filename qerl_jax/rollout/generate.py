@@ -12,7 +12,7 @@ from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
-from qerl_jax.rollout.prepared import prepared
+from qerl_jax.rollout.prepared import Made, made, prepared
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.slots import Slots, decode, empty_completions, empty_slots, fill
 
@@ -45,9 +45,11 @@ def generate(
       norms: norm scales to use instead of the clean ones (AQN).
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
     """
-    state = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
-    B, C = state[0].out.tokens.shape
-    slots, _ = decode(*state, C, B, settings, group=num_generations)
+    slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
+    model, adapter = prepared(model, adapter, new)
+    norms = norms_of(model, adapter) if norms is None else norms
+    B, C = slots.out.tokens.shape
+    slots, _ = decode(slots, model, adapter, norms, C, B, settings, group=num_generations)
     return slots.out
 
 
@@ -60,12 +62,13 @@ def begun(
     num_generations: int,
     norms: Norms | None,
     limits_N: jax.Array | None,
-) -> tuple[Slots, Model, Adapter | None, Norms]:
-    """The first part of `generate`: prompts prefilled, and every completion's first token drawn; with what `decode`
-    goes on with, prepared."""
+) -> tuple[Slots, Made]:
+    """The first part of `generate`: prompts prefilled, every completion's first token drawn, and what was made ready
+    for it, with which `decode` goes on."""
     N, G, C = prompts.tokens.shape[0], num_generations, settings.max_completion_length
     B = N * G
-    model, adapter = prepared(model, adapter)
+    new = made(model, adapter)
+    model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
     last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms)
     lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
@@ -73,4 +76,4 @@ def begun(
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
     limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]
-    return fill(slots, model, jnp.ones(B, bool), row_B, keys_B, limits_B, settings), model, adapter, norms
+    return fill(slots, model, jnp.ones(B, bool), row_B, keys_B, limits_B, settings), new

@@ -1,48 +1,74 @@
-"""What a rollout makes ready once, before the prompts and before the loop over tokens."""
+"""What a rollout makes ready once, before the prompts and before the loop over tokens.
+
+Linear layers are dequantized to the compute dtype: XLA does not fuse the decoding of 4-bit codes into its matmuls, so
+the plain path decodes them once instead of once a token. Weights in the kernels' layout stay packed: the kernels decode
+them on the way. What they take beside them is made here: global scales that divide, and biases in float32, in which
+they add them. LoRA's A and B are cast to the compute dtype.
+
+It is made by one function and put in place by another, so that programs can hand on the former's result: an array that
+goes through a jitted function as it is comes out as a copy, and the packed weights are most of the memory.
+"""
 
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.formats import KernelNVFP4, dequantize
-from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, Model, bias_name
+from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, bias_name
 
 
-def prepared(model: Model, adapter: Adapter | None) -> tuple[Model, Adapter | None]:
-    """The model and the adapter as the products take them; what is prepared already stays as it is.
+class Made(flax.struct.PyTreeNode):
+    """New arrays only. Of each layer, by field: dequantized weights, biases, and of packed weights the global scale;
+    and LoRA pairs, or None where they stay."""
 
-    Linear layers are dequantized to the compute dtype: XLA does not fuse the decoding of 4-bit codes into its matmuls,
-    so the plain path decodes them once instead of once a token. Weights in the kernels' layout stay packed: the kernels
-    decode them on the way. What they take beside them is made here: global scales that divide, and biases in float32,
-    in which they add them. LoRA's A and B are cast to the compute dtype.
-    """
+    layers: tuple[dict[str, jax.Array], ...]
+    lora: tuple[dict[str, LoRA], ...] | None
+
+
+def made(model: Model, adapter: Adapter | None) -> Made:
+    """What is not yet as the products take it."""
     dtype = model.base.embed.dtype
 
-    def of_layer(layer: Layer) -> Layer:
-        ready: dict[str, Any] = {}
+    def of_layer(layer: Layer) -> dict[str, jax.Array]:
+        new: dict[str, jax.Array] = {}
         for name in PROJECTIONS:
-            weight, bias = getattr(layer, name), getattr(layer, bias_name(name), None)
-            if not isinstance(weight, KernelNVFP4):
-                ready[name] = dequantize(weight, dtype)
-                continue
-            ready[name] = weight.replace(global_scale=weight.divisor, scale_multiplies=False)
-            if bias is not None:
-                ready[bias_name(name)] = bias.astype(jnp.float32)
-        return layer.replace(**ready)
+            weight, bias = getattr(layer, name), getattr(layer, bias_name(name))
+            if isinstance(weight, KernelNVFP4):
+                if weight.scale_multiplies:
+                    new[name] = weight.divisor
+                if bias is not None and bias.dtype != jnp.float32:
+                    new[bias_name(name)] = bias.astype(jnp.float32)
+            elif not isinstance(weight, jax.Array) or weight.dtype != dtype:
+                new[name] = dequantize(weight, dtype)
+        return new
 
-    model = model.replace(base=model.base.replace(layers=tuple(map(of_layer, model.base.layers))))
-    if adapter is None:
-        return model, None
-    cast = tuple(
-        {name: pair.replace(a=pair.a.astype(dtype), b=pair.b.astype(dtype)) for name, pair in layer.items()}
-        for layer in adapter.lora
-    )
-    return model, adapter.replace(lora=cast)
+    lora = None
+    if adapter is not None and any(leaf.dtype != dtype for leaf in jax.tree.leaves(adapter.lora)):
+        lora = tuple(jax.tree.map(lambda leaf: leaf.astype(dtype), layer) for layer in adapter.lora)
+    return Made(tuple(map(of_layer, model.base.layers)), lora)
+
+
+def prepared(model: Model, adapter: Adapter | None, new: Made) -> tuple[Model, Adapter | None]:
+    """The model and the adapter with what `made` made of them."""
+
+    def of_layer(layer: Layer, fields: dict[str, jax.Array]) -> Layer:
+        ready: dict[str, Any] = dict(fields)
+        for name in PROJECTIONS:
+            weight = getattr(layer, name)
+            if name in fields and isinstance(weight, KernelNVFP4):
+                ready[name] = weight.replace(global_scale=fields[name], scale_multiplies=False)
+        return layer.replace(**ready) if ready else layer
+
+    layers = tuple(map(of_layer, model.base.layers, new.layers))
+    if adapter is not None and new.lora is not None:
+        adapter = adapter.replace(lora=new.lora)
+    return model.replace(base=model.base.replace(layers=layers)), adapter
 
 
 def dequantized_bytes(model: Model) -> int:
-    """Bytes of the weights that `prepared` makes beside the model's own."""
+    """Bytes of the weights that `made` makes beside the model's own."""
     itemsize = model.base.embed.dtype.itemsize
     weights = (getattr(layer, name) for layer in model.base.layers for name in PROJECTIONS)
     return sum(w.shape[0] * w.shape[1] * itemsize for w in weights if not isinstance(w, KernelNVFP4 | jax.Array))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from qerl_jax.rollout.generate import begun, sample_key
-from qerl_jax.rollout.prepared import prepared
+from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.slots import admit, decode, fill
 
 # On a GPU XLA records a program's kernels into CUDA graphs, anew wherever an array has moved since the last call. That
@@ -28,7 +28,7 @@ class Programs(NamedTuple):
 
     begun: Any
     finished: Any
-    prepared: Any
+    made: Any
     admit: Any
     fill: Any
     decode: Any
@@ -43,7 +43,7 @@ def programs() -> Programs:
     return Programs(
         begun=jax.jit(begun, static_argnames=("settings", "num_generations"), compiler_options=once),
         finished=jax.jit(decode, static_argnames=("settings", "group"), donate_argnames="slots"),
-        prepared=jax.jit(prepared, compiler_options=once),
+        made=jax.jit(made, compiler_options=once),
         admit=jax.jit(admit, donate_argnames="slots", compiler_options=options | once),
         fill=jax.jit(fill, static_argnames="settings", donate_argnames="slots", compiler_options=options),
         decode=jax.jit(
