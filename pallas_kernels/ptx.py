@@ -100,6 +100,11 @@ def sreg(name: str) -> ir.Value:
     return ptx(f"mov.u32 $0, %{name};", results=[i32_t()])[0]
 
 
+def opaque(value: int) -> ir.Value:
+    """A number that LLVM does not see through."""
+    return ptx(f"mov.u32 $0, {value};", results=[i32_t()])[0]
+
+
 def uniform(value: ir.Value) -> ir.Value:
     """Lane 0's value, so that the compiler knows that the warp agrees on it."""
     return ptx("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", value, results=[i32_t()], effects=True)[0]

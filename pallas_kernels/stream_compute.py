@@ -114,7 +114,8 @@ class ComputeWarps(LoraWarps):
 
     def chain(self, first, state, step):
         """The quads of one chain of additions from `first` on; its sums are added to the totals."""
-        end = p.minimum(p.add(first, self.plan.promote_quads), self.quads)
+        # opaque: loops of one quad would be merged into one, with descriptors that are no longer uniform registers
+        end = p.minimum(p.add(first, p.opaque(self.plan.promote_quads)), self.quads)
         zeros = [p.f32(0.0)] * (self.plan.config.tiles * self.plan.m_tiles * 4)
         after = p.for_range(first, end, 1, state + zeros, step)
         self.set_totals(self.add_totals(after[len(state) :]))

@@ -70,6 +70,7 @@ def make_ptx(m):
     p.select = lambda c, a, b: np.where(c, _lanes(a), _lanes(b))
     p.divide = lambda a, b: (a / b).astype(F32)
     p.sreg = lambda name: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[name]
+    p.opaque = _lanes
     p.uniform = lambda v: _lanes(v[0])
     p.cta_sync = lambda: m.meet((m.now.cta, 0), 32 * m.warps_of_cta)
     p.named_sync = lambda which, threads: m.meet((m.now.cta, which), threads)
