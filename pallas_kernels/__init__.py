@@ -1,6 +1,13 @@
 """GPU kernels behind plain functions, each with a pure-JAX reference beside it."""
 
 from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference, takes_decode_attention
+from .block import (
+    LayerPart,
+    Projection,
+    between_attentions,
+    between_attentions_reference,
+    takes_between_attentions,
+)
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
@@ -9,8 +16,12 @@ from .variants import compiling_for, describe, has_kernels, lora_inside
 __all__ = [
     "HeadNorms",
     "KernelWeight",
+    "LayerPart",
     "OwnKV",
+    "Projection",
     "PromptKV",
+    "between_attentions",
+    "between_attentions_reference",
     "compiling_for",
     "decode_attention",
     "decode_attention_reference",
@@ -23,6 +34,7 @@ __all__ = [
     "has_kernels",
     "lora_inside",
     "repack",
+    "takes_between_attentions",
     "takes_decode_attention",
     "unpack",
 ]

@@ -92,6 +92,10 @@ def minimum(a, b):
     return arith.minui(_v(a), _v(b))
 
 
+def maximum(a, b):
+    return arith.maxui(_v(a), _v(b))
+
+
 def _v(x):
     return i32(x) if isinstance(x, int) else x
 
@@ -167,12 +171,22 @@ def divide(a, b):
     return ptx("div.rn.f32 $0, $1, $2;", a, b, results=[f32_t()])[0]
 
 
+def shuffle_xor(x, distance: int):
+    """The value of the lane whose number differs in the bit `distance`."""
+    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0]
+
+
+def over_lanes(join, x, distances: Sequence[int]):
+    """`join` of a value over the lanes whose numbers differ in these bits; every one of them gets it."""
+    for distance in distances:
+        x = join(x, shuffle_xor(x, distance))
+    return x
+
+
 def over_quad(join, x):
     """`join` of a value over the four lanes 4 g .. 4 g + 3; every one of them gets it."""
-    for distance in (1, 2):
-        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-        x = join(x, ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0])
-    return x
+    return over_lanes(join, x, (1, 2))
 
 
 def unpack_bf16(word):

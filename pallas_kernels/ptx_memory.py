@@ -83,6 +83,15 @@ def load_shared_b32(address, byte_offset: int):
     return ptx(f"ld.shared.b32 $0, [$1+{byte_offset}];", address, results=[i32_t()], effects=True)[0]
 
 
+def load_shared_address(address) -> ir.Value:
+    """A global address that is kept in shared memory."""
+    return ptx("ld.shared.b64 $0, [$1];", address, results=[ir.IntegerType.get_signless(64)], effects=True)[0]
+
+
+def store_shared_address(address, value):
+    ptx("st.shared.b64 [$0], $1;", address, value)
+
+
 def copy_async_16(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
     """This lane's 16 bytes, past L1."""
     ptx(f"cp.async.cg.shared.global.L2::128B [$0+{dst_offset}], [$1+{src_offset}], 16;", dst_shared, src_global)
@@ -166,6 +175,10 @@ def load_global_b32(address, byte_offset: int):
     return ptx(f"ld.global.nc.b32 $0, [$1+{byte_offset}];", address, results=[i32_t()], effects=True)[0]
 
 
+def load_global_v2(address, byte_offset: int):
+    return ptx(f"ld.global.nc.v2.b32 {{$0, $1}}, [$2+{byte_offset}];", address, results=[i32_t()] * 2, effects=True)
+
+
 def load_global_v4(address, byte_offset: int):
     """16 bytes that are read once: not kept in L1."""
     return ptx(
@@ -228,6 +241,10 @@ def load_fresh_f32x4(address, byte_offset: int):
     )
 
 
+def load_fresh_f32(address):
+    return ptx("ld.relaxed.gpu.global.f32 $0, [$1];", address, results=[f32_t()], effects=True)[0]
+
+
 def count_and_wrap(address, last: ir.Value):
     """Add one to a counter that goes back to zero after `last`; returns what it was."""
     return ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
@@ -235,6 +252,24 @@ def count_and_wrap(address, last: ir.Value):
 
 def count_up(address):
     ptx("red.release.gpu.global.add.u32 [$0], 1;", address)
+
+
+def count(address):
+    """Add one, after a `fence` of this thread."""
+    ptx("red.relaxed.gpu.global.add.u32 [$0], 1;", address)
+
+
+def await_count(address, value: ir.Value):
+    """Until a counter has a value. It asks the L2 without holding up the multiprocessor's other copies, as acquiring
+    loads do; one fence follows."""
+    ptx(
+        "{ .reg .pred other;\n.reg .b32 seen;\nagain_${:uid}:\n"
+        "ld.relaxed.gpu.global.u32 seen, [$0];\nsetp.ne.u32 other, seen, $1;\n@other bra again_${:uid};\n"
+        "fence.acq_rel.gpu;\n}",
+        address,
+        value,
+        convergent=True,
+    )
 
 
 def wait_for_count(address, value: ir.Value):

@@ -84,7 +84,7 @@ def takes_lora(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: 
     except ValueError:
         return False
     # a wave cannot wait for the next one's part of x A^T, nor a CTA for one that has no multiprocessor yet
-    return not any(ranks) or (config.waves == 1 and _multiprocessors() >= RESIDENT[1])
+    return not any(ranks) or (config.waves == 1 and multiprocessors() >= RESIDENT[1])
 
 
 def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
@@ -98,7 +98,7 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     return isinstance(variant, StreamConfig) and any(ranks) and takes_lora(m, k, n, variant, padded)
 
 
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     """Of the default device; where there is none, or another is compiled for, an H200's."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else RESIDENT[1]
 

@@ -24,6 +24,8 @@ from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name
 from qerl_jax.models.rope import rotated, rotation
 
 KV = tuple[jax.Array, jax.Array]
+QKV = ("q_proj", "k_proj", "v_proj")
+Observe = Callable[[str, jax.Array], None]
 # Of a layer and its projected queries, keys and values [B, T, heads * E]: the attention's output [B, T, H * E], and the
 # rotated keys and values.
 Attend = Callable[[Layer, jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]]
@@ -76,6 +78,34 @@ def split_heads(
     return rotated(q, *turn), rotated(k, *turn), v
 
 
+def _project(
+    layer: Layer,
+    lora: dict[str, LoRA],
+    x: jax.Array,
+    *names: str,
+    observe: Observe | None = None,
+    unrounded: bool = False,
+) -> tuple[jax.Array, ...]:
+    if observe is not None:
+        observe(names[0], x)
+    weights, loras = [getattr(layer, name) for name in names], [lora.get(name) for name in names]
+    return linears(x, weights, loras, [getattr(layer, bias_name(name)) for name in names], unrounded=unrounded)
+
+
+def attention_inputs(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    layer: Layer,
+    lora: dict[str, LoRA],
+    scale_D: jax.Array,
+    x_BTD: jax.Array,
+    observe: Observe | None = None,
+) -> tuple[jax.Array, ...]:
+    """A layer's queries, keys and values [B, T, heads * E]; the arguments are those of `block`."""
+    h = rms_norm(x_BTD, scale_D, config.rms_norm_eps, dtype)
+    return _project(layer, lora, h, *QKV, observe=observe)
+
+
 def block(
     config: ModelConfig,
     dtype: jnp.dtype,
@@ -84,19 +114,12 @@ def block(
     lora: dict[str, LoRA],
     scales: tuple[jax.Array, jax.Array],
     x_BTD: jax.Array,
-    observe: Callable[[str, jax.Array], None] | None = None,
+    observe: Observe | None = None,
 ) -> tuple[jax.Array, KV]:
     """One layer, computed in `dtype` on the residual stream (see the module's docstring). `observe(name, x)` is told
     what the projection `name`, and those beside it, read."""
-
-    def project(x: jax.Array, *names: str, unrounded: bool = False) -> tuple[jax.Array, ...]:
-        if observe is not None:
-            observe(names[0], x)
-        weights, loras = [getattr(layer, name) for name in names], [lora.get(name) for name in names]
-        return linears(x, weights, loras, [getattr(layer, bias_name(name)) for name in names], unrounded=unrounded)
-
-    h = rms_norm(x_BTD, scales[0], config.rms_norm_eps, dtype)
-    attended, kv = attend(layer, *project(h, "q_proj", "k_proj", "v_proj"))
+    project = functools.partial(_project, layer, lora, observe=observe)
+    attended, kv = attend(layer, *attention_inputs(config, dtype, layer, lora, scales[0], x_BTD, observe))
     x_BTD += project(attended, "o_proj", unrounded=True)[0]
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps, dtype)
     gate, up = project(h, "gate_proj", "up_proj")
@@ -118,7 +141,7 @@ def run_layer(
     config: ModelConfig,
     layer: Layer,
     x_BTD: jax.Array,
-    observe: Callable[[str, jax.Array], None] | None = None,
+    observe: Observe | None = None,
 ) -> jax.Array:
     """One layer alone on whole rows, without an adapter: for what goes through a network layer by layer.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from qerl_jax.models.params import Adapter, Layer, Model, Norms
 from qerl_jax.models.transformer import KV, block, embedded, final_norm, forward, lora_of, rotation_at, split_heads
 from qerl_jax.rollout.attention import KVCache, token_attention
+from qerl_jax.rollout.fused import layer_parts, run_layers
 
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
 
@@ -111,10 +112,14 @@ def decode_step(
       values of no meaning.
     """
     attend = token_attention(model.config, cache, prompt_of_S, steps_S, live_S, group)
-    x_S1D = embedded(model, tokens_S[:, None])
-    updated = []
+    x_SD = embedded(model, tokens_S)
+    parts = layer_parts(model, adapter, tokens_S.shape[0])
+    if parts is not None:
+        x_SD, updated = run_layers(model, adapter, norms, parts, attend, x_SD)
+        return final_norm(model, norms.final, x_SD), cache.replace(completion=tuple(updated))
+    x_S1D, updated = x_SD[:, None], []
     for i, layer in enumerate(model.base.layers):
         scales = norms.input[i], norms.post_attention[i]
         x_S1D, kv = block(model.config, model.base.embed.dtype, attend(i), layer, lora_of(adapter, i), scales, x_S1D)
         updated.append(kv)
-    return final_norm(model, norms.final, x_S1D)[:, 0], cache.replace(completion=tuple(updated))
+    return final_norm(model, norms.final, x_S1D[:, 0]), cache.replace(completion=tuple(updated))

@@ -65,10 +65,19 @@ def make_ptx(m):
 
     p.add, p.sub, p.mul, p.and_ = map(binary, (np.add, np.subtract, np.multiply, np.bitwise_and))
     p.xor, p.shr, p.minimum = map(binary, (np.bitwise_xor, np.right_shift, np.minimum))
+    p.maximum = binary(np.maximum)
     p.div, p.rem = map(binary, (np.floor_divide, np.remainder))
     p.lt, p.eq = binary(np.less, bool), binary(np.equal, bool)
     p.select = lambda c, a, b: np.where(c, _lanes(a), _lanes(b))
     p.divide = lambda a, b: (a / b).astype(F32)
+    p.exp2, p.rsqrt = (lambda a: np.exp2(a).astype(F32)), (lambda a: (1 / np.sqrt(a)).astype(F32))
+
+    def over_lanes(join, x, distances):
+        for distance in distances:
+            x = join(x, x[LANES ^ distance])
+        return x
+
+    p.over_lanes = over_lanes
     p.sreg = lambda name: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[name]
     p.opaque = _lanes
     p.uniform = lambda v: _lanes(v[0])
@@ -171,7 +180,8 @@ def make_memory(m):
     def bytes_of(values, dtype):
         return np.stack([np.broadcast_to(v, (32,)).astype(dtype) for v in values], 1).view(np.uint8).reshape(32, -1)
 
-    mem.load_global_v4 = load_global(4, U32, 16)
+    mem.load_global_v4, mem.load_global_v2 = load_global(4, U32, 16), load_global(2, U32, 8)
+    mem.load_fresh_f32 = lambda a: load_global(1, F32, 4)(a)[0]
     mem.load_fresh_f32x4 = load_global(4, F32, 16)
     mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
     mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
@@ -207,6 +217,8 @@ def make_memory(m):
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
     mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
 
+    mem.load_shared_address = lambda a: np.stack(load_shared(2, U32)(a), 1).view(U64)[:, 0]
+    mem.store_shared_address = lambda a, v: store_shared(a, bytes_of((v,), U64), 0)
     mem.store_shared_bf16 = lambda a, v, o: store_shared(a, bytes_of((v,), ml_dtypes.bfloat16), o)
 
     def barrier(address):
@@ -286,6 +298,7 @@ def make_memory(m):
         m.now.pause(lambda: counter[0] == _lanes(value)[0])
 
     mem.count_and_wrap, mem.count_up, mem.wait_for_count = count_and_wrap, count_up, wait_for_count
+    mem.count, mem.await_count = count_up, wait_for_count
     return mem
 
 

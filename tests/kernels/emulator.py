@@ -14,12 +14,13 @@ import random
 import threading
 import types
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 
-from pallas_kernels import fragment_order, stream_compute, stream_kernel, stream_lora
+from pallas_kernels import block_kernel, block_service, fragment_order, stream_compute, stream_kernel, stream_lora
 
 
 class Deadlock(AssertionError):
@@ -46,10 +47,12 @@ class Warp:
             self.machine.idle.release()
 
     def publish(self):
-        """Let other warps see what this one stored in global memory."""
-        for place, data in self.stores:
+        """Let other CTAs see what this warp stored in global memory, and what those did that it met at a barrier."""
+        met = self.machine.met[self.cta]
+        for place, data in met + self.stores:
             self.machine.memory[place] = data
         self.stores = []
+        met.clear()
 
     def pause(self, may_go=lambda: True):
         """Let another warp run; come back some time after `may_go()` holds."""
@@ -93,7 +96,7 @@ class Machine:
         self.cluster, self.warps_of_cta, self.stopped = cluster, warps, False
         self.shared = [np.full(shared_bytes, 0xFF, np.uint8) for _ in range(ctas)]
         self.barriers = [{} for _ in range(ctas)]
-        self.named = {}
+        self.named, self.met = {}, [[] for _ in range(ctas)]
         left = [Warp(self, cta, index) for cta in range(ctas) for index in range(warps)]
         with concurrent.futures.ThreadPoolExecutor(len(left)) as pool:
             running = {warp: pool.submit(warp.run, program) for warp in left}
@@ -118,6 +121,8 @@ class Machine:
 
     def meet(self, key, threads, waits=True):
         """A barrier of `threads` threads."""
+        self.met[self.now.cta] += self.now.stores
+        self.now.stores = []
         arrived, round_ = self.named.get(key, (0, 0))
         arrived += 32
         assert arrived <= threads, f"more than {threads} threads at barrier {key}"
@@ -130,11 +135,11 @@ class Machine:
 def _emulated(m):
     arith = types.SimpleNamespace(
         addf=lambda a, b: (a + b).astype(np.float32), mulf=lambda a, b: (a * b).astype(np.float32),
-        select=np.where, andi=np.logical_and,
+        select=np.where, andi=np.logical_and, ori=np.logical_or,
     )  # fmt: skip
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": arith}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    modules = (fragment_order, stream_kernel, stream_compute, stream_lora)
+    modules = (fragment_order, stream_kernel, stream_compute, stream_lora, block_kernel, block_service)
     before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
     for module, name, _ in before:
         setattr(module, name, names[name])
@@ -175,4 +180,22 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
 
             m.launch(plan.clusters * c.cluster, c.cluster, 4 * plan.warpgroups, plan.total, program)
             results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.n)], strict=False)])
+    return results
+
+
+def run_block(plan, eps, operands, *, seed=0, calls=1):
+    """What the block kernel writes, by name, of several calls that share their memory."""
+    m = Machine(seed)
+    given = jax.tree.map(lambda v: m.put(np.asarray(v)), operands)
+    shapes = block_kernel.block_outs(plan)
+    made = {name: m.put(np.full(s.shape, np.nan, s.dtype)) for name, s in shapes.items()}
+    results = []
+    with _emulated(m):
+        for _ in range(calls):
+
+            def program():
+                block_kernel._Kernel(plan, eps, given, made, None).run()
+
+            m.launch(plan.ctas, 1, plan.threads // 32, plan.total, program)
+            results.append({name: m.get(made[name], s.shape, s.dtype) for name, s in shapes.items()})
     return results

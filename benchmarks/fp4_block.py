@@ -1,0 +1,129 @@
+"""All that a decode step computes between two attentions, as one kernel: time a layer, beside its floor.
+
+    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8] [--rank 0 32]
+
+Layers follow each other in a jitted while loop, q of one as the attention's output of the next, with nothing between.
+`us` is the loop's wall time over layers and steps, `kernels_us` the kernels' own (CUPTI); tb_per_s counts packed bytes
+over `us`. `error` is the largest difference of an output to the reference in plain JAX, over the output's root mean
+square.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.fp4_matmul import random_weight
+from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference, layout
+
+EPS = 1e-6
+# hidden size, inner size, outputs of q and of k and v each
+SHAPES = {"7B": (3584, 18944, 3584, 512), "14B": (5120, 13824, 5120, 1024), "32B": (5120, 27648, 5120, 1024)}
+LAYERS = {"7B": 6, "14B": 4, "32B": 3}
+STEPS = 40
+
+
+def random_projection(key, n, k, rank, biased=False):
+    """Weights of unit size, so that what goes through them keeps its own."""
+    keys = jax.random.split(key, 4)
+    weight = random_weight(keys[0], n, k)
+    sample = layout.KernelWeight(weight.data[:4], 64, k)
+    rms = jnp.sqrt(jnp.mean(layout.dequantize(sample, jnp.float32(1.0), jnp.float32) ** 2))
+    lora = None
+    if rank:
+        a = jax.random.normal(keys[2], (rank, k), jnp.bfloat16) / k**0.5
+        lora = a, jax.random.normal(keys[3], (n, rank), jnp.bfloat16) / rank**0.5, jnp.float32(0.5)
+    return Projection(weight, rms * np.sqrt(k), jax.random.normal(keys[1], (n,)) if biased else None, lora)
+
+
+def random_layer(key, name, rank):
+    hidden, inner, heads, kv = SHAPES[name]
+    keys = jax.random.split(key, 9)
+    o, gate, up, down = (
+        random_projection(key, n, k, rank)
+        for key, n, k in zip(keys, (hidden, inner, inner, hidden), (heads, hidden, hidden, inner), strict=False)
+    )
+    qkv = tuple(
+        random_projection(key, n, hidden, rank, True) for key, n in zip(keys[4:], (heads, kv, kv), strict=False)
+    )
+    norms = tuple(jax.random.uniform(key, (hidden,), minval=0.5, maxval=1.5) for key in keys[7:])
+    return LayerPart(o, gate, up, down, qkv), norms
+
+
+@jax.jit
+def kernel(x, residual, layer, norms):
+    return between_attentions(x, residual, layer, norms, EPS)
+
+
+@jax.jit
+def reference(x, residual, layer, norms):
+    return between_attentions_reference(x, residual, layer, norms, EPS)
+
+
+@jax.jit
+def loop(x, residual, model, steps):
+    def body(state):
+        i, x, _ = state
+        stream = residual
+        for layer, norms in model:
+            stream, (x, *_) = between_attentions(x, stream, layer, norms, EPS)
+        return i + 1, x, stream
+
+    return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, x, residual))[1:]
+
+
+def measure(name, m, rank, model):
+    hidden, inner, heads, kv = SHAPES[name]
+    x = jax.random.normal(jax.random.key(m), (m, heads), jnp.bfloat16)
+    residual = jax.random.normal(jax.random.key(m + 1), (m, hidden))
+    made, again, true = (jax.tree.leaves(f(x, residual, *model[0])) for f in (kernel, kernel, reference))
+    errors = [
+        float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.sqrt(jnp.mean(b.astype(jnp.float32) ** 2)))
+        for a, b in zip(made, true, strict=True)
+    ]
+    last = jax.block_until_ready(loop(x, residual, model, STEPS))
+    times = []
+    for steps in (STEPS, 3 * STEPS) * 4:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(x, residual, model, steps))
+        times.append(time.perf_counter() - start)
+    # the difference of two lengths: without the call's own start and end
+    us = (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS * len(model)) * 1e6
+    _, kernels = profiler.measure(loop, aggregate=False)(x, residual, model, 2)
+    size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
+    return {
+        "model": name, "m": m, "rank": rank, "us": float(us), "tb_per_s": float(size / us * 1e-6),
+        "kernels_us": sum(t for kernel, t in kernels if "block" in kernel) * 1e3 / (2 * len(model)),
+        "error": max(errors), "same_again": all(bool((a == b).all()) for a, b in zip(made, again, strict=True)),
+        "finite": all(bool(jnp.isfinite(v).all()) for v in last),
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--models", nargs="+", default=list(SHAPES))
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
+    args = parser.parse_args()
+    rows = []
+    for name in args.models:
+        for rank in args.rank:
+            model = [random_layer(jax.random.key(layer), name, rank) for layer in range(LAYERS[name])]
+            for m in args.m:
+                row = measure(name, m, rank, model)
+                rows.append(row)
+                print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+            del model
+    with open(args.out, "w") as f:
+        json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""between_attentions: what a decode step computes between two attentions, as one kernel (block_kernel.py).
+
+Letters: M rows, D hidden size, K inputs and N outputs of a weight, R LoRA's rank.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import block_kernel
+from .block_plan import BlockPlan, Part, make_block_plan
+from .layout import KernelWeight, dequantize
+from .stream_kernel import number
+from .stream_plan import RESIDENT, padded_rank
+from .variants import capability, multiprocessors
+
+
+class Projection(NamedTuple):
+    """A weight [N, K] and what belongs to it: global scale (a divisor), bias float32 [N], and LoRA's A [R, K], B [N, R]
+    in bfloat16 and scaling."""
+
+    weight: KernelWeight
+    global_scale: jax.Array
+    bias: jax.Array | None = None
+    lora: tuple[jax.Array, jax.Array, jax.Array] | None = None
+
+    @property
+    def rank(self) -> int:
+        """LoRA's, as the kernel takes it; 0 without."""
+        return 0 if self.lora is None else padded_rank(self.lora[0].shape[0])
+
+
+class LayerPart(NamedTuple):
+    """The projections between one attention and the next. `qkv` is the next layer's; empty behind the last layer."""
+
+    o: Projection
+    gate: Projection
+    up: Projection
+    down: Projection
+    qkv: tuple[Projection, ...] = ()
+
+    @property
+    def groups(self) -> tuple[tuple[Projection, ...], ...]:
+        """Those that read the same x, in their order."""
+        return ((self.o,), (self.gate, self.up), (self.down,), *([self.qkv] if self.qkv else []))
+
+
+def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> bool:
+    """Whether the device that is compiled for runs the kernel, and the kernel takes the shape."""
+    if capability() != 90 or multiprocessors() < RESIDENT[1] or dtype != jnp.bfloat16:
+        return False
+    try:
+        _plan(rows, layer)
+    except ValueError:
+        return False
+    return True
+
+
+def _plan(rows: int, layer: LayerPart) -> BlockPlan:
+    parts = []
+    for i, group in enumerate(layer.groups):
+        (k,) = {projection.weight.k for projection in group}
+        parts.append(
+            Part(
+                k,
+                tuple(projection.weight.n for projection in group),
+                tuple(projection.rank for projection in group),
+                tuple(projection.bias is not None for projection in group),
+                paired=i == 1,
+                normed=i in (1, 3),
+                joins=i in (0, 2),
+            )
+        )
+    return make_block_plan(rows, layer.o.weight.n, tuple(parts), RESIDENT[1])
+
+
+def between_attentions(
+    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """residual + o(x); + down(silu(gate(h)) * up(h)) of its norm h; and q, k, v of the norm of that.
+
+    Products are bfloat16's with float32 sums. Not rounded in between: what joins the residual stream, and the division
+    by the root of the mean square, which follows the products.
+
+    Args:
+      x: bfloat16 [M, K], the attention's output, M up to 8.
+      residual: float32 [M, D].
+      layer: the projections.
+      norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.
+      eps: the norms' epsilon.
+
+    Returns:
+      The residual stream float32 [M, D], and q, k, v in bfloat16 [M, N].
+
+    Raises:
+      ValueError: the kernel does not take the shape (see `takes_between_attentions`).
+    """
+    plan = _plan(x.shape[0], layer)
+    weights = tuple(tuple(map(_operands, group)) for group in layer.groups)
+    scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
+    sync = jnp.asarray(block_kernel.counters(plan))
+    outs = block_kernel.build(plan, eps)(block_kernel.Operands(x, residual, weights, scales, sync))
+    return outs["residual2"], tuple(outs[f"y{w}"] for w in range(len(layer.qkv)))
+
+
+def _operands(projection: Projection) -> block_kernel.Weight:
+    lora: tuple[jax.Array | None, ...] = (None, None, None)
+    if projection.lora is not None:
+        a, b, scaling = projection.lora
+        more = projection.rank - a.shape[0]
+        a, b = (v.astype(jnp.bfloat16) for v in (a, b))
+        lora = jnp.pad(a, ((0, more), (0, 0))), jnp.pad(b, ((0, 0), (0, more))), number(scaling)
+    return block_kernel.Weight(projection.weight.data, number(projection.global_scale), projection.bias, *lora)
+
+
+def between_attentions_reference(
+    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`between_attentions` in plain JAX: the products in float32, what they read rounded to x's dtype."""
+    dtype = x.dtype
+
+    def product(x: jax.Array, projection: Projection) -> jax.Array:
+        dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
+        wide = x.astype(jnp.float32)
+        y = dot(wide, dequantize(projection.weight, projection.global_scale, jnp.float32).T)
+        if projection.lora is not None:
+            a, b, scaling = projection.lora
+            hidden = dot(wide, a.astype(jnp.float32).T).astype(dtype).astype(jnp.float32)
+            y = y + scaling * dot(hidden, b.astype(jnp.float32).T)
+        return y if projection.bias is None else y + projection.bias
+
+    def normed(residual: jax.Array, scale: jax.Array) -> jax.Array:
+        mean = jnp.mean(jnp.square(residual), -1, keepdims=True)
+        return (residual * jax.lax.rsqrt(mean + eps) * scale).astype(dtype)
+
+    residual = residual + product(x, layer.o)
+    h = normed(residual, norms[0])
+    inner = jax.nn.silu(product(h, layer.gate)) * product(h, layer.up)
+    residual = residual + product(inner.astype(dtype), layer.down)
+    if not layer.qkv:
+        return residual, ()
+    h = normed(residual, norms[1])
+    return residual, tuple(product(h, projection).astype(dtype) for projection in layer.qkv)

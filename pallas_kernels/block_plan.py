@@ -1,0 +1,231 @@
+"""How the block kernel (block_kernel.py) divides its matmuls among CTAs and warps, and its memory.
+
+Letters: M rows, K inputs, N outputs, D hidden size; row tiles of 16 outputs and quads of 256 inputs as in layout.py. An
+*item* is one quad of one row tile: 2304 bytes of weights, the step of the main loop.
+"""
+
+import dataclasses
+import functools
+
+from .layout import COLS, QUAD_BYTES, ROWS
+from .stream_plan import SMEM_LIMIT
+
+MAX_ROWS = 8
+SERVICE_WARPS = 4
+# Slices of K whose products with A are added afterwards, about: every CTA adds them all, each is a warp's work.
+LORA_SLICES = 24
+# An exchange of sums between CTAs takes about as long as so many items of each.
+EXCHANGE_ITEMS = 30
+HEADER = 512  # barriers, 1 / rms of the rows, and the warps' parts of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of the kernel's matmuls, x W^T with one or several W.
+
+    Attributes:
+      k, n: inputs, and the outputs of each weight.
+      ranks: LoRA's, of each weight, multiples of 16; 0 for none.
+      biased: whether the weight has a bias.
+      paired: two weights, gate and up, whose outputs are joined to silu(gate) * up.
+      normed: x comes without its division by the root of the mean square, which is made up for at the end.
+      joins: the output is added to the residual stream.
+      groups, slices: CTAs that share the row tiles, and those that share K; each CTA is one of groups x slices.
+    """
+
+    k: int
+    n: tuple[int, ...]
+    ranks: tuple[int, ...]
+    biased: tuple[bool, ...]
+    paired: bool = False
+    normed: bool = False
+    joins: bool = False
+    groups: int = 1
+    slices: int = 1
+
+    @property
+    def quads(self) -> int:
+        return self.k // COLS
+
+    @property
+    def tiles_of(self) -> tuple[int, ...]:
+        return tuple(n // ROWS for n in self.n)
+
+    @property
+    def entries(self) -> int:
+        """What CTAs share along N: row tiles, or pairs of them."""
+        return self.tiles_of[0] if self.paired else sum(self.tiles_of)
+
+    @property
+    def most_entries(self) -> int:
+        return -(-self.entries // self.groups)
+
+    @property
+    def most_tiles(self) -> int:
+        return self.most_entries * (2 if self.paired else 1)
+
+    @property
+    def most_quads(self) -> int:
+        return -(-self.quads // self.slices)
+
+    @property
+    def most_items(self) -> int:
+        return self.most_tiles * self.most_quads
+
+    def fewest_items(self, ctas: int) -> int:
+        """Of any of so many CTAs."""
+        if self.groups * self.slices < ctas:
+            return 0
+        return self.entries // self.groups * (2 if self.paired else 1) * (self.quads // self.slices)
+
+    @property
+    def rank_tiles(self) -> tuple[int, ...]:
+        return tuple(r // ROWS for r in self.ranks)
+
+    @property
+    def lora_chunks(self) -> int:
+        """Parts of a slice of K in LoRA's first product."""
+        return min(self.most_quads, max(1, LORA_SLICES // self.slices))
+
+    @property
+    def lora_parts(self) -> int:
+        return self.slices * self.lora_chunks
+
+    @property
+    def lora_units(self) -> int:
+        """Warps' work in all of LoRA's first product: 16 ranks and one part of K each."""
+        return self.lora_parts * sum(self.rank_tiles)
+
+
+def divided(part: Part, ctas: int, most_quads: int) -> Part:
+    """The part with the groups and slices that make the busiest CTA's share least, whose x has no more quads."""
+
+    def cut(slices: int) -> Part:
+        return dataclasses.replace(part, slices=slices, groups=min(ctas // slices, part.entries))
+
+    cuts = [cut(slices) for slices in range(1, min(ctas, part.quads) + 1)]
+    # only sums that join the residual stream are added over CTAs
+    cuts = [c for c in cuts if c.most_quads <= most_quads and (c.slices == 1 or part.joins)]
+    if not cuts:
+        raise ValueError(f"K = {part.k} does not fit in {most_quads} quads of shared memory")
+    return min(cuts, key=lambda c: (c.most_items + EXCHANGE_ITEMS * (c.slices > 1), c.slices))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """Sizes and places in memory of one kernel, in bytes unless named otherwise."""
+
+    m: int
+    hidden: int
+    parts: tuple[Part, ...]
+    ctas: int
+    warps: int  # that compute
+    depth: int  # items in a warp's ring
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + SERVICE_WARPS)
+
+    @property
+    def service_threads(self) -> int:
+        return 32 * SERVICE_WARPS
+
+    @functools.cached_property
+    def runs(self) -> int:
+        """Row tiles that a warp's items of one part touch at most."""
+
+        def touched(part: Part) -> int:
+            items = -(-part.most_items // self.warps)
+            fewest_quads = part.quads // part.slices
+            return min(part.most_tiles, -(-max(items - 1, 0) // fewest_quads) + 1)
+
+        return max(map(touched, self.parts))
+
+    @property
+    def items_warp(self) -> int:
+        return sum(-(-part.most_items // self.warps) for part in self.parts)
+
+    @property
+    def parts_at_first(self) -> int:
+        """Parts whose items a warp may fetch before it has finished the first one."""
+        ahead = 0
+        for i, part in enumerate(self.parts[1:], 1):
+            ahead += part.fewest_items(self.ctas) // self.warps
+            if ahead >= self.depth - 1:
+                return i + 1
+        return len(self.parts)
+
+    def x_stride(self, part: Part) -> int:
+        return part.most_quads * COLS * 2 + 16  # 16 more: then 8 rows x 4 pieces of 16 bytes fall in different banks
+
+    @property
+    def table_at(self) -> int:
+        return HEADER
+
+    @property
+    def sums_at(self) -> int:
+        return self.table_at + -(-self.warps * self.items_warp * 8 // 16) * 16
+
+    @property
+    def h_at(self) -> int:
+        return self.sums_at + self.warps * self.runs * 512
+
+    @property
+    def x_at(self) -> int:
+        return self.h_at + max(sum(part.rank_tiles) for part in self.parts) * MAX_ROWS * ROWS * 2
+
+    @property
+    def ring_at(self) -> int:
+        x = max(self.m * self.x_stride(part) for part in self.parts)
+        return self.x_at + -(-x // 128) * 128
+
+    @property
+    def total(self) -> int:
+        return self.ring_at + self.warps * self.depth * QUAD_BYTES
+
+    # ---- counters between CTAs: words of the `sync` array
+
+    def arrived(self, part: int) -> int:
+        """CTAs that have stored their outputs of a part."""
+        return 4 * part
+
+    def multiplied(self, part: int) -> int:
+        """Units of LoRA's first product that are stored."""
+        return 4 * part + 2
+
+    def summed(self, part: int, group: int) -> int:
+        """Slices of a group's sums that are stored; each counter is followed by that of those who have seen it."""
+        return 4 * len(self.parts) + 2 * (sum(p.groups for p in self.parts[:part] if p.slices > 1) + group)
+
+    @property
+    def sync_words(self) -> int:
+        return self.summed(len(self.parts), 0) + 1
+
+
+def make_block_plan(
+    m: int, hidden: int, parts: tuple[Part, ...], ctas: int, warps: int = 12, depth: int | None = None
+) -> BlockPlan:
+    """Raises ValueError naming the constraint when the kernel does not take the shape.
+
+    Without `depth` the ring gets what is left of the shared memory, which is what a CTA can fetch while it waits for
+    the others.
+    """
+    if not 1 <= m <= MAX_ROWS:
+        raise ValueError(f"M must be in 1..{MAX_ROWS}, got {m}")
+    for part in parts:
+        if part.k % COLS or any(n % ROWS for n in part.n):
+            raise ValueError(f"K must be a multiple of {COLS} and N of {ROWS}, got K = {part.k}, N = {part.n}")
+        if any(r % ROWS for r in part.ranks):
+            raise ValueError(f"ranks must be multiples of {ROWS}, got {part.ranks}")
+        if part.paired and (len(part.n) != 2 or part.n[0] != part.n[1]):
+            raise ValueError(f"gate and up must have the same outputs, got {part.n}")
+        if part.joins and part.n != (hidden,):
+            raise ValueError(f"what joins the residual stream must have {hidden} outputs, got {part.n}")
+    widest = max((part.quads for part in parts if not part.joins), default=1)
+    parts = tuple(divided(part, ctas, widest) for part in parts)
+    plan = BlockPlan(m, hidden, parts, ctas, warps, depth or 2)
+    if depth is None:
+        plan = dataclasses.replace(plan, depth=max(2, min(16, (SMEM_LIMIT - plan.ring_at) // (warps * QUAD_BYTES))))
+    if plan.total > SMEM_LIMIT:
+        raise ValueError(f"M = {m} with {parts} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
+    return plan

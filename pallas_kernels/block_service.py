@@ -1,0 +1,232 @@
+"""The service warps of the block kernel (block_kernel.py): x to shared memory, RMSNorm's divisors, LoRA's x A^T.
+
+LoRA's first product of a part needs all of K before any output: the service warps of all CTAs share its *units* of 16
+ranks and a part of K, leave float32 sums in global memory, and every CTA adds those of the adapters whose outputs it
+owns, in order, and rounds x A^T to bfloat16.
+"""
+
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from .block_plan import MAX_ROWS, SERVICE_WARPS, BlockPlan
+from .layout import COLS, ROWS
+
+PREPARED, SERVED = 2, 3  # named barriers
+CHUNK = 32  # columns for which a lane loads 16 bytes of each row of A
+BATCH = 8  # parts of K under way together when they are added
+
+
+class ServiceWarps:
+    """The part of a CTA's program that belongs to the service warps. The CTA's class sets the attributes before."""
+
+    plan: BlockPlan
+    eps: float
+
+    def prepared(self, waits: bool):
+        """The compute warps wait here for the barriers, which the first service warp has made when it arrives."""
+        threads = 32 * (self.plan.warps + 1)
+        (p.named_sync if waits else p.named_arrive)(PREPARED, threads)
+
+    def served(self):
+        p.named_sync(SERVED, self.plan.service_threads)
+
+    def serve(self):
+        plan = self.plan
+        self.mine = p.sub(self.warp, plan.warps)
+        self.place = p.sub(self.tid, 32 * plan.warps)
+        self.is_first = p.eq(self.mine, 0)
+        asks = arith.andi(self.is_first, self.is_lane_0)  # one lane: many would hold up those that count
+
+        def make():
+            for barrier in (self.x_full, self.h_full):
+                mem.barrier_init(barrier, plan.service_threads)
+            mem.fence_barrier_init()
+
+        p.when(asks, make)
+        self.served()
+        p.when(self.is_first, lambda: self.prepared(waits=False))
+        for i, part in enumerate(plan.parts):
+            has_lora = any(part.ranks)
+            early = self.first_of_a(i) if has_lora and i else []
+            if i:
+                self.wait_for(asks, plan.arrived(i - 1), plan.ctas)
+            self.load_x(i)
+            if has_lora:
+                early = early or self.first_of_a(i)
+                mem.barrier_wait(self.x_full, p.i32(i % 2))
+                self.multiply_by_a(i, early)
+            if part.normed:
+                self.invert(i)
+            if has_lora:
+                self.wait_for(asks, plan.multiplied(i), part.lora_units)
+                self.add_hidden(i)
+            mem.barrier_arrive(self.h_full)
+
+    def wait_for(self, asks, word: int, count: int):
+        """All service warps, for a counter that all CTAs wait for."""
+        counter = self.counter(word)
+        p.when(asks, lambda: mem.await_count(counter, p.i32(count)))
+        self.served()
+        p.when(asks, lambda: self.leave(counter, self.plan.ctas))
+
+    def load_x(self, i: int):
+        """This CTA's columns of x."""
+        plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
+        source = mem.offset(self.x_of[i], p.mul(share.first_quad, COLS * 2))
+
+        def copy(piece, _):
+            at = p.mul(piece, 16)
+            for row in range(plan.m):
+                mem.copy_async_16(
+                    p.add(self.x_base, at), mem.offset(source, at), row * plan.x_stride(part), row * part.k * 2
+                )
+            return []
+
+        p.for_range(self.place, p.mul(share.quads, COLS * 2 // 16), plan.service_threads, [], copy)
+        mem.copy_arrive(self.x_full)
+
+    def invert(self, i: int):
+        """1 / sqrt(mean of the squares + eps) of each row, from the squares of all row tiles in a fixed order."""
+        plan, tiles = self.plan, self.plan.hidden // ROWS
+        squares = self.flows[i - 1].squares
+        half, first = p.and_(self.place, 1), p.shr(self.place, 1)
+        lanes = plan.service_threads // 2
+        loaded = []
+        for start in range(0, tiles, lanes):
+            tile = p.add(first, start)
+            known = p.minimum(tile, tiles - 1)
+            at = mem.offset(squares, p.add(p.mul(known, MAX_ROWS * 4), p.mul(half, 16)))
+            values = mem.load_fresh_f32x4(at, 0)
+            loaded.append([arith.select(p.lt(tile, tiles), v, p.f32(0.0)) for v in values])
+        sums = loaded[0]
+        for values in loaded[1:]:
+            sums = [arith.addf(a, b) for a, b in zip(sums, values, strict=True)]
+        sums = [p.over_lanes(arith.addf, v, (2, 4, 8, 16)) for v in sums]
+        to = p.add(self.squares_base, p.add(p.mul(self.mine, MAX_ROWS * 4), p.mul(half, 16)))
+        p.when(p.lt(self.lane, 2), lambda: mem.store_shared_f32x4(to, sums, 0))
+        self.served()
+
+        def row():
+            at = p.mul(self.place, 4)
+            total = mem.load_shared_f32(p.add(self.squares_base, at), 0)
+            for warp in range(1, SERVICE_WARPS):
+                total = arith.addf(total, mem.load_shared_f32(p.add(self.squares_base, at), warp * MAX_ROWS * 4))
+            mean = arith.addf(p.divide(total, p.f32(float(plan.hidden))), p.f32(self.eps))
+            mem.store_shared_f32(p.add(self.inverse_base, at), p.rsqrt(mean), 0)
+
+        p.when(p.lt(self.place, MAX_ROWS), row)
+        self.served()
+
+    def multiply_by_a(self, i: int, early):
+        """This CTA's units: x A^T of 16 ranks over a part of its columns. `early` is `first_of_a`."""
+        plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
+        x = p.add(self.x_base, p.add(p.mul(self.row_in_x, plan.x_stride(part)), p.mul(self.t, 16)))
+
+        def product(acc, a, half):
+            at = p.add(x, p.mul(half, COLS))
+            acc = list(acc)
+            for n, (low, high) in enumerate(a):
+                right = mem.load_shared_v4(at, n * 64)
+                for j in (0, 2):
+                    acc = p.mma_bf16(acc, (low[j], high[j], low[j + 1], high[j + 1]), right[j], right[j + 1])
+            return acc
+
+        def unit(index, early):
+            a, first, last, tile, chunk = self.rows_of_a(i, index)
+            acc = [p.f32(0.0)] * 4
+            for n, values in enumerate(early):
+                half = p.add(first, n)
+                acc = p.if_values(p.lt(half, last), lambda a=values, h=half, acc=acc: product(acc, a, h), acc)
+            start = p.add(first, len(early))
+            acc = p.for_range(start, last, 1, acc, lambda half, acc: product(acc, self.load_a(a, half, part.k), half))
+            where = p.add(p.mul(p.add(p.mul(share.slice, part.lora_chunks), chunk), sum(part.rank_tiles)), tile)
+            to = mem.offset(mem.wide_offset(self.outs[f"hidden{i}"], where, 512), p.mul(self.lane, 16))
+            mem.store_global_f32x4(to, acc, 0)
+            p.warp_sync()
+
+            def count():
+                mem.fence()
+                mem.count(self.counter(plan.multiplied(i)))
+
+            p.when(self.is_lane_0, count)
+            return []
+
+        start, end, step = self.units(i)
+        p.when(p.lt(start, end), lambda: unit(start, early))
+        p.for_range(p.add(start, step), end, step, [], lambda index, _: unit(index, []))
+
+    def load_a(self, a, half, k: int):
+        """This lane's part of 16 ranks by 128 columns of A."""
+        here = mem.offset(mem.wide_offset(a, self.g, k * 2), p.add(p.mul(half, COLS), p.mul(self.t, 16)))
+        pieces = range(COLS // 2 // CHUNK)
+        return [(mem.load_global_v4(here, n * 64), mem.load_global_v4(here, n * 64 + 16 * k)) for n in pieces]
+
+    def first_of_a(self, i: int):
+        """The first quad of A that this warp multiplies by, if any, under way before x is there."""
+        start, end, _ = self.units(i)
+        a, first, last, *_ = self.rows_of_a(i, start)
+        early, pieces = [], COLS // 2 // CHUNK
+        for n in range(2):
+            half = p.add(first, n)
+
+            def load(half=half):
+                return [word for pair in self.load_a(a, half, self.plan.parts[i].k) for words in pair for word in words]
+
+            has = arith.andi(p.lt(start, end), p.lt(half, last))
+            words = p.if_values(has, load, [p.i32(0)] * (8 * pieces))
+            early.append([(words[8 * j : 8 * j + 4], words[8 * j + 4 : 8 * j + 8]) for j in range(pieces)])
+        return early
+
+    def units(self, i: int):
+        """First, end and step of this warp's units of part i, of those of this CTA's slice of K."""
+        part, share = self.plan.parts[i], self.shares[i]
+        start = p.add(p.mul(self.mine, part.groups), share.group)
+        end = p.select(p.lt(0, share.items), sum(part.rank_tiles) * part.lora_chunks, 0)
+        return start, end, part.groups * SERVICE_WARPS
+
+    def rows_of_a(self, i: int, index):
+        """Where this CTA's columns of a unit's first row of A begin, and its first and last half quad in them."""
+        part, share = self.plan.parts[i], self.shares[i]
+        tile, chunk = p.div(index, part.lora_chunks), p.rem(index, part.lora_chunks)
+        (a,), local = self.pick(part.rank_tiles, tile, [(w.data if w.a is None else w.a,) for w in self.weights[i]])
+        a = mem.offset(mem.wide_offset(a, p.mul(local, ROWS), part.k * 2), p.mul(share.first_quad, COLS * 2))
+        halves = p.mul(share.quads, 2)
+        first, last = (p.div(p.mul(c, halves), part.lora_chunks) for c in (chunk, p.add(chunk, 1)))
+        return a, first, last, tile, chunk
+
+    def add_hidden(self, i: int):
+        """x A^T of the adapters whose outputs this CTA owns, from all parts of K to shared memory, in bfloat16."""
+        part, share = self.plan.parts[i], self.shares[i]
+        stride = sum(part.rank_tiles) * 512
+        first_tile, first_rank_tile = 0, 0
+        for w, (tiles, rank_tiles) in enumerate(zip(part.tiles_of, part.rank_tiles, strict=True)):
+            last = p.add(share.first, share.entries)
+            owns = p.lt(0, share.entries)
+            if not part.paired:
+                owns = arith.andi(owns, p.lt(share.first, first_tile + tiles))
+                owns = arith.andi(owns, p.lt(first_tile, last))
+
+            def add(w=w, first=first_rank_tile, count=rank_tiles):
+                start = p.and_(p.sub(p.add(self.mine, 4 * (first + 1)), first), SERVICE_WARPS - 1)
+                p.for_range(start, count, SERVICE_WARPS, [], lambda n, _: self.one_hidden(i, p.add(n, first), stride))
+
+            if rank_tiles:
+                p.when(owns, add)
+            first_tile, first_rank_tile = first_tile + tiles, first_rank_tile + rank_tiles
+
+    def one_hidden(self, i: int, tile, stride: int):
+        part = self.plan.parts[i]
+        source = mem.offset(mem.wide_offset(self.outs[f"hidden{i}"], tile, 512), p.mul(self.lane, 16))
+        acc = [p.f32(0.0)] * 4
+        for start in range(0, part.lora_parts, BATCH):
+            parts = range(start, min(start + BATCH, part.lora_parts))
+            for values in [mem.load_fresh_f32x4(source, n * stride) for n in parts]:
+                acc = [arith.addf(a, b) for a, b in zip(acc, values, strict=True)]
+        if part.normed:
+            acc = self.times_inverse(acc)
+        # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)
+        to = p.add(p.add(self.h_base, p.mul(tile, MAX_ROWS * ROWS * 2)), p.add(p.mul(self.t, 64), p.mul(self.g, 2)))
+        for e in range(4):
+            mem.store_shared_bf16(to, acc[e], (e % 2) * ROWS * 2 + (e // 2) * 16)
+        return []

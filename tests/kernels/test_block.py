@@ -1,0 +1,126 @@
+"""between_attentions: how its plan divides the work, what it refuses, that it lowers, the decode step through it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from tiny import CONFIG
+
+from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference, compiling_for
+from pallas_kernels.block_plan import Part, make_block_plan
+from pallas_kernels.layout import KernelWeight
+from pallas_kernels.stream_plan import SMEM_LIMIT
+from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
+from qerl_jax.models.params import norms_of
+from qerl_jax.rollout import fused
+from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.decode import decode_step
+from qerl_jax.rollout.slots import empty_completions, empty_pool
+
+# hidden size, inner size, outputs of q and of k and v each
+SHAPES = {"7B": (3584, 18944, 3584, 512), "14B": (5120, 13824, 5120, 1024), "32B": (5120, 27648, 5120, 1024)}
+
+
+def parts_of(name, rank):
+    D, F, heads, kv = SHAPES[name]
+    return (
+        Part(heads, (D,), (rank,), (False,), joins=True),
+        Part(D, (F, F), (rank, rank), (False, False), paired=True, normed=True),
+        Part(F, (D,), (rank,), (False,), joins=True),
+        Part(D, (heads, kv, kv), (rank,) * 3, (True,) * 3, normed=True),
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 32, 128])
+@pytest.mark.parametrize("name", SHAPES)
+def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
+    plans = [make_block_plan(m, SHAPES[name][0], parts_of(name, rank), 132) for m in (1, 8)]
+    assert plans[0].parts == plans[1].parts
+    for plan in plans:
+        assert plan.total <= SMEM_LIMIT and plan.depth >= 3
+        for part in plan.parts:
+            assert part.groups * part.slices <= 132
+            # the busiest CTA has at most half more than an equal share; of the large parts a twelfth
+            share = sum(part.tiles_of) * part.quads / 132
+            assert part.most_items <= (1.5 if share < 100 else 13 / 12) * share
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"m": 9}, "M must be in 1..8"),
+    ({"k": 300}, "K must be a multiple of 256"),
+    ({"n": (48,)}, "must have 256 outputs"),
+    ({"ranks": (8,)}, "ranks must be multiples of 16"),
+])  # fmt: skip
+def test_what_the_plan_refuses(change, message):
+    part = Part(256, (256,), (0,), (False,), joins=True)
+    m = change.pop("m", 8)
+    with pytest.raises(ValueError, match=message):
+        make_block_plan(m, 256, (dataclasses.replace(part, **change),), 132)
+
+
+def shapes_of(name, rank):
+    def projection(n, k, biased=False):
+        def array(shape, dtype):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        lora = (array((rank, k), jnp.bfloat16), array((n, rank), jnp.bfloat16), array((), jnp.float32))
+        data = KernelWeight(array((n // 16, k // 256, 576), jnp.uint32), n, k)
+        bias = array((n,), jnp.float32) if biased else None
+        return Projection(data, array((), jnp.float32), bias, lora if rank else None)
+
+    D, F, heads, kv = SHAPES[name]
+    qkv = tuple(projection(n, D, True) for n in (heads, kv, kv))
+    return LayerPart(projection(D, heads), projection(F, D), projection(F, D), projection(D, F), qkv)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_lowers_for_hopper_as_one_kernel(rank):
+    D, _, heads, _ = SHAPES["7B"]
+    x, residual = jax.ShapeDtypeStruct((8, heads), jnp.bfloat16), jax.ShapeDtypeStruct((8, D), jnp.float32)
+    norms = (jax.ShapeDtypeStruct((D,), jnp.float32),) * 2
+    with compiling_for(90):
+        run = jax.jit(lambda *operands: between_attentions(*operands, 1e-6))
+        module = export.export(run, platforms=["cuda"])(x, residual, shapes_of("7B", rank), norms).mlir_module()
+    assert module.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.dot_general" not in module
+
+
+@pytest.fixture
+def step():
+    """A decode step of a tiny model in bfloat16 with packed weights, as a function of nothing."""
+    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+    model = for_kernels(quantize(init_model(jax.random.key(0), config, jnp.bfloat16)))
+    adapter = init_adapter(jax.random.key(1), model, 8, 16.0)
+    adapter = jax.tree.map(lambda v: v + 0.05 * jax.random.normal(jax.random.key(2), v.shape), adapter)
+    _, pool = empty_pool(model, 1, 4)
+    cache = KVCache(pool, empty_completions(model, 3, 4), jnp.array([2], jnp.int32))
+    tokens, zeros, live = jnp.array([3, 5, 7]), jnp.zeros(3, jnp.int32), jnp.ones(3, bool)
+
+    def run():
+        norms = norms_of(model, adapter)
+        return jax.jit(lambda: decode_step(model, adapter, tokens, cache, zeros, zeros, live, norms, 3))()
+
+    return run
+
+
+def test_a_decode_step_through_it_is_the_plain_one(step, monkeypatch):
+    plain, plain_cache = step()
+    monkeypatch.setattr(fused, "takes_between_attentions", lambda *_: True)
+    monkeypatch.setattr(fused, "between_attentions", between_attentions_reference)
+    made, cache = step()
+    pairs = zip(
+        jax.tree.leaves((made, cache.completion)), jax.tree.leaves((plain, plain_cache.completion)), strict=True
+    )
+    for a, b in pairs:
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())  # bfloat16's roundings
+
+
+def test_other_weights_and_more_rows_take_the_plain_way(step, monkeypatch):
+    called = []
+    monkeypatch.setattr(fused, "between_attentions", lambda *_: called.append(1))
+    step()  # no GPU here
+    assert not called

@@ -1,0 +1,68 @@
+"""The block kernel on a GPU against its reference in plain JAX: numbers, repeatability, rows, and a captured loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.fp4_block import EPS, random_layer
+from pallas_kernels import between_attentions, between_attentions_reference
+
+pytestmark = pytest.mark.gpu
+
+
+@functools.cache
+def layer_of(name, rank):
+    return random_layer(jax.random.key(0), name, rank)
+
+
+def run(f, x, residual, name, rank):
+    layer, norms = layer_of(name, rank)
+    return jax.tree.leaves(jax.jit(functools.partial(f, eps=EPS))(x, residual, layer, norms))
+
+
+def inputs(rng, m, layer):
+    x = jnp.asarray(rng.standard_normal((m, layer.o.weight.k)), jnp.bfloat16)
+    return x, jnp.asarray(rng.standard_normal((m, layer.o.weight.n)), jnp.float32)
+
+
+@pytest.mark.parametrize("name, rank, m", [("7B", 32, 8), ("7B", 0, 1), ("7B", 128, 3), ("14B", 16, 5), ("32B", 32, 8)])
+def test_against_the_reference(rng, name, rank, m):
+    x, residual = inputs(rng, m, layer_of(name, rank)[0])
+    poison = jnp.full((m, 1 << 20), jnp.nan)
+    jax.block_until_ready(poison)
+    del poison
+    made = run(between_attentions, x, residual, name, rank)
+    true = run(between_attentions_reference, x, residual, name, rank)
+    for a, b in zip(made, true, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # activations are rounded to bfloat16 in another place: 2^-9 each, of a few hundred that count
+        assert np.abs(a - b).max() < 0.04 * np.sqrt((b**2).mean())
+        assert np.sqrt(((a - b) ** 2).mean()) < 0.006 * np.sqrt((b**2).mean())
+
+
+def test_bitwise_the_same_again_and_beside_fewer_rows(rng):
+    x, residual = inputs(rng, 8, layer_of("7B", 32)[0])
+    first = run(between_attentions, x, residual, "7B", 32)
+    for rows in (8, 5, 1):
+        again = run(between_attentions, x[:rows], residual[:rows], "7B", 32)
+        for a, b in zip(again, first, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[:rows])
+
+
+def test_in_a_captured_loop(rng):
+    """300 turns, each from the last one's queries: bit for bit as the same calls one after the other."""
+    layer, norms = layer_of("7B", 32)
+    x, residual = inputs(rng, 8, layer)
+
+    def turn(x, residual):
+        return between_attentions(x, residual, layer, norms, EPS)[1][0]
+
+    looped = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: turn(x, residual), x))(x)
+    step = jax.jit(turn)
+    for _ in range(300):
+        x = step(x, residual)
+    assert bool(jnp.isfinite(looped).all())
+    np.testing.assert_array_equal(np.asarray(looped), np.asarray(x))

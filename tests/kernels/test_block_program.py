@@ -1,0 +1,135 @@
+"""The block kernel's program run in NumPy (see emulator.py) against float64 products."""
+
+import dataclasses
+
+import emulator
+import ml_dtypes
+import numpy as np
+import pytest
+from random_weights import random_matrix
+
+from pallas_kernels import stream_kernel
+from pallas_kernels.block_kernel import Operands, Weight, counters
+from pallas_kernels.block_plan import Part, make_block_plan
+
+EPS = 1e-6
+
+
+def parts_of(D, F, heads, kv, ranks=(16, 32, 16, 48), biased=False, whole=True):
+    """The parts of a layer; `ranks` of o, gate and up, down, and q, k, v."""
+    o, gate, down, q = ranks
+    parts = (
+        Part(heads, (D,), (o,), (False,), joins=True),
+        Part(D, (F, F), (gate, gate), (False, False), paired=True, normed=True),
+        Part(F, (D,), (down,), (False,), joins=True),
+        Part(D, (heads, kv, kv), (q, q, 0), (biased,) * 3, normed=True),
+    )
+    return parts if whole else parts[:3]
+
+
+class Case:
+    """Operands of a call and what it should write."""
+
+    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0):
+        self.rng, self.parts, self.m = np.random.default_rng(seed), parts, m
+        self.plan = make_block_plan(m, D, parts, ctas, warps, depth)
+        self.x, self.residual = self.normal(m, parts[0].k), self.rng.standard_normal((m, D)).astype(np.float32)
+        made = [[self.weight(part, w) for w in range(len(part.n))] for part in parts]
+        self.dense = [[dense for dense, _ in group] for group in made]
+        self.weights = tuple(tuple(weight for _, weight in group) for group in made)
+        self.norms = tuple(self.rng.uniform(0.5, 1.5, D).astype(np.float32) for part in parts[:-1] if part.joins)
+        self.operands = Operands(self.x, self.residual, self.weights, self.norms, counters(self.plan))
+
+    def normal(self, *shape, scale=1.0):
+        return (self.rng.standard_normal(shape) * scale).astype(ml_dtypes.bfloat16)
+
+    def weight(self, part, w):
+        k, n, rank = part.k, part.n[w], part.ranks[w]
+        matrix = random_matrix(self.rng, n, k, 1.0, 0x20, 0x40)
+        size = np.float32(matrix.values.std() * k**0.5)  # as global scale it keeps the size of what is multiplied
+        bias = self.rng.standard_normal(n).astype(np.float32) if part.biased[w] else None
+        lora = (None,) * 3
+        if rank:
+            lora = self.normal(rank, k, scale=k**-0.5), self.normal(n, rank), stream_kernel.number(0.5)
+        made = Weight(np.asarray(matrix.weight.data), stream_kernel.number(size), bias, *lora)
+        return matrix.values / np.float64(size), made
+
+    def products(self, i, x):
+        ys = []
+        for dense, weight in zip(self.dense[i], self.weights[i], strict=True):
+            y = x @ dense.T
+            if weight.a is not None:
+                y = y + 0.5 * (x @ weight.a.astype(np.float64).T) @ weight.b.astype(np.float64).T
+            ys.append(y if weight.bias is None else y + weight.bias)
+        return ys
+
+    def expected(self):
+        residual, norms, x, found = self.residual.astype(np.float64), list(self.norms), self.x.astype(np.float64), {}
+        for i, part in enumerate(self.parts):
+            ys = self.products(i, x)
+            if part.joins:
+                residual = found[f"residual{i}"] = residual + ys[0]
+                if norms:
+                    x = residual / np.sqrt((residual**2).mean(-1, keepdims=True) + EPS) * norms.pop(0)
+            elif part.paired:
+                x = ys[0] / (1 + np.exp(-ys[0])) * ys[1]
+            else:
+                found |= {f"y{w}": y for w, y in enumerate(ys)}
+        return found
+
+    def error(self, written):
+        """Largest difference to the truth, in units of its root mean square."""
+        errors = [
+            np.abs(written[name].astype(np.float64) - true).max() / np.sqrt((true**2).mean())
+            for name, true in self.expected().items()
+        ]
+        return np.max(errors)  # NaN if any is
+
+    def run(self, **options):
+        return emulator.run_block(self.plan, EPS, self.operands, **options)
+
+
+@pytest.mark.parametrize("m, D, F, ctas, warps, ranks", [
+    (8, 256, 512, 3, 2, (16, 32, 16, 48)),  # a CTA without a share of down; K of down in two slices
+    (3, 512, 256, 2, 3, (0, 0, 0, 0)),
+])  # fmt: skip
+def test_a_layers_parts(m, D, F, ctas, warps, ranks):
+    case = Case(m, parts_of(D, F, 256, 16, ranks, biased=m == 3), D, ctas, warps)
+    assert {part.slices for part in case.plan.parts} == ({1, 2} if m == 8 else {1})
+    first, second = case.run(calls=2)  # the second finds the counters as the first left them
+    assert case.error(first) < 0.04
+    for name in case.expected():
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_behind_the_last_layer_and_the_order_of_the_warps():
+    case = Case(2, parts_of(256, 256, 256, 16, whole=False), 256, 2, 1)
+    (expected,) = case.run(seed=1)
+    assert case.error(expected) < 0.04
+    (again,) = case.run(seed=2)
+    np.testing.assert_array_equal(again["residual2"], expected["residual2"])
+
+
+@pytest.mark.parametrize("name", ["fence", "copy_wait"])
+def test_the_emulator_sees_what_nobody_waits_for(monkeypatch, name):
+    """What other CTAs cannot see yet; weights that have not landed."""
+    case = Case(1, parts_of(256, 256, 256, 16, (0, 0, 0, 0), whole=False), 256, 2, 1)
+    real = emulator.make_memory
+
+    def without(machine):
+        memory = real(machine)
+        setattr(memory, name, lambda *_: None)
+        return memory
+
+    monkeypatch.setattr(emulator, "make_memory", without)
+    (written,) = case.run()
+    assert not case.error(written) < 0.04
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    few, many = (Case(m, parts_of(256, 256, 256, 16, whole=False), 256, 2, 2) for m in (1, 4))
+    rows = dataclasses.replace  # the same weights
+    operands = many.operands._replace(x=many.x[:1], residual=many.residual[:1])
+    alone = emulator.run_block(rows(many.plan, m=1), EPS, operands)[0]["residual2"]
+    np.testing.assert_array_equal(alone, many.run()[0]["residual2"][:1])
+    assert few.plan.parts == many.plan.parts
