@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollout --model qwen2.5-7b --format nvfp4 --lora-rank 32 --batch 1 8 32 64 128 256 \\
         --prompt 256 --new 512 --output benchmarks/results/h200/rollout.json
-    python -m benchmarks.rollout --model qwen2.5-7b --batch 8 --profile
+    python -m benchmarks.rollout --model qwen2.5-7b --batch 8 --profile 8
     python -m benchmarks.rollout --model quickstart --batch 128 --prompt 40 --new 48 --lora-rank 16   # on a CPU
 
 Random weights in the real shapes, LoRA on all seven linears with a B that is not zero, temperature 1 over the whole
@@ -292,7 +292,9 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
-    parser.add_argument("--profile", action="store_true", help="also the device time of each kernel of a step")
+    parser.add_argument(
+        "--profile", type=int, nargs="+", default=[], metavar="BATCH", help="also kernels' device times"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
     if arguments.new < 2:
@@ -346,7 +348,9 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
             results.add(row)
             show(line(row))
             done.append((row, case))
-        for row, case in done if arguments.profile else ():  # behind all timings, which the counters may disturb
+        for row, case in done:  # behind all timings, which the counters may disturb
+            if case.batch not in arguments.profile:
+                continue
             row["kernels"] = kernel_times(case)
             results.add(row)
             show(f"{row['format']} rank {row['lora_rank']} batch {row['batch']}, a step:")

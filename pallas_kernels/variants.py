@@ -26,7 +26,7 @@ BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "refe
 # Up to this many rows the streaming kernel is the faster one.
 STREAM_ROWS = 64
 # Whether the wide kernel adds LoRA too: right in NumPy, not run on a GPU yet.
-WIDE_LORA = False
+WIDE_LORA = True
 # What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
 MAX_STREAM_ROWS = 256
 

@@ -71,7 +71,7 @@ def test_the_peers_rate_is_the_one_to_beat(batch, peer, ratio):
     assert text.split()[-3] == ratio and text.split()[-4] == ("-" if peer is None else str(peer))
 
 
-@pytest.mark.parametrize(("words", "said"), [(["--new", "1"], "--new is less than 2"), (["--profile"], "no GPU")])
+@pytest.mark.parametrize(("words", "said"), [(["--new", "1"], "--new is less than 2"), (["--profile", "8"], "no GPU")])
 def test_words_that_make_no_sense(words, said, capsys):
     with pytest.raises(SystemExit):
         rollout.main(words)
