@@ -159,11 +159,7 @@ def _base(route, out_dtype):
             some = any(b is not None for b in biases)
             all_biases = [jnp.zeros((w.n,)) if b is None else b for w, b in zip(weights, biases, strict=True)]
             all_biases = all_biases if some else ()
-            if variants.WIDE_LORA or not any(ranks):
-                ys = wide.matmul_all(x, weights, scales, all_biases, variant, out_dtype, loras)
-                return tuple(y.astype(out_dtype) for y in ys)
-            ys = wide.matmul_all(x, weights, scales, all_biases, variant, jnp.float32)
-            return tuple(y.astype(out_dtype) for y in _add_lora(ys, x, loras))
+            return tuple(wide.matmul_all(x, weights, scales, all_biases, variant, out_dtype, loras))
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
         elif variant == "triton":

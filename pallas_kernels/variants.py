@@ -25,8 +25,6 @@ RANGES = (8, 16, 32, 64)
 BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "reference")
 # Up to this many rows the streaming kernel is the faster one.
 STREAM_ROWS = 64
-# Whether the wide kernel adds LoRA too: right in NumPy, not run on a GPU yet.
-WIDE_LORA = True
 # What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
 MAX_STREAM_ROWS = 256
 
@@ -92,7 +90,7 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     padded = tuple(padded_rank(rank) for rank in ranks)
     variant = choose(m, k, n, None, padded)
     if isinstance(variant, WideConfig):
-        return WIDE_LORA and any(ranks)
+        return any(ranks)  # of any size
     if m > STREAM_ROWS:
         return False
     return isinstance(variant, StreamConfig) and any(ranks) and takes_lora(m, k, n, variant, padded)

@@ -9,7 +9,7 @@ import pytest
 from ahead import ahead, start_wide
 from random_weights import CASES, adversarial, poison, random_matrix
 
-from pallas_kernels import fp4_matmul, fp4_matmul_dx, variants
+from pallas_kernels import fp4_matmul, fp4_matmul_dx
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 pytestmark = pytest.mark.gpu
@@ -163,8 +163,7 @@ def test_list_bias_and_grad(rng):
     (256, 18944, (3584,), (32,)),
     (2048, 1024, (37888 - 112,), (8,)),
 ])  # fmt: skip
-def test_lora_in_the_wide_kernel(rng, monkeypatch, m, k, ns, ranks):
-    monkeypatch.setattr(variants, "WIDE_LORA", True)
+def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
     matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(0, 4)) for n in ns]
     weights, scales = [matrix.weight for matrix in matrices], [matrix.global_scale for matrix in matrices]
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
