@@ -1,12 +1,12 @@
-"""The order in which the streaming kernel's wgmma variant reads x, and the programs that bring x into it.
+"""The order in which the streaming kernel's wgmma variant reads x, and the kernel that brings x into it.
 
 Rows of x stand side by side in it: M x 256 inputs of a quad become [unit][step j][half h][row][t][c], of which each 8
 rows x 8 columns are 128 contiguous bytes, as wgmma reads them. In a unit, step j's k index 2 t + c + 8 h (t = 0..3,
 c, h = 0..1) is column 16 t + 4 j + 2 h + c, which is how the packed weights lie (layout.py).
 
-XLA's program for it has a CTA for each 64 numbers. Fused with a SwiGLU that makes x, it took 21 us for 64 x 18944 (10
-for 32 rows), most of it latency; the kernel here has 16 times fewer CTAs, reads and writes whole sectors, and leaves
-the SwiGLU to a kernel of its own.
+Not left to XLA: its program has a CTA for each 64 numbers and, fused with a SwiGLU that makes x, took 21 us for 64 x
+18944 (10 for 32 rows), most of it latency. The kernel here has 16 times fewer CTAs, reads and writes whole sectors, and
+leaves the SwiGLU to a kernel of its own.
 """
 
 import functools
@@ -23,15 +23,10 @@ from .layout import COLS
 UNIT = 64  # columns
 WARPS, WARP_ROWS, WARP_UNITS = 8, 4, 2
 
-# Which program: "kernel", or XLA's, "alone" or "fused" with what makes x.
-PROGRAM = "kernel"
-
 
 def in_fragment_order(x: jax.Array, rows: int) -> jax.Array:
     """x [M, Q * 256] bfloat16 -> [Q, rows * 256]; what is in the rows behind M has no meaning."""
-    if PROGRAM == "kernel":
-        return build(x.shape[0], rows, x.shape[1] // COLS)(x)
-    return reference(jax.lax.optimization_barrier(x) if PROGRAM == "alone" else x, rows)
+    return build(x.shape[0], rows, x.shape[1] // COLS)(x)
 
 
 def reference(x: jax.Array, rows: int) -> jax.Array:

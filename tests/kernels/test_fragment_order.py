@@ -42,12 +42,10 @@ def test_the_kernel_lowers_for_cuda_without_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m, k", [(64, 18944), (33, 3584), (20, 512)])
-def test_every_program_gives_the_same_order(monkeypatch, m, k):
+def test_the_kernel_on_a_gpu(m, k):
     rows = -(-m // 8) * 8
     x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
     real = np.asarray(fragment_order.reference(jnp.ones((m, k)), rows)) == 1
     true = np.asarray(fragment_order.reference(x, rows))[real]
-    for program in ("kernel", "alone", "fused"):
-        monkeypatch.setattr(fragment_order, "PROGRAM", program)
-        got = jax.jit(lambda x: fragment_order.in_fragment_order(x, rows))(x)
-        np.testing.assert_array_equal(np.asarray(got)[real], true)
+    got = jax.jit(lambda x: fragment_order.in_fragment_order(x, rows))(x)
+    np.testing.assert_array_equal(np.asarray(got)[real], true)
