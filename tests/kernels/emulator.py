@@ -20,7 +20,16 @@ import ml_dtypes
 import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 
-from pallas_kernels import block_kernel, block_service, fragment_order, stream_compute, stream_kernel, stream_lora
+from pallas_kernels import (
+    block_compute,
+    block_kernel,
+    block_outputs,
+    block_service,
+    fragment_order,
+    stream_compute,
+    stream_kernel,
+    stream_lora,
+)
 
 
 class Deadlock(AssertionError):
@@ -139,7 +148,16 @@ def _emulated(m):
     )  # fmt: skip
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": arith}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    modules = (fragment_order, stream_kernel, stream_compute, stream_lora, block_kernel, block_service)
+    modules = (
+        fragment_order,
+        stream_kernel,
+        stream_compute,
+        stream_lora,
+        block_compute,
+        block_kernel,
+        block_outputs,
+        block_service,
+    )
     before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
     for module, name, _ in before:
         setattr(module, name, names[name])

@@ -1,0 +1,123 @@
+"""The compute warps of the block kernel (block_kernel.py): items of all parts through a ring, codes to tensor cores."""
+
+import functools
+
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+from . import ptx_memory as mem
+from .block_outputs import OutputTiles
+from .fragments import decode_codes, decode_scales
+from .layout import CODE_BYTES, COLS, QUAD_BYTES
+
+
+class ComputeWarps(OutputTiles):
+    """What one compute warp does. The CTA's class sets the plan and the addresses before."""
+
+    def compute(self):
+        plan = self.plan
+        self.table = p.add(self.table_base, p.mul(self.warp, 8 * plan.items_warp))
+        ring = p.add(self.ring_base, p.mul(self.warp, plan.depth * QUAD_BYTES))
+        self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
+        self.sums_warp = p.add(self.sums_base, p.mul(self.warp, plan.runs * 512))
+        first_parts = plan.parts_at_first  # the others' addresses have time
+        early = self.fill_table(p.i32(0), range(first_parts))
+        p.warp_sync()
+        for d in range(plan.depth - 1):
+            p.when(p.lt(d, early), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
+            mem.copy_commit()
+        runs = [self.run_of(share, self.warp) for share in self.shares]
+        self.all_items = functools.reduce(p.add, [p.sub(end, begin) for begin, end in runs])
+        self.prepared(waits=True)
+        item, slot = p.i32(0), p.i32(0)
+        for i in range(len(plan.parts)):
+            needs = self.early_needs(i)  # under way while x is
+            item, slot = self.multiply(i, item, slot)
+            self.finish(i, needs)
+            if i == 0:
+                self.fill_table(early, range(first_parts, len(plan.parts)))
+                p.warp_sync()
+
+    def fill_table(self, filled, parts: range):
+        """Addresses of this warp's items of some parts, behind `filled`; returns how many there are then."""
+        for i in parts:
+            part, share, weights = self.plan.parts[i], self.shares[i], self.weights[i]
+            begin, end = self.run_of(share, self.warp)
+
+            def one(index, _, part=part, share=share, weights=weights, begin=begin, filled=filled):
+                item = p.add(begin, index)
+                tile, quad = p.div(item, share.quads), p.add(share.first_quad, p.rem(item, share.quads))
+                data = [(weight.data,) for weight in weights]
+                if part.paired:
+                    is_gate = p.lt(tile, share.entries)
+                    at = p.add(share.first, p.select(is_gate, tile, p.sub(tile, share.entries)))
+                    source = arith.select(is_gate, weights[0].data, weights[1].data)
+                else:
+                    (source,), at = self.pick(part.tiles_of, p.add(share.first, tile), data)
+                source = mem.wide_offset(source, p.add(p.mul(at, part.quads), quad), QUAD_BYTES)
+                mem.store_shared_address(p.add(self.table, p.mul(p.add(filled, index), 8)), source)
+                return []
+
+            p.for_range(self.lane, p.sub(end, begin), 32, [], one)
+            filled = p.add(filled, p.sub(end, begin))
+        return filled
+
+    def fetch(self, item, slot):
+        """Start the copies of this lane's part of an item into a slot of its ring."""
+        source = mem.load_shared_address(p.add(self.table, p.mul(item, 8)))
+        to = p.mul(slot, QUAD_BYTES)
+        to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
+        codes, scales = mem.offset(source, p.mul(self.lane, 16)), mem.offset(source, p.mul(self.lane, 4))
+        for unit in range(4):
+            mem.copy_async_16(to_codes, codes, unit * 512, unit * 512)
+        for pair in range(2):
+            at = CODE_BYTES + pair * 128
+            mem.copy_async_4(to_scales, scales, at, at)
+
+    def multiply(self, i: int, first_item, first_slot):
+        """This warp's items of part i; leaves their sums in shared memory. Returns the next item and slot."""
+        plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
+        begin, end = self.run_of(share, self.warp)
+        last_item = p.add(first_item, p.sub(end, begin))
+        x_row = p.add(self.x_base, p.add(p.mul(self.row_in_x, plan.x_stride(part)), p.mul(self.t, 32)))
+        mem.barrier_wait(self.x_full, p.i32(i % 2))
+
+        def step(item, carry):
+            slot, quad, run, *acc = carry
+            mem.copy_wait(plan.depth - 2)
+            ahead = p.add(item, plan.depth - 1)
+            spare = p.select(p.eq(slot, 0), plan.depth - 1, p.sub(slot, 1))
+            p.when(p.lt(ahead, self.all_items), lambda: self.fetch(ahead, spare))
+            mem.copy_commit()
+            acc = self.quad(p.mul(slot, QUAD_BYTES), p.add(x_row, p.mul(quad, COLS * 2)), acc)
+            is_end = p.eq(p.add(quad, 1), share.quads)
+            is_last = p.eq(p.add(item, 1), last_item)
+            to = p.add(p.add(self.sums_warp, p.mul(run, 512)), p.mul(self.lane, 16))
+            p.when(arith.ori(is_end, is_last), lambda: mem.store_shared_f32x4(to, acc, 0))
+            acc = [arith.select(is_end, p.f32(0.0), v) for v in acc]
+            slot = p.select(p.eq(slot, plan.depth - 1), 0, p.add(slot, 1))
+            return [slot, p.select(is_end, 0, p.add(quad, 1)), p.select(is_end, p.add(run, 1), run), *acc]
+
+        start = [first_slot, p.rem(begin, share.quads), p.i32(0), *[p.f32(0.0)] * 4]
+        slot, *_ = p.for_range(first_item, last_item, 1, start, step)
+        return last_item, slot
+
+    def quad(self, slot, x_at, total):
+        """total + one item: 16 m16n8k16 steps, those of a unit in a chain of their own."""
+        sums = []
+        for u in range(4):
+            words = mem.load_shared_v4(p.add(self.code_lane, slot), u * 512)
+            if u % 2 == 0:
+                scale_word = mem.load_shared_b32(p.add(self.scale_lane, slot), CODE_BYTES + u // 2 * 128)
+            scales = decode_scales(scale_word, p.i32(0x4342 if u % 2 else 0x4140))
+            acc = [p.f32(0.0)] * 4
+            for half in range(2):
+                x = mem.load_shared_v4(x_at, u * 128 + 16 * half)
+                for j in range(2):
+                    codes = decode_codes(words[2 * half + j], *scales)
+                    acc = p.mma_bf16(acc, codes, x[2 * j], x[2 * j + 1])
+            sums.append(acc)
+        return [
+            arith.addf(old, arith.addf(arith.addf(a, b), arith.addf(c, d)))
+            for old, a, b, c, d in zip(total, *sums, strict=True)
+        ]
