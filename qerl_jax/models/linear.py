@@ -39,12 +39,13 @@ def _unrounded_bwd(saved: tuple[jax.Array, jax.Array], dy_MN: jax.Array) -> tupl
 _unrounded.defvjp(lambda x_MK, w_NK: (_unrounded(x_MK, w_NK), (x_MK, w_NK)), _unrounded_bwd)
 
 
-def _matmul(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+def matmul(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """x W^T [M, N], in x's dtype or in float32; the products of its gradients have x's dtype."""
     return matmul_rows(x_MK, w_NK) if out_dtype == x_MK.dtype else _unrounded(x_MK, w_NK)
 
 
 def _frozen_matmul(x_MK: jax.Array, weight: Weight, out_dtype: jnp.dtype) -> jax.Array:
-    return _matmul(x_MK, jax.lax.stop_gradient(dequantize(weight, x_MK.dtype)), out_dtype)
+    return matmul(x_MK, jax.lax.stop_gradient(dequantize(weight, x_MK.dtype)), out_dtype)
 
 
 def linear(x: jax.Array, weight: Weight, lora: LoRA | None = None, bias: jax.Array | None = None) -> jax.Array:
@@ -126,5 +127,5 @@ def _adapted(y_MN: jax.Array, x_MK: jax.Array, lora: LoRA | None, bias: jax.Arra
     dtype, out_dtype = x_MK.dtype, y_MN.dtype
     if lora is not None:
         down_MR = matmul_rows(x_MK, lora.a.astype(dtype))
-        y_MN += _matmul(down_MR, lora.b.astype(dtype), out_dtype) * jnp.asarray(lora.scaling, out_dtype)
+        y_MN += matmul(down_MR, lora.b.astype(dtype), out_dtype) * jnp.asarray(lora.scaling, out_dtype)
     return y_MN if bias is None else y_MN + bias.astype(out_dtype)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.linear import linears, matmul_rows
+from qerl_jax.models.linear import linears, matmul
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
 from qerl_jax.models.rope import rotated, rotation
 
@@ -208,7 +208,7 @@ def forward(
 def head(model: Model, hidden_MD: jax.Array) -> jax.Array:
     """float32 logits [M, V] of hidden states [M, D]."""
     matrix = model.base.embed if model.base.lm_head is None else model.base.lm_head
-    return matmul_rows(hidden_MD, jax.lax.stop_gradient(matrix), jnp.float32)
+    return matmul(hidden_MD, jax.lax.stop_gradient(matrix), jnp.float32)
 
 
 def logits(
