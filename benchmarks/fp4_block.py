@@ -41,8 +41,8 @@ def random_projection(key, n, k, rank, biased=False):
     return Projection(weight, rms * np.sqrt(k), jax.random.normal(keys[1], (n,)) if biased else None, lora)
 
 
-def random_layer(key, name, rank):
-    hidden, inner, heads, kv = SHAPES[name]
+def random_layer(key, shape, rank):
+    hidden, inner, heads, kv = shape
     keys = jax.random.split(key, 9)
     o, gate, up, down = (
         random_projection(key, n, k, rank)
@@ -114,7 +114,7 @@ def main():
     rows = []
     for name in args.models:
         for rank in args.rank:
-            model = [random_layer(jax.random.key(layer), name, rank) for layer in range(LAYERS[name])]
+            model = [random_layer(jax.random.key(layer), SHAPES[name], rank) for layer in range(LAYERS[name])]
             for m in args.m:
                 row = measure(name, m, rank, model)
                 rows.append(row)

@@ -89,12 +89,12 @@ class Case:
         return emulator.run_block(self.plan, EPS, self.operands, **options)
 
 
-@pytest.mark.parametrize("m, D, F, ctas, warps, ranks", [
-    (8, 256, 512, 3, 2, (16, 32, 16, 48)),  # a CTA without a share of down; K of down in two slices
-    (3, 512, 256, 2, 3, (0, 0, 0, 0)),
+@pytest.mark.parametrize("m, D, F, heads, ctas, warps, ranks", [
+    (8, 256, 512, 512, 3, 2, (16, 32, 16, 48)),  # K of o and down in two slices, of which a CTA has no share
+    (3, 512, 256, 256, 2, 3, (0, 0, 0, 0)),
 ])  # fmt: skip
-def test_a_layers_parts(m, D, F, ctas, warps, ranks):
-    case = Case(m, parts_of(D, F, 256, 16, ranks, biased=m == 3), D, ctas, warps)
+def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks):
+    case = Case(m, parts_of(D, F, heads, 16, ranks, biased=m == 3), D, ctas, warps)
     assert {part.slices for part in case.plan.parts} == ({1, 2} if m == 8 else {1})
     first, second = case.run(calls=2)  # the second finds the counters as the first left them
     assert case.error(first) < 0.04
