@@ -24,7 +24,7 @@ from benchmarks.rollout import Case, make_case
 from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.rollout import Engine, Request, SamplingSettings
-from qerl_jax.rollout.engine import Statistics
+from qerl_jax.rollout.requests import Statistics
 
 
 def long_tailed(count: int, shortest: int, longest: int) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import jax
 
+from .block_plan import MAX_ROWS
 from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
 from .wide_plan import WideConfig
 from .wide_variants import wide_config
@@ -66,7 +67,10 @@ def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
     at = capability()
     if at == 90:
-        return f"NVFP4 kernels: Mosaic GPU (sm_90), streaming up to {STREAM_ROWS} rows, wide above and for gradients"
+        return (
+            f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
+            f"{STREAM_ROWS}, wide above and for gradients"
+        )
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
 

@@ -123,7 +123,8 @@ def block(
     x_BTD += project(attended, "o_proj", unrounded=True)[0]
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps, dtype)
     gate, up = project(h, "gate_proj", "up_proj")
-    return x_BTD + project(jax.nn.silu(gate) * up, "down_proj", unrounded=True)[0], kv
+    inner = (jax.nn.silu(widened(gate)) * widened(up)).astype(dtype)
+    return x_BTD + project(inner, "down_proj", unrounded=True)[0], kv
 
 
 def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.Array | None) -> Attend:

@@ -5,11 +5,8 @@ sample starts, and its row of the pool is free again when the last one has ended
 weights, the key, its request and its number alone, whatever ran beside it.
 """
 
-import collections
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,78 +14,13 @@ import numpy as np
 
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
-from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
+from qerl_jax.rollout.refilling import Batch
+from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.slots import Slots, empty_completions, empty_pool, empty_slots
-
-_CHUNK = 256  # steps between two looks at the host, so that Ctrl-C is heard
-_REFILL = 16  # slots are refilled when one in so many has ended
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt and what is wanted of it.
-
-    Attributes:
-      prompt: token ids.
-      n: how many samples.
-      place: its identity for the random number generator; None is its number among the requests.
-      max_completion_length: most tokens of a sample; None is the engine's.
-    """
-
-    prompt: Sequence[int]
-    n: int = 1
-    place: int | None = None
-    max_completion_length: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A sample that has ended, or, where progress was asked for, what there is of it; or a request that was refused.
-
-    Attributes:
-      request, sample: the number of the request, and of the sample in it (0-based).
-      ids: its tokens, the EOS included.
-      logps: log_softmax(logits / temperature) of each over the full vocabulary, float32.
-      truncated_logps: the same renormalised over the tokens that sampling allowed; None where it allowed all.
-      finish_reason: "eos", "length", "stop" (see `Engine.generate`), "error", or None while it goes on.
-      error: why the request was refused.
-    """
-
-    request: int
-    sample: int
-    ids: list[int]
-    logps: np.ndarray
-    truncated_logps: np.ndarray | None
-    finish_reason: str | None
-    error: str | None = None
-
-
-@dataclasses.dataclass
-class Statistics:
-    """Counts of one engine since it was made. Occupancy is the share of slot-steps that drew a token that was kept."""
-
-    steps: int = 0
-    slot_steps: int = 0
-    tokens: int = 0
-    samples: int = 0
-    fills: int = 0
-    prompts: int = 0
-    seconds: float = 0.0
-
-    @property
-    def occupancy(self) -> float:
-        """Tokens drawn by decode steps over slots x steps; a sample's first token comes from its prompt."""
-        return (self.tokens - self.samples) / max(1, self.slot_steps)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens over the seconds in `generate` and `rollout`, compilation included."""
-        return self.tokens / max(1e-9, self.seconds)
 
 
 class Engine:
@@ -153,8 +85,10 @@ class Engine:
             out: Rollout = slots.out
             lengths = np.asarray(out.lengths)
             steps = int(lengths.max()) - 1
-            self._count(steps=steps, slot_steps=steps * N * G, tokens=int(lengths.sum()), samples=N * G, prompts=N)
-            self._count(fills=1, seconds=time.perf_counter() - began)
+            self.statistics.add(
+                steps=steps, slot_steps=steps * N * G, tokens=int(lengths.sum()), samples=N * G, prompts=N
+            )
+            self.statistics.add(fills=1, seconds=time.perf_counter() - began)
             return out
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
         requests = [
@@ -208,7 +142,11 @@ class Engine:
             else:
                 yield Completion(number, 0, [], np.zeros(0, np.float32), None, "error", error)
         if good:
-            yield from _Batch(self, adapter, good, key, norms, until, every).run()
+            plan = self.plan(sum(request.n for request in good.values()), len(good), adapter)
+            model, adapter = prepared(self.model, adapter, programs().made(self.model, adapter))
+            norms = norms_of(model, adapter) if norms is None else norms
+            of, what = (model, adapter, norms, self.settings, plan, self.max_prompt_length), (good, key, until, every)
+            yield from Batch(*of, *what, self.statistics).run()
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request cannot run, or None."""
@@ -226,133 +164,3 @@ class Engine:
         if limit is not None and not 1 <= limit <= C:
             return f"asks for {limit} tokens; allowed: 1 to the engine's {C}"
         return None
-
-    def _count(self, **amounts: float) -> None:
-        for name, amount in amounts.items():
-            setattr(self.statistics, name, getattr(self.statistics, name) + amount)
-
-
-class _Batch:
-    """One call of `Engine.generate`: what waits, what runs where, and the device's state."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        adapter: Adapter | None,
-        requests: dict[int, Request],
-        key: jax.Array,
-        norms: Norms | None,
-        until: Callable[[list[int]], int | None] | None,
-        every: int | None,
-    ) -> None:
-        self.engine, self.requests, self.key = engine, requests, key
-        self.until, self.every = until, every
-        self.waiting = collections.deque((r, g) for r, request in requests.items() for g in range(request.n))
-        plan = engine.plan(len(self.waiting), len(requests), adapter)
-        self.owner: list[tuple[int, int] | None] = [None] * plan.slots
-        self.free_rows = list(range(plan.rows))
-        self.row_of: dict[int, int] = {}
-        self.unfinished = {r: request.n for r, request in requests.items()}
-        self.model, self.adapter = prepared(engine.model, adapter, programs().made(engine.model, adapter))
-        self.norms = norms_of(engine.model, adapter) if norms is None else norms
-        hidden, layers = empty_pool(self.model, plan.rows, engine.max_prompt_length)
-        own = empty_completions(self.model, plan.allocated, engine.settings.max_completion_length)
-        cache = KVCache(layers, own, jnp.ones(plan.rows, jnp.int32))
-        self.slots: Slots = empty_slots(hidden, cache, plan.allocated, engine.settings, key)
-
-    def run(self) -> Iterator[Completion]:
-        """Yields completions until none waits or runs."""
-        S, count = self.slots.live_S.shape[0], self.engine._count
-        while self.waiting or any(self.owner):
-            began = time.perf_counter()
-            self._refill()
-            idle = S - len(self.owner) + self.owner.count(None)
-            stop_at = min(S, idle + max(1, S // _REFILL)) if self.waiting else S
-            self.slots, steps = programs().decode(
-                self.slots, self.model, self.adapter, self.norms, self.every or _CHUNK, stop_at, self.engine.settings
-            )
-            count(steps=int(steps), slot_steps=int(steps) * S)
-            completions = self._harvest()
-            count(seconds=time.perf_counter() - began)
-            yield from completions
-
-    def _refill(self) -> None:
-        """Puts waiting samples into slots without an owner, and their prompts into the pool."""
-        S = self.slots.live_S.shape[0]
-        admitted: list[int] = []
-        which, rows, limits = np.zeros(S, bool), np.zeros(S, np.int32), np.zeros(S, np.int32)
-        places, indices = np.zeros(S, np.int32), np.zeros(S, np.int32)
-        for slot in (slot for slot, owner in enumerate(self.owner) if owner is None):
-            if not self.waiting:
-                break
-            number, sample = self.owner[slot] = self.waiting.popleft()
-            request = self.requests[number]
-            if number not in self.row_of:
-                # There is one: as many rows as slots, or as requests, and each is held for a request in work.
-                self.row_of[number] = self.free_rows.pop()
-                admitted.append(number)
-            which[slot], rows[slot], indices[slot] = True, self.row_of[number], sample
-            limits[slot] = request.max_completion_length or self.engine.settings.max_completion_length
-            places[slot] = number if request.place is None else request.place
-        self._admit(admitted)
-        if which.any():
-            keys = programs().sample_keys(self.key, jnp.asarray(places), jnp.asarray(indices))
-            self.slots = programs().fill(
-                self.slots, self.model, jnp.asarray(which), jnp.asarray(rows), keys, jnp.asarray(limits),
-                self.engine.settings,
-            )  # fmt: skip
-            self.engine._count(fills=1, prompts=len(admitted))
-
-    def _admit(self, numbers: list[int]) -> None:
-        """Prefills prompts, in batches of two sizes only, so that two programs are compiled: all the pool, and what a
-        refill brings. On a CPU, where larger ones are no faster, of one."""
-        rows, P = self.slots.prompt_hidden_RD.shape[0], self.engine.max_prompt_length
-        small = max(fewest_rows(), rows // _REFILL)
-        large = small if jax.default_backend() == "cpu" else rows
-        while numbers:
-            size = large if len(numbers) > large // 2 else small
-            batch, numbers = numbers[:size], numbers[size:]
-            tokens = np.full((size, P), self.engine.settings.pad_token_id, np.int32)
-            lengths, places = np.ones(size, np.int32), np.full(size, rows, np.int32)
-            for i, number in enumerate(batch):
-                prompt = self.requests[number].prompt
-                tokens[i, : len(prompt)], lengths[i], places[i] = prompt, len(prompt), self.row_of[number]
-            self.slots = programs().admit(
-                self.slots, self.model, self.adapter, self.norms, jnp.asarray(tokens), jnp.asarray(lengths),
-                jnp.asarray(places),
-            )  # fmt: skip
-
-    def _harvest(self) -> list[Completion]:
-        """The samples that have ended, whose slots are free now; with `every`, then those that go on."""
-        live = np.asarray(self.slots.live_S)
-        looked_at = self.until is not None or self.every is not None
-        taken = [slot for slot, owner in enumerate(self.owner) if owner and (looked_at or not live[slot])]
-        if not taken:
-            return []
-        out = jax.device_get(self.slots.out)
-        ended, going_on, stopped = [], [], np.zeros(live.shape, bool)
-        for slot in taken:
-            found = self._completion(slot, out, bool(live[slot]))
-            if found.finish_reason is None:
-                going_on.append(found)
-                continue
-            ended.append(found)
-            stopped[slot], self.owner[slot] = live[slot], None
-            self.engine._count(tokens=len(found.ids), samples=1)
-            self.unfinished[found.request] -= 1
-            if self.unfinished[found.request] == 0:
-                self.free_rows.append(self.row_of.pop(found.request))
-        if stopped.any():
-            self.slots = self.slots.replace(live_S=self.slots.live_S & ~jnp.asarray(stopped))
-        return ended + (going_on if self.every is not None else [])
-
-    def _completion(self, slot: int, out: Any, live: bool) -> Completion:
-        owner, length = self.owner[slot], int(out.lengths[slot])
-        assert owner is not None
-        ids = out.tokens[slot, :length].tolist()
-        reason = None if live else ("eos" if out.terminated[slot] else "length")
-        over = self.until(ids) if self.until is not None else None
-        if over is not None and over <= length:
-            length, ids, reason = over, ids[:over], "stop"
-        truncated = None if out.truncated_logps is None else out.truncated_logps[slot, :length]
-        return Completion(*owner, ids, out.logps[slot, :length], truncated, reason)

@@ -15,7 +15,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.rl.assembly import Policy, load_policy
-from qerl_jax.rollout.engine import Completion, Engine, Request
+from qerl_jax.rollout.engine import Engine
+from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.stop_strings import cut_at_stop, showable, tokens_until_stop
 

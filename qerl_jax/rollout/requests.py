@@ -1,0 +1,73 @@
+"""What the engine is asked for, what it gives back, and what it counts."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and what is wanted of it.
+
+    Attributes:
+      prompt: token ids.
+      n: how many samples.
+      place: its identity for the random number generator; None is its number among the requests.
+      max_completion_length: most tokens of a sample; None is the engine's.
+    """
+
+    prompt: Sequence[int]
+    n: int = 1
+    place: int | None = None
+    max_completion_length: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A sample that has ended, or, where progress was asked for, what there is of it; or a request that was refused.
+
+    Attributes:
+      request, sample: the number of the request, and of the sample in it (0-based).
+      ids: its tokens, the EOS included.
+      logps: log_softmax(logits / temperature) of each over the full vocabulary, float32.
+      truncated_logps: the same renormalised over the tokens that sampling allowed; None where it allowed all.
+      finish_reason: "eos", "length", "stop" (see `Engine.generate`), "error", or None while it goes on.
+      error: why the request was refused.
+    """
+
+    request: int
+    sample: int
+    ids: list[int]
+    logps: np.ndarray
+    truncated_logps: np.ndarray | None
+    finish_reason: str | None
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counts of one engine since it was made. Occupancy is the share of slot-steps that drew a token that was kept."""
+
+    steps: int = 0
+    slot_steps: int = 0
+    tokens: int = 0
+    samples: int = 0
+    fills: int = 0
+    prompts: int = 0
+    seconds: float = 0.0
+
+    def add(self, **amounts: float) -> None:
+        """Adds to the counts of these names."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+
+    @property
+    def occupancy(self) -> float:
+        """Tokens drawn by decode steps over slots x steps; a sample's first token comes from its prompt."""
+        return (self.tokens - self.samples) / max(1, self.slot_steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over the seconds in `generate` and `rollout`, compilation included."""
+        return self.tokens / max(1e-9, self.seconds)
