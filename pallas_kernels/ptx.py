@@ -222,6 +222,20 @@ def wgmma_wait(pending: int):
     ptx(f"wgmma.wait_group.sync.aligned {pending};", convergent=True)
 
 
+def wgmma_finish(acc):
+    """The sums acc once all wgmmas are done: values of their own, so that nothing that reads them comes earlier."""
+    count = len(acc)
+    out = llvm.inline_asm(
+        llvm.StructType.get_literal([f32_t()] * count),
+        list(acc),
+        "wgmma.wait_group.sync.aligned 0;",
+        ",".join(["=f"] * count + [str(i) for i in range(count)]),
+        has_side_effects=True,
+        convergent=True,
+    )
+    return [llvm.extractvalue(f32_t(), out, [i]) for i in range(count)]
+
+
 def wgmma_bf16(acc, a, b_descriptor):
     """acc [N / 2] += A (64 x 16 over a warpgroup, registers) B (16 x N, shared memory), N = 8, 16, 32 or 64.
 

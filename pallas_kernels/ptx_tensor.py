@@ -4,7 +4,7 @@ from jax.experimental.mosaic.gpu import launch_context, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from .ptx import and_, f32_t, i32_t, ptx, shr
+from .ptx import and_, f32_t, i32, i32_t, ptx, shr
 
 # What a 128-byte swizzle's descriptor holds beside the address: 1024 bytes between groups of 8 rows, layout type 1.
 _SWIZZLED_128 = 1 << 16 | (1024 >> 4) << 32 | 1 << 62
@@ -59,6 +59,26 @@ def transpose_8x8(value) -> ir.Value:
 
 def set_registers(count: int, up: bool):
     ptx(f"setmaxnreg.{'inc' if up else 'dec'}.sync.aligned.u32 {count};", convergent=True)
+
+
+def own_memory(words: int) -> ir.Value:
+    """Address of memory of each lane's own, the kernel's wherever it is asked for."""
+    block = ir.InsertionPoint.current.block
+    while block.owner.name != "gpu.launch":
+        block = block.owner.operation.block
+    with ir.InsertionPoint.at_block_begin(block):
+        own = llvm.alloca(ir.Type.parse("!llvm.ptr"), i32(words), f32_t(), alignment=16)
+    i64 = ir.IntegerType.get_signless(64)
+    return ptx("cvta.to.local.u64 $0, $1;", llvm.ptrtoint(i64, own), results=[i64])[0]
+
+
+def load_own_f32x4(address, word: int) -> list[ir.Value]:
+    code = f"ld.local.v4.f32 {{$0, $1, $2, $3}}, [$4 + {4 * word}];"
+    return ptx(code, address, results=[f32_t()] * 4, effects=True)
+
+
+def store_own_f32x4(address, values, word: int):
+    ptx(f"st.local.v4.f32 [$0 + {4 * word}], {{$1, $2, $3, $4}};", address, *values)
 
 
 def load_shared_f32x4(address) -> list[ir.Value]:

@@ -24,20 +24,21 @@ class MultiplyWarps:
         self.fragments = (TransposedFragments if plan.transposed else ForwardFragments)(self.lane, warp, group)
 
         def item(phase, index, carry):
-            zeros = [p.f32(0.0)] * (c.m_tile // 2)
-
-            def block(i, carry):
-                return self.block(p.eq(i, phase.first_block), carry)
-
+            w, w_parity, x, x_parity = carry
+            acc = [p.f32(0.0)] * (c.m_tile // 2)
             if plan.ranks:
-                w, w_parity, x, x_parity = carry
-                carry = [w, w_parity, *self.add_lora(self.item(index, phase)[0], group, x, x_parity, zeros)]
+                x, x_parity, *acc = self.add_lora(self.item(index, phase)[0], group, x, x_parity, acc)
+                if c.promote:
+                    acc = self.finish(x, acc)
+            state, start, end = [w, w_parity, x, x_parity, *acc], phase.first_block, phase.end_block
+            if c.promote:
+                # a loop for each chain: with a branch in one loop ptxas lets no two wgmma overlap
+                state = p.for_range(
+                    start, end, plan.promote_blocks, state, lambda first, state: self.chain(start, first, end, state)
+                )
             else:
-                carry = [*carry, *zeros]
-            state = p.for_range(phase.first_block, phase.end_block, 1, carry, block)
+                state = self.blocks(start, end, state)
             w, w_parity, x, x_parity, *acc = state
-            p.wgmma_wait(0)
-            self.release_x(self.before(x))
             if phase.parts > 1:
                 self.leave_sums(acc, group)
                 p.cluster_sync()
@@ -46,7 +47,47 @@ class MultiplyWarps:
                 self.store_tile(acc, warp, group, *self.item(index, phase))
             return [w, w_parity, x, x_parity]
 
+        if c.promote and not plan.totals_in_registers:
+            self.totals = pt.own_memory(c.m_tile // 2)
         self.each_item([p.i32(0)] * 4, item)
+
+    def chain(self, start, first, end, state):
+        """One chain of additions, of the blocks from `first` on; its sums are added to the totals of those before."""
+        # opaque: LLVM would merge loops of one block
+        chain_end = p.minimum(p.add(first, p.opaque(self.plan.promote_blocks)), end)
+        if self.plan.totals_in_registers:
+            totals, zeros = state[4:], [p.f32(0.0)] * len(state[4:])
+            state = self.blocks(first, chain_end, [*state[:4], *zeros])
+            return state[:4] + [arith.addf(total, s) for total, s in zip(totals, state[4:], strict=True)]
+        state = self.blocks(first, chain_end, state)
+        sums = self.add_totals(p.lt(start, first), state[4:])
+        is_last = p.eq(chain_end, end)
+        p.if_else(is_last, lambda: None, lambda: self.set_totals(sums))
+        return state[:4] + [arith.select(is_last, s, p.f32(0.0)) for s in sums]
+
+    def add_totals(self, exist, acc):
+        """acc and, where they exist, the totals in memory."""
+
+        def add():
+            totals = [total for i in range(0, len(acc), 4) for total in pt.load_own_f32x4(self.totals, i)]
+            return [arith.addf(total, s) for total, s in zip(totals, acc, strict=True)]
+
+        return p.if_values(exist, add, acc)
+
+    def set_totals(self, sums):
+        for i in range(0, len(sums), 4):
+            pt.store_own_f32x4(self.totals, sums[i : i + 4], i)
+
+    def blocks(self, first, end, state):
+        """Blocks first .. end - 1, whose products are added to the sums in `state`. When it returns they are done."""
+        state = p.for_range(first, end, 1, state, lambda i, state: self.block(p.eq(i, first), state))
+        return [*state[:4], *self.finish(state[2], state[4:])]
+
+    def finish(self, x, acc):
+        """The sums when all is multiplied; `x` is the slot after the last."""
+        acc = p.wgmma_finish(acc)
+        self.release_x(self.before(x))
+        return acc
 
     def block(self, is_first, carry):
         """One block of weights, four slots of x: decode for a slot while the slot before is multiplied."""
@@ -65,7 +106,7 @@ class MultiplyWarps:
                 acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            if step == 0 and not self.plan.ranks:  # the item before has released its last slot itself
+            if step == 0 and (self.plan.config.promote or not self.plan.ranks):  # what ended has released its last slot
                 p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
             else:
                 self.release_x(self.before(x))

@@ -15,6 +15,7 @@ STAGES = COLS // STAGE  # slots of x to one block of weights
 # Of three, 36 were one wave on an H200 and 40 were two.
 _RESIDENT = {**RESIDENT, 3: 36}
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
+TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
 
 
@@ -29,6 +30,9 @@ class WideConfig:
       x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (256 inputs each).
       tail: where the last wave would leave more than half of the pairs of CTAs idle, each of its tiles is computed by a
         pair that splits D. Which tiles these are depends on the number of tiles, and with it on M.
+      promote: the tensor core's additions truncate, the more the longer their chain is: after so many steps of 16
+        inputs the sums are added to totals outside: in registers in tiles of up to 128 rows, else in memory of each
+        lane's own, which takes longer chains to be cheap. A multiple of 16; 0 for never.
     """
 
     m_tile: int = 256
@@ -37,6 +41,7 @@ class WideConfig:
     x_depth: int = 4
     w_depth: int = 2
     tail: bool = False
+    promote: int = 0
 
     @property
     def cluster(self) -> int:
@@ -58,6 +63,15 @@ class WidePlan:
     @property
     def blocks(self) -> int:
         return -(-self.d // COLS)
+
+    @property
+    def promote_blocks(self) -> int:
+        """Blocks of weights in a chain of additions."""
+        return self.config.promote * 16 // COLS
+
+    @property
+    def totals_in_registers(self) -> bool:
+        return self.config.m_tile <= TOTALS_ROWS
 
     @property
     def tiles_of(self) -> tuple[int, ...]:
@@ -146,6 +160,8 @@ def make_plan(
         raise ValueError(f"share * split must be one of {sorted(_RESIDENT)}, got {config.share} * {config.split}")
     if config.m_tile % (8 * config.share):
         raise ValueError(f"m_tile must be a multiple of 8 share = {8 * config.share}, got {config.m_tile}")
+    if config.promote % (COLS // 16):
+        raise ValueError(f"promote must be a multiple of {COLS // 16}, got {config.promote}")
     if m < 1:
         raise ValueError(f"M must be at least 1, got {m}")
     if d % 8 or any(i % 8 for i in r):

@@ -87,6 +87,7 @@ def make_ptx(m):
     p.cluster_sync = lambda: m.meet(("cluster", m.now.cta // m.cluster), 32 * m.warps_of_cta * m.cluster)
     p.warp_sync = p.wgmma_fence = p.wgmma_commit = lambda: None
     p.wgmma_wait = lambda pending: None
+    p.wgmma_finish = lambda acc: acc
 
     def for_range(lower, upper, step, carries, body):
         i, upper = _lanes(lower).copy(), _lanes(upper)

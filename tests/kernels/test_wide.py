@@ -72,6 +72,8 @@ def test_every_output_row_of_a_unit_is_named_once(monkeypatch):
     (WideConfig(128, 1, 3, 6, 3), 100, 1024, (512, 128), False, True, True),
     (WideConfig(256, 1, 1, 4, 2), 300, 1024, (1024,), True, False, False),
     (WideConfig(128, 2, 2, 6, 3), 40, 768, (80,), True, False, True),
+    (WideConfig(128, 1, 1, 6, 3, promote=32), 100, 1024, (512, 128), False, False, True),
+    (WideConfig(256, 2, 1, 4, 2, promote=32), 300, 1024, (1024,), False, True, False),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_out):
     kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out)
@@ -92,6 +94,7 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_ou
     (WideConfig(split=4), 512, (512,), "too few to split by 4"),
     (WideConfig(), 1024, (12,), "multiples of 8"),
     (WideConfig(x_depth=7), 1024, (512,), "shared memory"),
+    (WideConfig(128, promote=24), 1024, (512,), "promote must be a multiple of 16"),
 ])  # fmt: skip
 def test_what_a_plan_refuses(config, d, r, message):
     with pytest.raises(ValueError, match=message):

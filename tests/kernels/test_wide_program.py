@@ -22,6 +22,24 @@ def _weight(rng, n, k):
     return repack(jnp.asarray(packed), jnp.asarray(rng.integers(0x10, 0x50, (n, k // 16), dtype=np.uint8)))
 
 
+@pytest.mark.parametrize("promote, totals_rows, sum_of_ones", [
+    (0, 128, 2.0**24),
+    (16, 128, 2.0**24 + 16),
+    (16, 0, 2.0**24 + 16),
+])  # fmt: skip
+def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, totals_rows, sum_of_ones):
+    """2^24, and a chain of 16 steps that each add 1, which float32 sums of 2^24 do not take."""
+    monkeypatch.setattr(wide_plan, "TOTALS_ROWS", totals_rows)
+    one = np.uint8(0x02)  # e2m1
+    packed, x = np.zeros((128, 256), np.uint8), np.ones((8, 512), ml_dtypes.bfloat16)
+    packed[:, 0], x[:, 0] = one, 2.0**24
+    packed[:, 128::8] = one
+    weight = repack(jnp.asarray(packed), jnp.full((128, 32), 0x38, jnp.uint8))
+    plan = make_plan(8, 512, (128,), False, WideConfig(32, 1, 1, 3, 2, promote=promote))
+    (y,) = wide_emulator.run(plan, [x, weight.data.reshape(8, -1), np.ones(1, np.float32)], False)
+    np.testing.assert_array_equal(y, np.full((8, 128), sum_of_ones, np.float32))
+
+
 @pytest.mark.parametrize("config, m, k, n, ranks, bias", [
     (WideConfig(32, 1, 1, 3, 2), 40, 512, (136,), (), True),
     (WideConfig(32, 2, 1, 3, 2), 30, 512, (256, 128), (), False),
@@ -29,6 +47,9 @@ def _weight(rng, n, k):
     (WideConfig(32, 2, 1, 3, 2), 30, 256, (128, 264), (32, 48), False),  # CTAs of two weights share; two slots of ranks
     (WideConfig(64, 1, 2, 3, 2), 20, 768, (128, 128), (0, 16), True),  # K is split, one weight is without
     (WideConfig(32, 2, 1, 3, 2, tail=True), 32, 512, (128, 256), (16, 16), False),
+    (WideConfig(32, 1, 1, 3, 2, promote=32), 20, 768, (136,), (), True),  # a chain of two blocks and one of one
+    (WideConfig(32, 2, 1, 3, 2, promote=16), 20, 512, (128, 128), (32, 48), False),
+    (WideConfig(160, 1, 1, 3, 2, promote=16), 20, 768, (128, 128), (0, 16), True),  # totals in memory, two items a CTA
 ])  # fmt: skip
 def test_products(config, m, k, n, ranks, bias):
     rng = np.random.default_rng(k + m)

@@ -104,6 +104,13 @@ def _make_tensor(m, mem):
     pt.multicast_mask = lambda first, count: int((U32((1 << count) - 1) << first)[0])
     pt.load_shared_f32x4 = lambda address: mem.load_shared_f32x4(address, 0)
     pt.load_cluster_f32x4 = pt.load_shared_f32x4
+    pt.own_memory = lambda words: np.full((words, 32), np.nan, F32)
+    pt.load_own_f32x4 = lambda own, word: list(own[word : word + 4].copy())
+
+    def store_own_f32x4(own, values, word):
+        own[word : word + 4] = values
+
+    pt.store_own_f32x4 = store_own_f32x4
 
     def tensor_load(to, source, column, row, barrier, mask=None):
         (ref, box, swizzle), to = maps[int(source[0])], int(to[0])
