@@ -1,12 +1,15 @@
-"""Errors of the streaming kernel's sums on adversarial inputs beside cuBLAS's own, with times, for every shape.
+"""Errors of the kernels' sums on adversarial inputs beside cuBLAS's own, with times, for every shape.
 
     python -m benchmarks.fp4_error OUT.json [--m 16 32 64] [--promote 0 32 64] [--also TABLE.json] [--seconds 200]
+    python -m benchmarks.fp4_error OUT.json --m 128 256 --promote 0 32 64 128 [--table pallas_kernels/wide_table.json]
 
 Weights hold all codes and all scale bytes 0x00-0x7E; in the case "positive" all terms of a sum are positive, so that
 truncated additions show most. An error is the largest of |y - x W^T| / (|x| |W|^T) over sampled outputs, in float64. A
-row is right where `ratio`, the larger of both cases' errors over cuBLAS's, is at most 1.25. The table's configuration
-is tried with each value of --promote too (see StreamConfig.promote; with smaller rings where its totals take their
-room), and so are those of --also, a file in the form of fp4_table.json. Times are CUPTI's, with float32 outputs.
+row is right where `ratio`, the larger of both cases' errors over cuBLAS's, is at most 1.25. Up to 64 rows it is the
+streaming kernel, above the wide one. The table's configuration is tried with each value of --promote too (see
+StreamConfig.promote, with smaller rings where its totals take their room, and WideConfig.promote), and so are those of
+--also, a file in the form of fp4_table.json. Times, also cuBLAS's, are CUPTI's, with float32 outputs. --table names
+wide_table.json: where the table's own configuration is not right, the fastest that is takes its place, without a time.
 """
 
 import argparse
@@ -21,26 +24,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.compiling import Programs
-from benchmarks.fp4_matmul import CUBLAS, device_us, random_weight
+from benchmarks.fp4_matmul import CUBLAS, FEW_ROWS, device_us
 from benchmarks.fp4_rows import MODELS
-from pallas_kernels import layout, repack, stream_kernel, variants
+from benchmarks.fp4_wide_sweep import write_entries
+from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide, wide_variants
 from pallas_kernels.stream_plan import StreamConfig, make_plan
+from pallas_kernels.wide_plan import WideConfig
 
 SHAPES = tuple(dict.fromkeys(shape for shapes in MODELS.values() for shape in shapes))
 CASES = ("codes", "positive")
 SAMPLES = 64
 SMALLEST = 3 * 2.0**-24  # below this an error is that of float32 itself
 ROTATE_BYTES = 150e6  # two and a half times the L2
-ROWS = 64
+LIMIT = 1.25
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def operands(key, k, n, positive):
-    """x [64, K] and W [N, K], packed and plain; every value is exact in bfloat16."""
+def operands(key, rows, k, n, positive):
+    """x [rows, K] and W [N, K], packed and plain; every value is exact in bfloat16."""
     packed = jax.random.bits(key, (n, k // 2), jnp.uint8) & jnp.where(positive, jnp.uint8(0x77), jnp.uint8(0xFF))
     scale = (jnp.arange(n * k // 16) % 0x7F).astype(jnp.uint8).reshape(n, k // 16)
     weight = repack(packed, scale)
-    x = jax.random.normal(jax.random.fold_in(key, 1), (ROWS, k))
+    x = jax.random.normal(jax.random.fold_in(key, 1), (rows, k))
     x = jnp.where(positive, jnp.abs(x), x).astype(jnp.bfloat16)
     return x, weight.data, layout.dequantize(weight, jnp.float32(1.0), jnp.bfloat16)
 
@@ -49,8 +53,32 @@ def plain_product(x, dense):
     return jnp.dot(x, dense.T, preferred_element_type=jnp.float32)
 
 
-def promoted(config: StreamConfig, promote: int, m: int, k: int, n: int) -> StreamConfig | None:
-    """The configuration with another `promote`, and smaller rings if only those leave room; None without room."""
+@jax.jit
+def sampled(y, rows, columns):
+    return y[rows][:, columns]
+
+
+def of_the_table(m: int, k: int, n: int) -> StreamConfig | WideConfig:
+    if m <= variants.STREAM_ROWS:
+        return variants.config_for(m, k, (n,))
+    return wide_variants.wide_config("forward", m, k, (n,))
+
+
+def product(config: StreamConfig | WideConfig, m: int, k: int, n: int):
+    """The kernel as a function of x, packed data and a scale [1], with its sums in float32."""
+    if isinstance(config, WideConfig):
+        return lambda x, data, scale: wide.matmul(x, KernelWeight(data, n, k), scale, config, jnp.float32)
+    kernel = stream_kernel.build(m, k, (n,), config, wide_out=True)
+    return lambda x, data, scale: kernel(x, data, scale)[0]
+
+
+def promoted(
+    config: StreamConfig | WideConfig, promote: int, m: int, k: int, n: int
+) -> StreamConfig | WideConfig | None:
+    """The configuration with another `promote`, and smaller rings if only those leave room; None without room, or
+    where a chain is no longer than that already."""
+    if isinstance(config, WideConfig):
+        return dataclasses.replace(config, promote=promote) if promote * 16 * config.split < k else None
     if promote and not config.wgmma:
         promote = StreamConfig.promote  # with mma.sync it is every quad
     for depth in range(config.depth, 1, -1):
@@ -64,72 +92,90 @@ def promoted(config: StreamConfig, promote: int, m: int, k: int, n: int) -> Stre
     return None
 
 
-def weights_of(k: int, n: int) -> int:
+def weights_of(m: int, k: int, n: int, bytes_each: float = 0.5625) -> int:
     """Weights that a program multiplies by in turn: the two cases, and others to leave the L2."""
-    return min(24, max(2, int(np.ceil(ROTATE_BYTES / (k * n * 0.5625)))))
+    if m > FEW_ROWS:
+        return len(CASES)
+    return min(24, max(len(CASES), int(np.ceil(ROTATE_BYTES / (k * n * bytes_each)))))
 
 
 def start(programs: Programs, k: int, n: int, ms, configs_of) -> None:
     """Compile what `measure` runs for a shape."""
-    shape, count = jax.ShapeDtypeStruct, weights_of(k, n)
+    shape, rows = jax.ShapeDtypeStruct, max(ms)
     programs.start(
-        ("operands", k, n),
-        lambda key, positive: operands(key, k, n, positive),
+        ("operands", rows, k, n),
+        lambda key, positive: operands(key, rows, k, n, positive),
         jax.random.key(0), jnp.bool_(True),
     )  # fmt: skip
     dense, one = shape((n, k), jnp.bfloat16), shape((1,), jnp.float32)
-    data = [shape((-(-n // layout.ROWS), -(-k // layout.COLS), layout.QUAD_WORDS), jnp.uint32)] * count
+    data = shape((-(-n // layout.ROWS), -(-k // layout.COLS), layout.QUAD_WORDS), jnp.uint32)
     for m in ms:
-        programs.start(("plain", m, k, n), plain_product, shape((m, k), jnp.bfloat16), dense, options=CUBLAS)
+        x, count = shape((m, k), jnp.bfloat16), weights_of(m, k, n, 2)
+        programs.start(("plain", m, k, n), _each(plain_product), [x] * count, [dense] * count, options=CUBLAS)
+        count = weights_of(m, k, n)
         for config in configs_of(m, k, n):
-            kernel = stream_kernel.build(m, k, (n,), config, wide_out=True)
+            programs.start((m, k, n, config), _each(product(config, m, k, n)), [x] * count, [data] * count, one)
 
-            def run(xs, weights, scale, kernel=kernel):
-                return [kernel(x, w, scale)[0] for x, w in zip(xs, weights, strict=True)]
 
-            programs.start((m, k, n, config), run, [shape((m, k), jnp.bfloat16)] * count, data, one)
+def _each(f):
+    return lambda xs, weights, *rest: [f(x, w, *rest) for x, w in zip(xs, weights, strict=True)]
 
 
 def measure(programs: Programs, k: int, n: int, ms, configs_of, rng, timed: bool = True) -> list[dict]:
     """A row for each m and configuration."""
-    make, columns = programs.get(("operands", k, n)), np.sort(rng.choice(n, SAMPLES, replace=False))
-    made = [make(jax.random.key(rng.integers(2**31)), jnp.bool_(case == "positive")) for case in CASES]
-    others = range(weights_of(k, n) - len(CASES))
-    xs = [x for x, _, _ in made] + [made[0][0] * (2.0 + i) for i in others]
-    data = [packed for _, packed, _ in made] + [random_weight(jax.random.key(i), n, k).data for i in others]
-    products = []
-    for x, _, dense in made:
-        w, x64 = np.asarray(dense[columns], np.float64), np.asarray(x, np.float64)
-        products.append((x64 @ w.T, np.abs(x64) @ np.abs(w).T + 1e-300))
-
-    def error(case, y):
-        true, size = products[case]
-        return float((np.abs(np.asarray(y, np.float64)[:, columns] - true[: len(y)]) / size[: len(y)]).max())
-
+    make, columns = programs.get(("operands", max(ms), k, n)), np.sort(rng.choice(n, min(n, SAMPLES), replace=False))
+    keys = [jax.random.key(seed) for seed in rng.integers(2**31, size=weights_of(min(ms), k, n))]
+    made = [make(key, jnp.bool_(i < len(CASES) and CASES[i] == "positive")) for i, key in enumerate(keys)]
+    xs, data, dense = zip(*made, strict=True)
+    weights = [np.asarray(dense[case][columns], np.float64) for case in range(len(CASES))]
     rows = []
     for m in ms:
-        plain = programs.get(("plain", m, k, n))
-        theirs = [error(i, plain(made[i][0][:m], made[i][2])) for i in range(len(CASES))]
-        few = [x[:m] for x in xs]
+        tried = np.sort(rng.choice(m, min(m, FEW_ROWS), replace=False))
+        some = [np.asarray(xs[case][tried], np.float64) for case in range(len(CASES))]
+        true = [x @ w.T for x, w in zip(some, weights, strict=True)]
+        size = [np.abs(x) @ np.abs(w).T + 1e-300 for x, w in zip(some, weights, strict=True)]
+
+        def errors(ys, tried=tried, true=true, size=size):
+            got = [np.asarray(sampled(ys[case], tried, columns), np.float64) for case in range(len(CASES))]
+            return [float((np.abs(y - t) / s).max()) for y, t, s in zip(got, true, size, strict=True)]
+
+        count, few, scale = weights_of(m, k, n, 2), [x[:m] for x in xs], stream_kernel.number(1.0)
+        plain, plain_operands = programs.get(("plain", m, k, n)), (few[:count], list(dense[:count]))
+        theirs = errors(plain(*plain_operands))
+        cublas_us = {"cublas_us": device_us(plain, *plain_operands) / count} if timed else {}
+        count = weights_of(m, k, n)
         for place, config in enumerate(configs_of(m, k, n)):
-            program, scale = programs.get((m, k, n, config)), stream_kernel.number(1.0)
+            program, mine_operands = programs.get((m, k, n, config)), (few[:count], list(data[:count]), scale)
             row = {"k": k, "n": n, "m": m, "config": list(dataclasses.astuple(config)), "table": place == 0}
-            ys = program(few, data, scale)
-            mine = [error(i, ys[i]) for i in range(len(CASES))]
+            mine = errors(program(*mine_operands))
             for name, ours, cublas in zip(CASES, mine, theirs, strict=True):
                 row |= {name: ours, f"{name}_cublas": cublas}
-            row["ratio"] = max(a / max(b, SMALLEST / 1.25) for a, b in zip(mine, theirs, strict=True))
+            row["ratio"] = max(a / max(b, SMALLEST / LIMIT) for a, b in zip(mine, theirs, strict=True))
             if timed:
-                row["us"] = device_us(program, few, data, scale) / len(data)
+                row |= {"us": device_us(program, *mine_operands) / count} | cublas_us
             rows.append(row)
     return rows
+
+
+def right_entries(rows: list[dict]) -> list[dict]:
+    """Entries of wide_table.json for the shapes whose own errs too much: the fastest configuration that does not."""
+    entries = []
+    for row in rows:
+        if row["table"] and row["m"] > variants.STREAM_ROWS and row["ratio"] > LIMIT:
+            key = {name: row[name] for name in ("k", "n", "m")}
+            right = [r for r in rows if r["ratio"] <= LIMIT and all(r[name] == key[name] for name in key)]
+            if right:
+                best = min(right, key=lambda r: r["us"])
+                entries.append({"op": "forward", **key, "config": best["config"], "us": None, "bf16_us": None})
+    return entries
 
 
 def print_row(row):
     short = {name: row[name] for name in (*CASES, *(f"{case}_cublas" for case in CASES))}
     print(
-        f"{row['k']:5} x {row['n']:<5} M={row['m']:<2} {'table' if row['table'] else '     '} "
-        f"{row['us']:7.2f} us  ratio {row['ratio']:5.2f}{'' if row['ratio'] <= 1.25 else ' WRONG'}  "
+        f"{row['k']:5} x {row['n']:<5} M={row['m']:<4} {'table' if row['table'] else '     '} "
+        f"{row['us']:7.2f} us, cuBLAS {row['cublas_us']:7.2f}  "
+        f"ratio {row['ratio']:5.2f}{'' if row['ratio'] <= LIMIT else ' WRONG'}  "
         + ", ".join(f"{name} {value:.1e}" for name, value in short.items())
         + f"  {row['config']}",
         flush=True,
@@ -143,6 +189,7 @@ def main():
     parser.add_argument("--promote", type=int, nargs="*", default=[0, 32, 64])
     parser.add_argument("--also", default="", help="further configurations, in the form of fp4_table.json")
     parser.add_argument("--shapes", nargs="+", default=[f"{k}x{n}" for k, n in SHAPES])
+    parser.add_argument("--table", help="wide_table.json, where what errs too much is replaced")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this long")
     args = parser.parse_args()
     begin, rows, rng, programs, also = time.time(), [], np.random.default_rng(), Programs(), {}
@@ -154,7 +201,7 @@ def main():
 
     @functools.cache
     def configs_of(m, k, n):
-        table = variants.config_for(m, k, (n,))
+        table = of_the_table(m, k, n)
         tried = [promoted(table, promote, m, k, n) for promote in args.promote]
         return list(dict.fromkeys([table, *filter(None, tried), *also.get((m, k, n), [])]))
 
@@ -172,6 +219,8 @@ def main():
             print_row(row)
         with open(args.out, "w") as f:
             json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    if args.table:
+        write_entries(args.table, right_entries(rows))
     print(f"{time.time() - begin:.0f} s")
     return 0
 

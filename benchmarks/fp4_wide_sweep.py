@@ -1,9 +1,9 @@
 """Times of the wide kernel's configurations on an NVIDIA GPU, each result checked against float64 on sampled outputs.
 
     python -m benchmarks.fp4_wide_sweep OUT.json --case forward 3584 37888 1024 --case dx 3584 37888 1024
-        [--config 256 2 1 4 2 0 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
+        [--config 256 2 1 4 2 0 0 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
 
-A case is an operation, K, N and M; a configuration WideConfig's six numbers (without one, `candidates`). `--table`
+A case is an operation, K, N and M; a configuration WideConfig's seven numbers (without one, `candidates`). `--table`
 writes the fastest configuration of each case that the kernel got right into the table.
 """
 
@@ -83,7 +83,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--case", nargs=4, action="append", required=True, metavar=("OP", "K", "N", "M"))
-    parser.add_argument("--config", nargs=6, type=int, action="append")
+    parser.add_argument("--config", nargs=7, type=int, action="append")
     parser.add_argument("--count", type=int, default=4, help="configurations of a case; 2 from M > 1024")
     parser.add_argument("--table")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
@@ -97,7 +97,7 @@ def main():
                 break
             case = (op, *map(int, numbers))
             configs = (
-                [WideConfig(*c[:5], bool(c[5])) for c in args.config]
+                [WideConfig(*c[:5], bool(c[5]), c[6]) for c in args.config]
                 if args.config
                 else candidates(*case, args.count if case[3] <= 1024 else 2)
             )
@@ -105,27 +105,25 @@ def main():
             with open(args.out, "w") as f:
                 json.dump(found, f, indent=1)
     if args.table:
-        update_table(args.table, found)
+        write_entries(args.table, [_entry(case) for case in found if case["best"]])
     return 0
 
 
-def update_table(path, found):
+def write_entries(path, entries):
+    """Put entries into the table of a file, in place of those for the same operation, K, N and M."""
     with open(path) as f:
-        table = {(e["op"], e["k"], e["n"], e["m"]): e for e in json.load(f)}
-    for case in found:
-        if case["best"]:
-            key = (case["op"], case["k"], case["n"], case["m"])
-            table[key] = dict(zip(("op", "k", "n", "m"), key, strict=True), **_rounded(case))
+        table = {_key(entry): entry for entry in [*json.load(f), *entries]}
     with open(path, "w") as f:
         f.write("[\n" + ",\n".join(json.dumps(table[key]) for key in sorted(table)) + "\n]\n")
 
 
-def _rounded(case):
-    return {
-        "config": case["best"]["config"],
-        "us": round(case["best"]["us"], 2),
-        "bf16_us": round(case["bf16_us"], 2),
-    }
+def _key(entry):
+    return entry["op"], entry["k"], entry["n"], entry["m"]
+
+
+def _entry(case):
+    us = {"us": round(case["best"]["us"], 2), "bf16_us": round(case["bf16_us"], 2)}
+    return {name: case[name] for name in ("op", "k", "n", "m")} | {"config": case["best"]["config"]} | us
 
 
 if __name__ == "__main__":
