@@ -37,6 +37,7 @@ SAMPLES = 64
 SMALLEST = 3 * 2.0**-24  # below this an error is that of float32 itself
 ROTATE_BYTES = 150e6  # two and a half times the L2
 LIMIT = 1.25
+SAFE = 1.1  # of a configuration that a table takes: other seeds give other errors
 
 
 def operands(key, rows, k, n, positive):
@@ -158,12 +159,12 @@ def measure(programs: Programs, k: int, n: int, ms, configs_of, rng, timed: bool
 
 
 def right_entries(rows: list[dict]) -> list[dict]:
-    """Entries of wide_table.json for the shapes whose own errs too much: the fastest configuration that does not."""
+    """Entries of wide_table.json for the shapes whose own errs too much: the fastest that safely does not."""
     entries = []
     for row in rows:
         if row["table"] and row["m"] > variants.STREAM_ROWS and row["ratio"] > LIMIT:
             key = {name: row[name] for name in ("k", "n", "m")}
-            right = [r for r in rows if r["ratio"] <= LIMIT and all(r[name] == key[name] for name in key)]
+            right = [r for r in rows if r["ratio"] <= SAFE and all(r[name] == key[name] for name in key)]
             if right:
                 best = min(right, key=lambda r: r["us"])
                 entries.append({"op": "forward", **key, "config": best["config"], "us": None, "bf16_us": None})
