@@ -21,10 +21,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
+from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .attention_plan import AttentionConfig, make_attention_plan
@@ -188,9 +188,7 @@ def build(B: int, H: int, K: int, E: int, N: int, P: int, C: int, config: Attent
         cluster_names=("rank",),
         num_threads=config.warps // 4,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=lane_level.PARAMS,
     )
 
     def run(*arrays):

@@ -9,6 +9,7 @@ from . import ptx_memory as mem
 from .block_outputs import OutputTiles
 from .fragments import decode_codes, decode_scales
 from .layout import CODE_BYTES, COLS, QUAD_BYTES
+from .pick import pick
 
 
 class ComputeWarps(OutputTiles):
@@ -53,7 +54,7 @@ class ComputeWarps(OutputTiles):
                     at = p.add(share.first, p.select(is_gate, tile, p.sub(tile, share.entries)))
                     source = arith.select(is_gate, weights[0].data, weights[1].data)
                 else:
-                    (source,), at = self.pick(part.tiles_of, p.add(share.first, tile), data)
+                    (source,), at = pick(part.tiles_of, p.add(share.first, tile), data)
                 source = mem.wide_offset(source, p.add(p.mul(at, part.quads), quad), QUAD_BYTES)
                 mem.store_shared_address(p.add(self.table, p.mul(p.add(filled, index), 8)), source)
                 return []

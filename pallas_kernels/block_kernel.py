@@ -30,10 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 
+from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_compute import ComputeWarps
@@ -142,16 +141,6 @@ class _Kernel(ComputeWarps, ServiceWarps):
         before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), p.i32(waiting - 1))
         p.when(p.eq(before, waiting - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
 
-    def pick(self, sizes, index, values):
-        """Of which size's range an index is: its values, and the index in it."""
-        first, chosen, local = 0, list(values[0]), index
-        for size, here in zip(sizes, values[1:], strict=False):
-            first += size
-            earlier = p.lt(index, first)
-            chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, here, strict=True)]
-            local = p.select(earlier, local, p.sub(index, first))
-        return chosen, local
-
     def run_of(self, share: Share, warp):
         """First item of a warp's run, and the first after it."""
         return tuple(p.div(p.mul(share.items, w), self.plan.warps) for w in (warp, p.add(warp, 1)))
@@ -220,9 +209,7 @@ def build(plan: BlockPlan, eps: float):
             grid_names=("ctas",),
             num_threads=plan.threads // 128,
             thread_name="warpgroup",
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
+            compiler_params=lane_level.PARAMS,
         )
         return dict(zip(names, call(*leaves), strict=True))
 

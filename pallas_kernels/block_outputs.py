@@ -13,6 +13,7 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .block_plan import MAX_ROWS, BlockPlan, Part
 from .layout import EPILOGUE_FACTOR, ROWS
+from .pick import pick
 
 FINISHED = 1  # named barrier of the compute warps; 0 is the whole CTA's
 LOG2_E = 1.4426950408889634
@@ -118,7 +119,7 @@ class OutputTiles:
         if part.paired:
             chosen = [(self.values(i, w), at) for w in range(2)]
         else:
-            chosen = [self.pick(part.tiles_of, at, [self.values(i, w) for w in range(len(weights))])]
+            chosen = [pick(part.tiles_of, at, [self.values(i, w) for w in range(len(weights))])]
         flow = None
         if part.joins:
             flow = types.SimpleNamespace(**self.flow_at(i, at))

@@ -11,6 +11,7 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .block_plan import MAX_ROWS, SERVICE_WARPS, BlockPlan
 from .layout import COLS, ROWS
+from .pick import pick
 
 PREPARED, SERVED = 2, 3  # named barriers
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row of A
@@ -189,7 +190,7 @@ class ServiceWarps:
         """Where this CTA's columns of a unit's first row of A begin, and its first and last half quad in them."""
         part, share = self.plan.parts[i], self.shares[i]
         tile, chunk = p.div(index, part.lora_chunks), p.rem(index, part.lora_chunks)
-        (a,), local = self.pick(part.rank_tiles, tile, [(w.data if w.a is None else w.a,) for w in self.weights[i]])
+        (a,), local = pick(part.rank_tiles, tile, [(w.data if w.a is None else w.a,) for w in self.weights[i]])
         a = mem.offset(mem.wide_offset(a, p.mul(local, ROWS), part.k * 2), p.mul(share.first_quad, COLS * 2))
         halves = p.mul(share.quads, 2)
         first, last = (p.div(p.mul(c, halves), part.lora_chunks) for c in (chunk, p.add(chunk, 1)))

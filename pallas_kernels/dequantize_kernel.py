@@ -9,9 +9,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .fragments import decode_codes, decode_scales
@@ -68,9 +68,7 @@ def build(tiles: int, quads: int):
         grid_names=("ctas",),
         num_threads=WARPS // 4,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=lane_level.PARAMS,
     ))  # fmt: skip
 
 

@@ -13,9 +13,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .layout import COLS
@@ -85,7 +85,5 @@ def build(m: int, rows: int, quads: int):
         grid_names=("ctas",),
         num_threads=WARPS // 4,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=lane_level.PARAMS,
     ))  # fmt: skip

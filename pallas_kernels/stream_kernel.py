@@ -20,14 +20,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from . import fragment_order
+from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .pick import pick
 from .stream_compute import ComputeWarps
 from .stream_lora import sync_words
 from .stream_plan import Plan, StreamConfig, make_plan, padded_rank
@@ -121,16 +121,6 @@ class _Kernel(ComputeWarps):
         if c.cluster > 1:
             p.cluster_sync()  # nobody leaves while another CTA may still read its shared memory
 
-    def pick(self, tile, values):
-        """The weight that a row tile belongs to: its values, and the tile's index in it."""
-        first, chosen, local = 0, list(values[0]), tile
-        for i in range(1, self.n_w):
-            first += self.plan.tiles_of[i - 1]
-            earlier = p.lt(tile, first)
-            chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, values[i], strict=True)]
-            local = p.select(earlier, local, p.sub(tile, first))
-        return chosen, local
-
     # ---- the other warps -----------------------------------------------------------------------------------------
 
     def serve(self):
@@ -218,7 +208,7 @@ class _Kernel(ComputeWarps):
     def store(self, tile, m, row, sums):
         bias = self.bias or self.outs
         values = [(p.i32(4 * i), self.outs[i], bias[i], p.i32(self.plan.n[i])) for i in range(self.n_w)]
-        (factor, out, bias, n), local = self.pick(tile, values)
+        (factor, out, bias, n), local = pick(self.plan.tiles_of, tile, values)
         scale = mem.load_shared_f32(p.add(self.factor_base, factor), 0)
         column = p.add(p.mul(local, ROWS), row)
         size = 4 if self.wide_out else 2
@@ -288,9 +278,7 @@ def build(
         cluster_names=("rank",),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=lane_level.PARAMS,
     )
 
     def run(x, *rest):

@@ -12,14 +12,13 @@ resident together, which variants.py checks. The counters (`sync` words) are zer
 have a fixed order.
 """
 
-import itertools
-
 import numpy as np
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .pick import pick
 from .stream_plan import SYNC_WORDS, Plan
 
 SUMMED = 3  # a named barrier of the spare warps; see stream_compute.py for the others
@@ -68,7 +67,7 @@ class LoraWarps:
         plan = self.plan
         groups, group = plan.m_tiles // plan.lora_group, plan.lora_group
         tile, m_group = p.div(sum_index, groups), p.rem(sum_index, groups)
-        (a,), local = self.pick_rank_tile(tile, [(a,) for a in self.a])
+        (a,), local = pick(self.plan.rank_tiles, tile, [(a,) for a in self.a])
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         row_bytes = plan.quads * COLS * 2
         a = mem.wide_offset(a, p.add(p.mul(local, ROWS), g), row_bytes)
@@ -114,14 +113,14 @@ class LoraWarps:
         mem.fence()
         ends = [sum(plan.rank_tiles[: i + 1]) for i in range(len(plan.n))]
         values = [(p.i32(end - count), p.i32(end)) for end, count in zip(ends, plan.rank_tiles, strict=True)]
-        (first, _), _ = self.pick(self.first_tile, values)
-        (_, end), _ = self.pick(p.sub(p.add(self.first_tile, self.tile_count), 1), values)
+        (first, _), _ = pick(self.plan.tiles_of, self.first_tile, values)
+        (_, end), _ = pick(self.plan.tiles_of, p.sub(p.add(self.first_tile, self.tile_count), 1), values)
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
 
         def one(index, _):
             # index counts 16 ranks times 8 rows, as the slices do
             tile, rows = p.div(index, plan.m_tiles), p.rem(index, plan.m_tiles)
-            scales, _ = self.pick_rank_tile(tile, list(zip(self.lora_scale, self.global_scale, strict=True)))
+            scales, _ = pick(self.plan.rank_tiles, tile, list(zip(self.lora_scale, self.global_scale, strict=True)))
             scaling, global_scale = (mem.load_global_f32(scale) for scale in scales)
             # the sums that it joins are multiplied by EPILOGUE_FACTOR / global_scale in the end
             scale = arith.mulf(scaling, arith.mulf(global_scale, p.f32(1 / EPILOGUE_FACTOR)))
@@ -156,17 +155,6 @@ class LoraWarps:
 
         p.when(asks, leave)
 
-    def pick_rank_tile(self, tile, values):
-        """The adapter that 16 ranks belong to: its values, and their index in it."""
-        present = [i for i, count in enumerate(self.plan.rank_tiles) if count]
-        first, chosen, local = 0, list(values[present[0]]), tile
-        for before, i in itertools.pairwise(present):
-            first += self.plan.rank_tiles[before]
-            earlier = p.lt(tile, first)
-            chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, values[i], strict=True)]
-            local = p.select(earlier, local, p.sub(tile, first))
-        return chosen, local
-
     # ---- the compute warps ---------------------------------------------------------------------------------------
 
     def fetch_b(self, adds_lora):
@@ -182,7 +170,7 @@ class LoraWarps:
             values = [
                 (self.b[i], p.i32(first[i]), p.i32(plan.rank_tiles[i]), p.i32(plan.n[i])) for i in range(len(plan.n))
             ]
-            (b, h, count, n), local = self.pick(p.add(self.first_tile, self.local_tiles[r]), values)
+            (b, h, count, n), local = pick(self.plan.tiles_of, p.add(self.first_tile, self.local_tiles[r]), values)
             count = p.select(arith.andi(adds_lora, self.valid[r]), count, 0)
             self.h_of.append(p.mul(h, plan.h_tile))
             self.ranks_of.append(count)

@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
+from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
 from .layout import QUAD_WORDS
+from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
 from .wide_plan import STAGE, STAGES, WideConfig, WidePlan, make_plan
@@ -173,16 +173,6 @@ class _Kernel(MultiplyWarps):
         """body() if this CTA has an item of a phase in which it has one at most."""
         p.when(p.lt(p.add(self.cluster, phase.start), phase.end), body)
 
-    def pick(self, tile, values):
-        """The weight that a tile of outputs belongs to: its values, and the tile's index in it."""
-        first, chosen, local = 0, list(values[0]), tile
-        for i in range(1, len(values)):
-            first += self.plan.tiles_of[i - 1]
-            earlier = p.lt(tile, first)
-            chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, values[i], strict=True)]
-            local = p.select(earlier, local, p.sub(tile, first))
-        return chosen, local
-
     def advance(self, slot, parity, depth: int):
         after = p.add(slot, 1)
         wraps = p.eq(after, depth)
@@ -230,7 +220,7 @@ class _Kernel(MultiplyWarps):
 
         def item(phase, index, carry):
             r_tile, _ = self.item(index, phase)
-            (codes, scales), tile = self.pick(r_tile, self.maps)
+            (codes, scales), tile = pick(self.plan.tiles_of, r_tile, self.maps)
 
             def block(i, carry):
                 slot, parity = carry
@@ -295,7 +285,5 @@ def build(
         cluster_names=("rank",),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=lane_level.PARAMS,
     ))  # fmt: skip

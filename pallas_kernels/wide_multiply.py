@@ -6,6 +6,7 @@ from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
 from .layout import EPILOGUE_FACTOR
+from .pick import pick
 from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
 
@@ -121,7 +122,7 @@ class MultiplyWarps:
             (self.b[i], p.i32(2 * plan.ranks[i]), p.i32(sum(steps[:i])), p.i32(steps[i]), p.i32(plan.r[i] - 1))
             for i in range(len(plan.r))
         ]
-        (b, row_bytes, first, count, last_row), tile = self.pick(r_tile, values)
+        (b, row_bytes, first, count, last_row), tile = pick(self.plan.tiles_of, r_tile, values)
         column = p.add(p.mul(tile, TILE), p.mul(group, 64))
         pair = p.mul(p.and_(self.lane, 3), 4)  # bytes
         rows = []
@@ -184,7 +185,7 @@ class MultiplyWarps:
         plan = self.plan
         bias = self.bias or self.outs
         values = [(self.global_scale[i], self.outs[i], bias[i], p.i32(plan.r[i])) for i in range(len(plan.r))]
-        (global_scale, out, bias, r), tile = self.pick(r_tile, values)
+        (global_scale, out, bias, r), tile = pick(self.plan.tiles_of, r_tile, values)
         column = p.add(p.add(p.mul(tile, TILE), p.mul(group, 64)), p.mul(p.and_(self.lane, 15), 4))
         # `share` may make tiles past the last one, of no weight
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))

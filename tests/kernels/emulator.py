@@ -26,6 +26,7 @@ from pallas_kernels import (
     block_outputs,
     block_service,
     fragment_order,
+    pick,
     stream_compute,
     stream_kernel,
     stream_lora,
@@ -140,24 +141,34 @@ class Machine:
             self.now.pause(lambda: self.named[key][1] > round_)
 
 
-@contextlib.contextmanager
+ARITH = types.SimpleNamespace(
+    addf=lambda a, b: (a + b).astype(np.float32), mulf=lambda a, b: (a * b).astype(np.float32),
+    select=np.where, andi=np.logical_and, ori=np.logical_or,
+)  # fmt: skip
+
+
 def _emulated(m):
-    arith = types.SimpleNamespace(
-        addf=lambda a, b: (a + b).astype(np.float32), mulf=lambda a, b: (a * b).astype(np.float32),
-        select=np.where, andi=np.logical_and, ori=np.logical_or,
-    )  # fmt: skip
-    names = {"p": make_ptx(m), "mem": make_memory(m), "arith": arith}
+    names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    modules = (
-        fragment_order,
-        stream_kernel,
-        stream_compute,
-        stream_lora,
-        block_compute,
-        block_kernel,
-        block_outputs,
-        block_service,
-    )
+    stream = fragment_order, stream_kernel, stream_compute, stream_lora
+    return replaced((*stream, block_compute, block_kernel, block_outputs, block_service, pick), names)
+
+
+def without(monkeypatch, name):
+    """The emulator with one of `ptx_memory`'s functions doing nothing."""
+    real = make_memory
+
+    def made(machine):
+        memory = real(machine)
+        setattr(memory, name, lambda *_: None)
+        return memory
+
+    monkeypatch.setitem(globals(), "make_memory", made)
+
+
+@contextlib.contextmanager
+def replaced(modules, names):
+    """The modules with other objects behind those of these names that they know."""
     before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
     for module, name, _ in before:
         setattr(module, name, names[name])

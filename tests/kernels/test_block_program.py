@@ -114,14 +114,7 @@ def test_behind_the_last_layer_and_the_order_of_the_warps():
 def test_the_emulator_sees_what_nobody_waits_for(monkeypatch, name):
     """What other CTAs cannot see yet; weights that have not landed."""
     case = Case(1, parts_of(256, 256, 256, 16, (0, 0, 0, 0), whole=False), 256, 2, 1)
-    real = emulator.make_memory
-
-    def without(machine):
-        memory = real(machine)
-        setattr(memory, name, lambda *_: None)
-        return memory
-
-    monkeypatch.setattr(emulator, "make_memory", without)
+    emulator.without(monkeypatch, name)
     (written,) = case.run()
     assert not case.error(written) < 0.04
 

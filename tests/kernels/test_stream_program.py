@@ -120,12 +120,5 @@ def test_the_emulator_sees_what_nobody_waits_for(monkeypatch, name):
     """Weights that have not landed; sums of LoRA's slices that others cannot see yet."""
     case = Case(1, 1024, (16,), StreamConfig(1, 1, 1, 1, 3, 2), (16,))
     assert case.is_right(case.run()[0])
-    real = emulator.make_memory
-
-    def without(machine):
-        memory = real(machine)
-        setattr(memory, name, lambda *_: None)
-        return memory
-
-    monkeypatch.setattr(emulator, "make_memory", without)
+    emulator.without(monkeypatch, name)
     assert not case.is_right(case.run()[0])

@@ -2,15 +2,14 @@
 barriers, tensor copies into swizzled slots of one or several CTAs, sums that CTAs add together. Not modelled: time, and
 that wgmma reads its operands late."""
 
-import contextlib
 import types
 
 import ml_dtypes
 import numpy as np
 from emulated_instructions import decode_scales, make_memory, make_ptx
-from emulator import Machine
+from emulator import ARITH, Machine, replaced
 
-from pallas_kernels import wide_fragments, wide_kernel, wide_multiply
+from pallas_kernels import pick, wide_fragments, wide_kernel, wide_multiply
 from pallas_kernels.wide_fragments import LOW_MASK
 
 U32, F32 = np.uint32, np.float32
@@ -150,23 +149,10 @@ def _make_tensor(m, mem):
     return pt
 
 
-@contextlib.contextmanager
 def _emulated(m):
-    arith = types.SimpleNamespace(
-        addf=lambda a, b: (a + b).astype(F32), mulf=lambda a, b: (a * b).astype(F32), select=np.where,
-        andi=np.logical_and,
-    )  # fmt: skip
     mem = _make_memory(m)
-    names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": arith, "decode_scales": decode_scales}
-    modules = (wide_kernel, wide_multiply, wide_fragments)
-    before = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
-    for module, name, _ in before:
-        setattr(module, name, names[name])
-    try:
-        yield
-    finally:
-        for module, name, old in before:
-            setattr(module, name, old)
+    names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH, "decode_scales": decode_scales}
+    return replaced((wide_kernel, wide_multiply, wide_fragments, pick), names)
 
 
 def run(plan, operands, has_bias, *, wide_out=True, seed=0):

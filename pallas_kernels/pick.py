@@ -1,0 +1,18 @@
+"""Several matrices as one: which of them an index falls in."""
+
+from collections.abc import Sequence
+
+from jaxlib.mlir.dialects import arith
+
+from . import ptx as p
+
+
+def pick(sizes: Sequence[int], index, values):
+    """Of which size's range an index is: the `values` of that one, and the index in it."""
+    first, chosen, local = 0, list(values[0]), index
+    for size, here in zip(sizes, values[1:], strict=False):
+        first += size
+        earlier = p.lt(index, first)
+        chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, here, strict=True)]
+        local = p.select(earlier, local, p.sub(index, first))
+    return chosen, local
