@@ -11,34 +11,37 @@ square.
 import argparse
 import json
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.fp4_layer import LAYERS, STEPS, turn_us, unit_scale
 from benchmarks.fp4_matmul import random_weight
-from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference, layout
+from benchmarks.shapes import MODELS
+from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference
 
 EPS = 1e-6
-# hidden size, inner size, outputs of q and of k and v each
-SHAPES = {"7B": (3584, 18944, 3584, 512), "14B": (5120, 13824, 5120, 1024), "32B": (5120, 27648, 5120, 1024)}
-LAYERS = {"7B": 6, "14B": 4, "32B": 3}
-STEPS = 40
+
+
+def shape_of(config):
+    """Hidden size, inner size, outputs of q and of k and v each."""
+    heads = config.num_attention_heads, config.num_key_value_heads
+    return config.hidden_size, config.intermediate_size, *(count * config.head_dim for count in heads)
+
+
+SHAPES = {name: shape_of(MODELS[f"qwen2.5-{name.lower()}"]) for name in LAYERS}
 
 
 def random_projection(key, n, k, rank, biased=False):
     """Weights of unit size, so that what goes through them keeps its own."""
     keys = jax.random.split(key, 4)
     weight = random_weight(keys[0], n, k)
-    sample = layout.KernelWeight(weight.data[:4], 64, k)
-    rms = jnp.sqrt(jnp.mean(layout.dequantize(sample, jnp.float32(1.0), jnp.float32) ** 2))
     lora = None
     if rank:
         a = jax.random.normal(keys[2], (rank, k), jnp.bfloat16) / k**0.5
         lora = a, jax.random.normal(keys[3], (n, rank), jnp.bfloat16) / rank**0.5, jnp.float32(0.5)
-    return Projection(weight, rms * np.sqrt(k), jax.random.normal(keys[1], (n,)) if biased else None, lora)
+    return Projection(weight, unit_scale(weight), jax.random.normal(keys[1], (n,)) if biased else None, lora)
 
 
 def random_layer(key, shape, rank):
@@ -87,13 +90,7 @@ def measure(name, m, rank, model):
         for a, b in zip(made, true, strict=True)
     ]
     last = jax.block_until_ready(loop(x, residual, model, STEPS))
-    times = []
-    for steps in (STEPS, 3 * STEPS) * 4:
-        start = time.perf_counter()
-        jax.block_until_ready(loop(x, residual, model, steps))
-        times.append(time.perf_counter() - start)
-    # the difference of two lengths: without the call's own start and end
-    us = (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS * len(model)) * 1e6
+    us = turn_us(lambda turns: loop(x, residual, model, turns)) / len(model)
     _, kernels = profiler.measure(loop, aggregate=False)(x, residual, model, 2)
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
     return {

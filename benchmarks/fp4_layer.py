@@ -110,19 +110,24 @@ def make_loop(kernels):
     return jax.jit(loop)
 
 
+def turn_us(loop):
+    """Wall time of one of a loop's turns, from the difference of two numbers of them: without the call's own start and
+    end. `loop(turns)` is compiled already."""
+    times = []
+    for turns in (STEPS, 3 * STEPS) * 4:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(turns))
+        times.append(time.perf_counter() - start)
+    return (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS) * 1e6
+
+
 def measure(name, m, rank, pdl, model, configs=None):
     alone = make_kernels(name, m, rank, False, configs)
     loop = make_loop(make_kernels(name, m, rank, True, configs) if pdl else alone)
     k = CALLS[name][0][0]
     x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
     y = loop(x, model, STEPS).block_until_ready()
-    times = []
-    for steps in (STEPS, 3 * STEPS) * 4:
-        start = time.perf_counter()
-        loop(x, model, steps).block_until_ready()
-        times.append(time.perf_counter() - start)
-    # the difference of two lengths: without the call's own start and end
-    us = (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS * LAYERS[name]) * 1e6
+    us = turn_us(lambda turns: loop(x, model, turns)) / LAYERS[name]
     _, kernels = profiler.measure(loop, aggregate=False)(x, model, 2)
     size = sum(k * sum(ns) for k, ns in CALLS[name]) * 0.5625
     return {

@@ -53,13 +53,14 @@ def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> b
     if capability() != 90 or multiprocessors() < RESIDENT[1] or dtype != jnp.bfloat16:
         return False
     try:
-        _plan(rows, layer)
+        plan_of(rows, layer)
     except ValueError:
         return False
     return True
 
 
-def _plan(rows: int, layer: LayerPart) -> BlockPlan:
+def plan_of(rows: int, layer: LayerPart) -> BlockPlan:
+    """How the kernel divides the work; raises ValueError naming the constraint when it does not take the shape."""
     parts = []
     for i, group in enumerate(layer.groups):
         (k,) = {projection.weight.k for projection in group}
@@ -98,7 +99,7 @@ def between_attentions(
     Raises:
       ValueError: the kernel does not take the shape (see `takes_between_attentions`).
     """
-    plan = _plan(x.shape[0], layer)
+    plan = plan_of(x.shape[0], layer)
     weights = tuple(tuple(map(_operands, group)) for group in layer.groups)
     scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
     sync = jnp.asarray(block_kernel.counters(plan))

@@ -9,7 +9,9 @@ import pytest
 from jax import export
 from tiny import CONFIG
 
+from benchmarks.fp4_block import SHAPES
 from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference, compiling_for
+from pallas_kernels.block import plan_of
 from pallas_kernels.block_plan import Part, make_block_plan
 from pallas_kernels.layout import KernelWeight
 from pallas_kernels.stream_plan import SMEM_LIMIT
@@ -20,24 +22,26 @@ from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.decode import decode_step
 from qerl_jax.rollout.slots import empty_completions, empty_pool
 
-# hidden size, inner size, outputs of q and of k and v each
-SHAPES = {"7B": (3584, 18944, 3584, 512), "14B": (5120, 13824, 5120, 1024), "32B": (5120, 27648, 5120, 1024)}
 
+def shapes_of(name, rank):
+    def projection(n, k, biased=False):
+        def array(shape, dtype):
+            return jax.ShapeDtypeStruct(shape, dtype)
 
-def parts_of(name, rank):
+        lora = (array((rank, k), jnp.bfloat16), array((n, rank), jnp.bfloat16), array((), jnp.float32))
+        data = KernelWeight(array((n // 16, k // 256, 576), jnp.uint32), n, k)
+        bias = array((n,), jnp.float32) if biased else None
+        return Projection(data, array((), jnp.float32), bias, lora if rank else None)
+
     D, F, heads, kv = SHAPES[name]
-    return (
-        Part(heads, (D,), (rank,), (False,), joins=True),
-        Part(D, (F, F), (rank, rank), (False, False), paired=True, normed=True),
-        Part(F, (D,), (rank,), (False,), joins=True),
-        Part(D, (heads, kv, kv), (rank,) * 3, (True,) * 3, normed=True),
-    )
+    qkv = tuple(projection(n, D, True) for n in (heads, kv, kv))
+    return LayerPart(projection(D, heads), projection(F, D), projection(F, D), projection(D, F), qkv)
 
 
 @pytest.mark.parametrize("rank", [0, 32, 128])
 @pytest.mark.parametrize("name", SHAPES)
 def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
-    plans = [make_block_plan(m, SHAPES[name][0], parts_of(name, rank), 132) for m in (1, 8)]
+    plans = [plan_of(m, shapes_of(name, rank)) for m in (1, 8)]
     assert plans[0].parts == plans[1].parts
     for plan in plans:
         assert plan.total <= SMEM_LIMIT and plan.depth >= 3
@@ -59,21 +63,6 @@ def test_what_the_plan_refuses(change, message):
     m = change.pop("m", 8)
     with pytest.raises(ValueError, match=message):
         make_block_plan(m, 256, (dataclasses.replace(part, **change),), 132)
-
-
-def shapes_of(name, rank):
-    def projection(n, k, biased=False):
-        def array(shape, dtype):
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        lora = (array((rank, k), jnp.bfloat16), array((n, rank), jnp.bfloat16), array((), jnp.float32))
-        data = KernelWeight(array((n // 16, k // 256, 576), jnp.uint32), n, k)
-        bias = array((n,), jnp.float32) if biased else None
-        return Projection(data, array((), jnp.float32), bias, lora if rank else None)
-
-    D, F, heads, kv = SHAPES[name]
-    qkv = tuple(projection(n, D, True) for n in (heads, kv, kv))
-    return LayerPart(projection(D, heads), projection(F, D), projection(F, D), projection(D, F), qkv)
 
 
 @pytest.mark.parametrize("rank", [0, 8])
