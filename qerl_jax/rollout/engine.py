@@ -145,8 +145,19 @@ class Engine:
             plan = self.plan(sum(request.n for request in good.values()), len(good), adapter)
             model, adapter = prepared(self.model, adapter, programs().made(self.model, adapter))
             norms = norms_of(model, adapter) if norms is None else norms
-            of, what = (model, adapter, norms, self.settings, plan, self.max_prompt_length), (good, key, until, every)
-            yield from Batch(*of, *what, self.statistics).run()
+            yield from Batch(
+                model,
+                adapter,
+                norms,
+                settings=self.settings,
+                plan=plan,
+                max_prompt_length=self.max_prompt_length,
+                requests=good,
+                key=key,
+                until=until,
+                every=every,
+                statistics=self.statistics,
+            ).run()
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request cannot run, or None."""

@@ -30,6 +30,7 @@ class Batch:
         model: Model,
         adapter: Adapter | None,
         norms: Norms,
+        *,
         settings: SamplingSettings,
         plan: Plan,
         max_prompt_length: int,
