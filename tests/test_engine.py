@@ -136,7 +136,7 @@ def test_all_at_once_in_one_program_and_slots_that_are_refilled_agree_with_the_l
 def test_log_probabilities_behind_prompts_prefilled_in_chunks_are_the_learners(monkeypatch):
     """Of four tokens, into slots that are refilled; in a pool of a width of its own, so that it is traced anew."""
     chunks = functools.partial(prefill, tokens_at_once=4)
-    monkeypatch.setattr("qerl_jax.rollout.slots.prefill", chunks)
+    monkeypatch.setattr("qerl_jax.rollout.queued.prefill", chunks)
     wider = Engine(MODEL, SETTINGS, max_prompt_length=P + 1, max_slots=3)
     for name, done in finished(wider.generate(ADAPTER, requests(), KEY)).items():
         assert done.ids == with_slots(3)[name].ids
@@ -197,7 +197,7 @@ def test_what_comes_out_is_distributed_as_the_network_says():
     prompt, draws = [20, 21, 22], 4000
     many = engine(SamplingSettings(2, ENDLESS, 0, **rules), max_slots=500)
     pairs = np.array([done.ids for done in many.generate(ADAPTER, [Request(prompt, draws)], jax.random.key(0))])
-    assert pairs.shape == (draws, 2) and many.statistics.fills >= 8
+    assert pairs.shape == (draws, 2) and many.statistics.steps == 2 * draws / 500
     V = CONFIG.vocab_size
     rows = jnp.concatenate([jnp.tile(jnp.array(prompt), (V, 1)), jnp.arange(V)[:, None]], axis=1)
     scores = np.asarray(jax.jit(logits)(MODEL, rows, None, ADAPTER), np.float64)
@@ -233,20 +233,37 @@ def test_slots_stay_full_when_lengths_have_a_long_tail():
     found = {}
     for done in many.generate(ADAPTER, waiting, KEY):
         found[done.request] = len(done.ids)
-        if many.statistics.prompts < len(waiting):
+        if many.statistics.started < len(waiting):
             busy = dataclasses.replace(many.statistics)
     assert [found[i] for i in range(len(waiting))] == lengths.tolist()
-    assert many.statistics.tokens == lengths.sum() and many.statistics.samples == len(waiting)
-    assert busy.occupancy >= 0.9, busy
+    counts = many.statistics
+    assert counts.drawn == counts.tokens == lengths.sum() and counts.samples == counts.started == len(waiting)
+    assert busy.occupancy >= 0.97 and busy.started > 100, busy
     # In waves of 8, each as long as its longest, it would be this much less.
-    waves = sum(lengths[low : low + 8].max() - 1 for low in range(0, len(lengths), 8))
-    assert (lengths - 1).sum() / (8 * waves) < 0.5
+    waves = sum(lengths[low : low + 8].max() for low in range(0, len(lengths), 8))
+    assert lengths.sum() / (8 * waves) < 0.5
+
+
+def test_slots_are_filled_again_between_two_looks_at_the_host():
+    """Twenty samples of 3 tokens in two slots, and so a queue of 8."""
+    short = engine(SamplingSettings(C, ENDLESS, 0), max_slots=2)
+    assert len(list(short.generate(ADAPTER, [Request([20, 21], 20, 7, 3)], KEY))) == 20
+    assert (short.statistics.steps, short.statistics.chunks, short.statistics.occupancy) == (30, 3, 1)
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
     one = engine(SamplingSettings(C, ENDLESS, 0), max_slots=3)
     assert len(list(one.generate(ADAPTER, requests(), KEY))) == N * G
-    assert one.statistics.prompts == N and one.statistics.fills > N
+    assert one.statistics.prompts == N and one.statistics.started == N * G
+
+
+@pytest.mark.parametrize(("slots", "at_once"), [(40, 2), (64, 4)])
+def test_prompts_are_prefilled_as_many_at_once_as_a_program_takes(slots, at_once):
+    many = engine(SamplingSettings(C, ENDLESS, 0), max_slots=slots)
+    waiting = [Request([20, 21], 1, i, 1 + i % C) for i in range(4 * slots + 1)]
+    assert len(list(many.generate(ADAPTER, waiting, KEY))) == len(waiting)
+    assert many.statistics.prompts == len(waiting)
+    assert many.statistics.prefills == 4 * slots // at_once + 1
 
 
 def test_a_bad_request_is_named_and_the_others_run():
@@ -276,9 +293,10 @@ def test_memory_is_planned_by_hand():
     plan = functools.partial(plan_slots, MODEL, SETTINGS, P)
     found = plan(samples=20, prompts=5, cache_bytes=10**9)
     assert (found.slots, found.rows, found.slot_bytes, found.row_bytes) == (20, 5, slot, row)
-    assert plan(samples=20, prompts=5, max_slots=3).rows == 3
-    assert plan(samples=20, prompts=5, cache_bytes=2 * (slot + row)).slots == 2
-    alone = plan(samples=20, prompts=5, cache_bytes=2 * (slot + row) - 1)
+    # As many rows as slots, and half as many ahead, if there are so many prompts.
+    assert [plan(samples=20, prompts=5, max_slots=most).rows for most in (1, 2, 3, 4)] == [1, 3, 4, 5]
+    assert plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row).slots == 2
+    alone = plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row - 1)
     assert (alone.slots, alone.allocated, alone.rows) == (1, 2, 1)
     assert plan(samples=20, prompts=1, cache_bytes=7 * slot + row).slots == 7
     with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):

@@ -15,9 +15,8 @@ from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import Prompts, SamplingSettings, attention, generate
-from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.decode import decode_step
-from qerl_jax.rollout.slots import empty_completions, empty_pool
 
 PROMPTS = Prompts(
     tokens=jnp.array([[5, 9, 11, 0, 0], [7, 0, 0, 0, 0], [20, 21, 22, 23, 24]], jnp.int32),
@@ -56,8 +55,7 @@ def test_completions_are_the_same_with_the_kernels_function(family, generations,
 def test_the_kernel_is_in_the_decode_step():
     config = dataclasses.replace(CONFIG, head_dim=64)
     model = init_model(jax.random.key(0), config, jnp.bfloat16)
-    _, layers = empty_pool(model, 2, 16)
-    cache = KVCache(layers, empty_completions(model, 4, 8), jnp.array([3, 16]))
+    cache = KVCache(empty_kv(model, 2, 16), empty_kv(model, 4, 8), jnp.array([3, 16]))
 
     def step(tokens_S, cache, of_S, steps_S, live_S):
         return decode_step(model, None, tokens_S, cache, of_S, steps_S, live_S, norms_of(model, None), 2)

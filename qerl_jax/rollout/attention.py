@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, takes_decode_attention
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.params import Layer
+from qerl_jax.models.params import Layer, Model
 from qerl_jax.models.transformer import KV, Attend, rotation_at, split_heads
 
 _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
@@ -29,6 +29,13 @@ class KVCache(flax.struct.PyTreeNode):
     prompt: tuple[KV, ...]  # each [R, P, K, E]
     completion: tuple[KV, ...]  # each [S, C, K, E]
     prompt_lengths_R: jax.Array  # int32
+
+
+def empty_kv(model: Model, rows: int, positions: int) -> tuple[KV, ...]:
+    """Zero keys and values [rows, positions, K, E] for each layer."""
+    config, dtype = model.config, model.base.embed.dtype
+    shape = (rows, positions, config.num_key_value_heads, config.head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in model.base.layers)
 
 
 def token_attention(

@@ -81,14 +81,14 @@ class Engine:
             slots, new = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
             model, adapter = prepared(self.model, adapter, new)
             norms = norms_of(model, adapter) if norms is None else norms
-            slots, _ = programs().finished(slots, model, adapter, norms, C, N * G, self.settings, group=G)
-            out: Rollout = slots.out
+            out: Rollout = programs().finished(slots, model, adapter, norms, C, self.settings, group=G).out
+            waiting = time.perf_counter()
             lengths = np.asarray(out.lengths)
-            steps = int(lengths.max()) - 1
-            self.statistics.add(
-                steps=steps, slot_steps=steps * N * G, tokens=int(lengths.sum()), samples=N * G, prompts=N
-            )
-            self.statistics.add(fills=1, seconds=time.perf_counter() - began)
+            steps, total, now = int(lengths.max()) - 1, int(lengths.sum()), time.perf_counter()
+            # A sample's first token comes from its prompt, not from a step.
+            self.statistics.add(steps=steps, slot_steps=steps * N * G, drawn=total - N * G, tokens=total)
+            self.statistics.add(samples=N * G, started=N * G, prompts=N, prefills=1, chunks=1)
+            self.statistics.add(seconds=now - began, waited=now - waiting)
             return out
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
         requests = [

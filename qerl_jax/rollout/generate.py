@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
-from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.prepared import Made, made, prepared
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.slots import Slots, decode, empty_completions, empty_slots, fill
+from qerl_jax.rollout.slots import Slots, decode, started
 
 
 def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
@@ -48,9 +48,8 @@ def generate(
     slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
-    B, C = slots.out.tokens.shape
-    slots, _ = decode(slots, model, adapter, norms, C, B, settings, group=num_generations)
-    return slots.out
+    C = settings.max_completion_length
+    return decode(slots, model, adapter, norms, C, settings, group=num_generations).out
 
 
 def begun(
@@ -72,8 +71,8 @@ def begun(
     norms = norms_of(model, adapter) if norms is None else norms
     last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms)
     lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
-    slots = empty_slots(last_ND, KVCache(layers, empty_completions(model, B, C), lengths_N), B, settings, key)
+    cache = KVCache(layers, empty_kv(model, B, C), lengths_N)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
     limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]
-    return fill(slots, model, jnp.ones(B, bool), row_B, keys_B, limits_B, settings), new
+    return started(model, last_ND, cache, row_B, keys_B, limits_B, settings), new

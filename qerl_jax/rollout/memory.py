@@ -54,7 +54,8 @@ def plan_slots(
 ) -> Plan:
     """As many slots as there are samples, or as fit.
 
-    A row is kept for every prompt that can be in work at once, which is as many as slots at the most.
+    A row is kept for every prompt that can be in work at once, which is as many as slots at the most, and for half as
+    many that are prefilled ahead.
 
     Args:
       model: the network.
@@ -76,10 +77,15 @@ def plan_slots(
     slot_bytes = C * (position + 12) + 16 * V + P * position // config.num_hidden_layers
     row_bytes = P * position + config.hidden_size * itemsize
     budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
-    most = min(samples, max_slots or samples)
-    slots = most
-    while slots and (over := max(fewest_rows(), slots) * slot_bytes + min(prompts, slots) * row_bytes - budget) > 0:
-        slots = max(0, slots - max(1, over // (slot_bytes + row_bytes)))
+
+    def rows(slots: int) -> int:
+        # Simulated at 7B on an H200 with one sample of each prompt and lengths ~ 1 / length^2 from 64 to 4096: with 64
+        # slots and an eighth ahead 93% of the rate without looks at the host is left, with a quarter 97%, a half 99%.
+        return min(prompts, slots + slots // 2)
+
+    slots = min(samples, max_slots or samples)
+    while slots and (over := max(fewest_rows(), slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
+        slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:
         raise UserError(
             f"not one completion fits in memory: {C} tokens (max_completion_length) need {slot_bytes / 1e6:.1f} MB and "
@@ -87,7 +93,7 @@ def plan_slots(
             "are there for them. Shorten one of the lengths, or give the cache more memory (a run's is "
             "generation.kv_cache_gb)"
         )
-    return Plan(slots, min(prompts, slots), slot_bytes, row_bytes, budget)
+    return Plan(slots, rows(slots), slot_bytes, row_bytes, budget)
 
 
 def _device_bytes(model: Model, max_prompt_length: int, resident: Any) -> int:

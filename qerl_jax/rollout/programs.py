@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qerl_jax.rollout.generate import begun, sample_key
+from qerl_jax.rollout.generate import begun
 from qerl_jax.rollout.prepared import made
-from qerl_jax.rollout.slots import admit, decode, fill
+from qerl_jax.rollout.queued import admit, decode_queue
+from qerl_jax.rollout.slots import decode
 
 # On a GPU XLA records a program's kernels into CUDA graphs, anew wherever an array has moved since the last call. That
 # pays in a loop. Where each of a thousand kernels runs once it is work before the first of them starts: with it a
@@ -30,9 +31,7 @@ class Programs(NamedTuple):
     finished: Any
     made: Any
     admit: Any
-    fill: Any
-    decode: Any
-    sample_keys: Any
+    decode_queue: Any
 
 
 @functools.cache
@@ -45,11 +44,9 @@ def programs() -> Programs:
         finished=jax.jit(decode, static_argnames=("settings", "group"), donate_argnames="slots"),
         made=jax.jit(made, compiler_options=once),
         admit=jax.jit(admit, donate_argnames="slots", compiler_options=options | once),
-        fill=jax.jit(fill, static_argnames="settings", donate_argnames="slots", compiler_options=options),
-        decode=jax.jit(
-            decode, static_argnames=("settings", "group"), donate_argnames="slots", compiler_options=options
+        decode_queue=jax.jit(
+            decode_queue, static_argnames=("settings", "log_steps"), donate_argnames="slots", compiler_options=options
         ),
-        sample_keys=jax.jit(jax.vmap(sample_key, (None, 0, 0))),
     )
 
 

@@ -1,9 +1,14 @@
-"""One call of `Engine.generate`: slots that are filled again between chunks of decoding, as samples end."""
+"""One call of `Engine.generate`: a queue of samples that the device's slots take from, and what is made of their log.
+
+Between chunks of decoding the host looks at the log, prefills prompts of samples that wait, as many as a program takes
+together, and lengthens the queue. It does so before slots run empty, since the pool has rows for prompts ahead.
+"""
 
 import collections
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +16,28 @@ import numpy as np
 
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms
-from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.memory import Plan
 from qerl_jax.rollout.programs import programs
+from qerl_jax.rollout.queued import Log, Queue, empty_slots, freed
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.slots import Slots, empty_completions, empty_pool, empty_slots
 
-_CHUNK = 256  # steps between two looks at the host, so that Ctrl-C is heard
-_REFILL = 16  # slots are refilled when one in so many has ended
+_CHUNK = 256  # most steps between two looks at the host, so that Ctrl-C is heard
+# Places of the queue for each slot. Simulated with what an H200 takes at 7B (a step of 64 slots 4 ms, a look 6, a
+# prefill 14 and 23 for every 1,000 tokens), lengths ~ 1 / length^2 from 8 to 64 and 8 samples of a prompt: with 1 place
+# 96% of the rate without looks is left, with 4 99%, with 16 100%; but that many are prefilled before the first token.
+_QUEUE = 4
+
+
+@dataclasses.dataclass
+class _Sample:
+    """A sample that is ready or in a slot: whose it is, and what is drawn of it so far."""
+
+    request: int
+    index: int  # in its group
+    limit: int
+    kept: tuple[np.ndarray, ...]  # tokens, log-probabilities and, where sampling is truncated, the renormalised ones
+    length: int = 0
 
 
 class Batch:
@@ -41,112 +59,127 @@ class Batch:
         statistics: Statistics,
     ) -> None:
         """Model and adapter are `prepared`; the rest is as in `Engine.generate`, with requests by number."""
-        self.model, self.adapter, self.norms, self.settings = model, adapter, norms, settings
+        self.model, self.adapter, self.norms, self.settings, self.plan = model, adapter, norms, settings, plan
         self.max_prompt_length, self.requests, self.key = max_prompt_length, requests, key
         self.until, self.every, self.statistics = until, every, statistics
-        self.waiting = collections.deque((r, g) for r, request in requests.items() for g in range(request.n))
-        self.owner: list[tuple[int, int] | None] = [None] * plan.slots
+        self.waiting = collections.deque(requests)  # requests whose prompts are not in the pool yet
+        self.ready: collections.deque[int] = collections.deque()  # samples whose prompts are, by number, and no slot
+        self.samples: dict[int, _Sample] = {}  # those that are ready or in a slot
+        self.numbers = itertools.count()
         self.free_rows = list(range(plan.rows))
         self.row_of: dict[int, int] = {}
         self.unfinished = {r: request.n for r, request in requests.items()}
-        hidden, layers = empty_pool(model, plan.rows, max_prompt_length)
-        own = empty_completions(model, plan.allocated, settings.max_completion_length)
-        cache = KVCache(layers, own, jnp.ones(plan.rows, jnp.int32))
-        self.slots: Slots = empty_slots(hidden, cache, plan.allocated, settings, key)
+        self.slots = empty_slots(
+            model, settings, key, rows=plan.rows, max_prompt_length=max_prompt_length, slots=plan.allocated,
+            used=plan.slots,
+        )  # fmt: skip
 
     def run(self) -> Iterator[Completion]:
         """Yields completions until none waits or runs."""
-        S, count = self.slots.live_S.shape[0], self.statistics.add
-        while self.waiting or any(self.owner):
+        while self.waiting or self.samples:
             began = time.perf_counter()
-            self._refill()
-            idle = S - len(self.owner) + self.owner.count(None)
-            stop_at = min(S, idle + max(1, S // _REFILL)) if self.waiting else S
-            self.slots, steps = programs().decode(
-                self.slots, self.model, self.adapter, self.norms, self.every or _CHUNK, stop_at, self.settings
-            )
-            count(steps=int(steps), slot_steps=int(steps) * S)
-            completions = self._harvest()
-            count(seconds=time.perf_counter() - began)
+            self._fill_queue()
+            completions = self._harvest(*self._decode())
+            self.statistics.add(seconds=time.perf_counter() - began)
             yield from completions
 
-    def _refill(self) -> None:
-        """Puts waiting samples into slots without an owner, and their prompts into the pool."""
-        S = self.slots.live_S.shape[0]
-        admitted: list[int] = []
-        which, rows, limits = np.zeros(S, bool), np.zeros(S, np.int32), np.zeros(S, np.int32)
-        places, indices = np.zeros(S, np.int32), np.zeros(S, np.int32)
-        for slot in (slot for slot, owner in enumerate(self.owner) if owner is None):
-            if not self.waiting:
+    def _fill_queue(self) -> None:
+        """Prefills prompts while the queue has places. A program runs with fewer prompts than it takes only with the
+        last ones, or where no sample would be ready otherwise."""
+        # One size, so that one program is compiled: on a GPU what the pool holds ahead, since larger ones are faster.
+        # On a CPU they are not, and small ones have less padding.
+        ahead = self.plan.slots // (16 if jax.default_backend() == "cpu" else 2)
+        size = max(fewest_rows(), min(ahead, self.plan.rows))
+        while self.waiting and len(self.ready) < _QUEUE * self.plan.slots:
+            fit = min(len(self.waiting), len(self.free_rows), size)
+            if fit == 0 or (self.ready and fit < min(len(self.waiting), size)):
                 break
-            number, sample = self.owner[slot] = self.waiting.popleft()
+            self._admit([self.waiting.popleft() for _ in range(fit)], size)
+
+    def _admit(self, numbers: list[int], size: int) -> None:
+        """Prefills the prompts of requests in one program of `size` prompts; their samples are ready then."""
+        tokens = np.full((size, self.max_prompt_length), self.settings.pad_token_id, np.int32)
+        lengths, rows = np.ones(size, np.int32), np.full(size, self.plan.rows, np.int32)
+        for i, number in enumerate(numbers):
             request = self.requests[number]
-            if number not in self.row_of:
-                # There is one: as many rows as slots, or as requests, and each is held for a request in work.
-                self.row_of[number] = self.free_rows.pop()
-                admitted.append(number)
-            which[slot], rows[slot], indices[slot] = True, self.row_of[number], sample
-            limits[slot] = request.max_completion_length or self.settings.max_completion_length
-            places[slot] = number if request.place is None else request.place
-        self._admit(admitted)
-        if which.any():
-            keys = programs().sample_keys(self.key, jnp.asarray(places), jnp.asarray(indices))
-            self.slots = programs().fill(
-                self.slots, self.model, jnp.asarray(which), jnp.asarray(rows), keys, jnp.asarray(limits),
-                self.settings,
-            )  # fmt: skip
-            self.statistics.add(fills=1, prompts=len(admitted))
+            self.row_of[number] = rows[i] = self.free_rows.pop()
+            tokens[i, : len(request.prompt)], lengths[i] = request.prompt, len(request.prompt)
+            limit = request.max_completion_length or self.settings.max_completion_length
+            for index in range(request.n):
+                logps = np.empty((2 if self.settings.truncated else 1, limit), np.float32)
+                self.ready.append(next(self.numbers))
+                self.samples[self.ready[-1]] = _Sample(number, index, limit, (np.empty(limit, np.int32), *logps))
+        self.slots = programs().admit(self.slots, self.model, self.adapter, self.norms, tokens, lengths, rows)
+        self.statistics.add(prompts=len(numbers), prefills=1)
 
-    def _admit(self, numbers: list[int]) -> None:
-        """Prefills prompts, in batches of two sizes only, so that two programs are compiled: all the pool, and what a
-        refill brings. On a CPU, where larger ones are no faster, of one."""
-        rows, P = self.slots.prompt_hidden_RD.shape[0], self.max_prompt_length
-        small = max(fewest_rows(), rows // _REFILL)
-        large = small if jax.default_backend() == "cpu" else rows
-        while numbers:
-            size = large if len(numbers) > large // 2 else small
-            batch, numbers = numbers[:size], numbers[size:]
-            tokens = np.full((size, P), self.settings.pad_token_id, np.int32)
-            lengths, places = np.ones(size, np.int32), np.full(size, rows, np.int32)
-            for i, number in enumerate(batch):
-                prompt = self.requests[number].prompt
-                tokens[i, : len(prompt)], lengths[i], places[i] = prompt, len(prompt), self.row_of[number]
-            self.slots = programs().admit(
-                self.slots, self.model, self.adapter, self.norms, jnp.asarray(tokens), jnp.asarray(lengths),
-                jnp.asarray(places),
-            )  # fmt: skip
+    def _decode(self) -> tuple[Log, int]:
+        """Runs a chunk; the log on the host, and the number of steps."""
+        count = min(_QUEUE * self.plan.slots, len(self.ready))
+        samples, rows, places, indices, limits = np.zeros((5, _QUEUE * self.plan.slots), np.int32)
+        for i, number in enumerate(itertools.islice(self.ready, count)):
+            sample = self.samples[number]
+            place = self.requests[sample.request].place
+            samples[i], rows[i] = number, self.row_of[sample.request]
+            places[i] = sample.request if place is None else place
+            indices[i], limits[i] = sample.index, sample.limit
+        queue = Queue(*map(jnp.asarray, (samples, rows, places, indices, limits, np.int32(count))))
+        more_wait = self.waiting or len(self.ready) > count
+        self.slots, *found = programs().decode_queue(
+            self.slots, queue, self.key, self.model, self.adapter, self.norms, min(self.every or _CHUNK, _CHUNK),
+            1 if more_wait else self.plan.slots, self.settings, log_steps=_CHUNK,
+        )  # fmt: skip
+        began = time.perf_counter()
+        log, steps, taken = jax.device_get(found)
+        self.statistics.add(waited=time.perf_counter() - began, chunks=1, steps=int(steps), started=int(taken))
+        for _ in range(taken):
+            self.ready.popleft()
+        return log, int(steps)
 
-    def _harvest(self) -> list[Completion]:
-        """The samples that have ended, whose slots are free now; with `every`, then those that go on."""
-        live = np.asarray(self.slots.live_S)
-        looked_at = self.until is not None or self.every is not None
-        taken = [slot for slot, owner in enumerate(self.owner) if owner and (looked_at or not live[slot])]
-        if not taken:
-            return []
-        out = jax.device_get(self.slots.out)
-        ended, going_on, stopped = [], [], np.zeros(live.shape, bool)
-        for slot in taken:
-            found = self._completion(slot, out, bool(live[slot]))
+    def _harvest(self, log: Log, steps: int) -> list[Completion]:
+        """Puts what was drawn to the samples. Returns those that have ended, whose slots are free now; with `every`,
+        then those that go on."""
+        numbers, *drawn = (part[:steps].T.reshape(-1) for part in jax.tree.leaves(log))  # slot after slot
+        self.statistics.add(slot_steps=steps * self.plan.slots, drawn=int(np.sum(numbers >= 0)))
+        borders = np.flatnonzero(np.diff(numbers)) + 1
+        ended, going_on, stopped = [], [], np.zeros(self.plan.allocated, bool)
+        for start, end in itertools.pairwise([0, *borders.tolist(), len(numbers)]):
+            number = int(numbers[start])
+            if number < 0:
+                continue
+            sample = self.samples[number]
+            low, sample.length = sample.length, sample.length + end - start
+            for kept, new in zip(sample.kept, drawn, strict=True):
+                kept[low : sample.length] = new[start:end]
+            last = int(sample.kept[0][sample.length - 1])
+            over = last in self.settings.eos_token_ids or sample.length == sample.limit
+            if not over and self.until is None and self.every is None:
+                continue
+            found = self._completion(sample, over)
             if found.finish_reason is None:
                 going_on.append(found)
                 continue
             ended.append(found)
-            stopped[slot], self.owner[slot] = live[slot], None
-            self.statistics.add(tokens=len(found.ids), samples=1)
-            self.unfinished[found.request] -= 1
-            if self.unfinished[found.request] == 0:
-                self.free_rows.append(self.row_of.pop(found.request))
+            stopped[start // steps] = not over
+            self._end(number, found)
         if stopped.any():
-            self.slots = self.slots.replace(live_S=self.slots.live_S & ~jnp.asarray(stopped))
+            self.slots = freed(self.slots, jnp.asarray(stopped))
         return ended + (going_on if self.every is not None else [])
 
-    def _completion(self, slot: int, out: Any, live: bool) -> Completion:
-        owner, length = self.owner[slot], int(out.lengths[slot])
-        assert owner is not None
-        ids = out.tokens[slot, :length].tolist()
-        reason = None if live else ("eos" if out.terminated[slot] else "length")
-        over = self.until(ids) if self.until is not None else None
-        if over is not None and over <= length:
-            length, ids, reason = over, ids[:over], "stop"
-        truncated = None if out.truncated_logps is None else out.truncated_logps[slot, :length]
-        return Completion(*owner, ids, out.logps[slot, :length], truncated, reason)
+    def _completion(self, sample: _Sample, over: bool) -> Completion:
+        """The sample so far, `over` where the device has ended it."""
+        length = sample.length
+        ids = sample.kept[0][:length].tolist()
+        reason = None if not over else "eos" if ids[-1] in self.settings.eos_token_ids else "length"
+        stop = self.until(ids) if self.until is not None else None
+        if stop is not None and stop <= length:
+            length, ids, reason = stop, ids[:stop], "stop"
+        _, logps, *truncated = (kept[:length] for kept in sample.kept)
+        return Completion(sample.request, sample.index, ids, logps, truncated[0] if truncated else None, reason)
+
+    def _end(self, number: int, found: Completion) -> None:
+        """Forgets a sample, and its prompt with the last one of its request."""
+        del self.samples[number]
+        self.statistics.add(tokens=len(found.ids), samples=1)
+        self.unfinished[found.request] -= 1
+        if self.unfinished[found.request] == 0:
+            self.free_rows.append(self.row_of.pop(found.request))

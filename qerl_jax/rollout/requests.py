@@ -47,15 +47,29 @@ class Completion:
 
 @dataclasses.dataclass
 class Statistics:
-    """Counts of one engine since it was made. Occupancy is the share of slot-steps that drew a token that was kept."""
+    """Counts of one engine since it was made.
+
+    Attributes:
+      steps, slot_steps: decode steps; the same times the slots in use.
+      drawn: tokens that these steps drew, of samples that go on too.
+      tokens, samples: of samples that have ended, and how many those are.
+      started: samples that are or were in a slot.
+      prompts, prefills: prompts prefilled, and the programs that did it.
+      chunks: calls of the decode loop; between two of them the host prefills and takes what has ended.
+      seconds: in `generate` and `rollout`, compilation included. waited: those in which the host waited for the device.
+    """
 
     steps: int = 0
     slot_steps: int = 0
+    drawn: int = 0
     tokens: int = 0
     samples: int = 0
-    fills: int = 0
+    started: int = 0
     prompts: int = 0
+    prefills: int = 0
+    chunks: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
 
     def add(self, **amounts: float) -> None:
         """Adds to the counts of these names."""
@@ -64,10 +78,10 @@ class Statistics:
 
     @property
     def occupancy(self) -> float:
-        """Tokens drawn by decode steps over slots x steps; a sample's first token comes from its prompt."""
-        return (self.tokens - self.samples) / max(1, self.slot_steps)
+        """The share of slot-steps that drew a sample's token."""
+        return self.drawn / max(1, self.slot_steps)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over the seconds in `generate` and `rollout`, compilation included."""
+        """Tokens of samples that have ended over all seconds."""
         return self.tokens / max(1e-9, self.seconds)

@@ -18,9 +18,8 @@ from pallas_kernels.stream_plan import SMEM_LIMIT
 from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import fused
-from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.decode import decode_step
-from qerl_jax.rollout.slots import empty_completions, empty_pool
 
 
 def shapes_of(name, rank):
@@ -84,8 +83,7 @@ def step():
     model = for_kernels(quantize(init_model(jax.random.key(0), config, jnp.bfloat16)))
     adapter = init_adapter(jax.random.key(1), model, 8, 16.0)
     adapter = jax.tree.map(lambda v: v + 0.05 * jax.random.normal(jax.random.key(2), v.shape), adapter)
-    _, pool = empty_pool(model, 1, 4)
-    cache = KVCache(pool, empty_completions(model, 3, 4), jnp.array([2], jnp.int32))
+    cache = KVCache(empty_kv(model, 1, 4), empty_kv(model, 3, 4), jnp.array([2], jnp.int32))
     tokens, zeros, live = jnp.array([3, 5, 7]), jnp.zeros(3, jnp.int32), jnp.ones(3, bool)
 
     def run():

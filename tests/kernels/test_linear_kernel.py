@@ -17,9 +17,8 @@ from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
 from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
 from qerl_jax.models.linear import linears
 from qerl_jax.models.params import LoRA, norms_of
-from qerl_jax.rollout.attention import KVCache
+from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.decode import decode_step
-from qerl_jax.rollout.slots import empty_completions, empty_pool
 
 
 def _bf16(seed, *shape, scale=1.0):
@@ -82,8 +81,7 @@ def test_a_decode_step_has_four_kernels_a_layer_with_lora_inside_and_no_other_pr
 
     def trees():
         model = for_kernels(quantize(init_model(jax.random.key(0), config, jnp.bfloat16), "nvfp4"))
-        _, layers = empty_pool(model, 2, 16)
-        cache = KVCache(layers, empty_completions(model, 4, 8), jnp.zeros(2, jnp.int32))
+        cache = KVCache(empty_kv(model, 2, 16), empty_kv(model, 4, 8), jnp.zeros(2, jnp.int32))
         return model, cache, init_adapter(jax.random.key(1), model, 32, 64.0)
 
     def step(model, cache, adapter, numbers_S):
