@@ -11,6 +11,7 @@ from .block import (
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
+from .stream_plan import padded_rank
 from .variants import compiling_for, describe, has_kernels, lora_inside
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "fp4_matmul_reference",
     "has_kernels",
     "lora_inside",
+    "padded_rank",
     "repack",
     "takes_between_attentions",
     "takes_decode_attention",

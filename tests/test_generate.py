@@ -124,6 +124,20 @@ def test_kernel_weights_are_made_ready_before_the_loop_and_stay_packed():
         np.testing.assert_array_equal(layer.q_bias, clean.q_bias)
 
 
+def test_ranks_are_padded_for_the_kernels_before_the_loop():
+    plain = tiny_model(dtype=jnp.bfloat16)
+    adapter = tiny_adapter(plain)  # of rank 4
+    for model, rank in ((plain, 4), (for_kernels(plain), 16)):
+        _, ready = prepared(model, adapter, made(model, adapter))
+        for before, after in zip(adapter.lora, ready.lora, strict=True):
+            for name, pair in before.items():
+                a, b = (np.asarray(part, np.float32) for part in (after[name].a, after[name].b))
+                assert after[name].scaling == pair.scaling and a.shape[0] == b.shape[1] == rank
+                np.testing.assert_array_equal(a[:4], pair.a.astype(jnp.bfloat16).astype(jnp.float32))
+                np.testing.assert_array_equal(b[:, :4], pair.b.astype(jnp.bfloat16).astype(jnp.float32))
+                assert not a[4:].any() and not b[:, 4:].any()
+
+
 def test_only_new_arrays_are_made():
     """What goes through a jitted function unchanged comes out as a copy."""
     model = tiny_model(dtype=jnp.bfloat16)

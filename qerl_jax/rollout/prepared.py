@@ -3,7 +3,8 @@
 Linear layers are dequantized to the compute dtype: XLA does not fuse the decoding of 4-bit codes into its matmuls, so
 the plain path decodes them once instead of once a token. Weights in the kernels' layout stay packed: the kernels decode
 them on the way. What they take beside them is made here: global scales that divide, and biases in float32, in which
-they add them. LoRA's A and B are cast to the compute dtype.
+they add them. LoRA's A and B are cast to the compute dtype, and padded with zeros to the rank that the kernels take,
+which in the loop would be two launches a pair and token.
 
 It is made by one function and put in place by another, so that programs can hand on the former's result: an array that
 goes through a jitted function as it is comes out as a copy, and the packed weights are most of the memory.
@@ -15,7 +16,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.formats import KernelNVFP4, dequantize
+from pallas_kernels import padded_rank
+from qerl_jax.formats import KernelNVFP4, Weight, dequantize
 from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, bias_name
 
 
@@ -44,10 +46,25 @@ def made(model: Model, adapter: Adapter | None) -> Made:
                 new[name] = dequantize(weight, dtype)
         return new
 
-    lora = None
-    if adapter is not None and any(leaf.dtype != dtype for leaf in jax.tree.leaves(adapter.lora)):
-        lora = tuple(jax.tree.map(lambda leaf: leaf.astype(dtype), layer) for layer in adapter.lora)
-    return Made(tuple(map(of_layer, model.base.layers)), lora)
+    def of_pair(weight: Weight, pair: LoRA) -> LoRA:
+        rank = pair.a.shape[0]
+        more = padded_rank(rank) - rank if isinstance(weight, KernelNVFP4) else 0
+        a, b = pair.a.astype(dtype), pair.b.astype(dtype)
+        return pair.replace(a=jnp.pad(a, ((0, more), (0, 0))), b=jnp.pad(b, ((0, 0), (0, more))))
+
+    layers, lora = model.base.layers, None
+    if adapter is not None:
+        lora = tuple(
+            {name: of_pair(getattr(layer, name), pair) for name, pair in pairs.items()}
+            for layer, pairs in zip(layers, adapter.lora, strict=True)
+        )
+        if _kinds(lora) == _kinds(adapter.lora):
+            lora = None
+    return Made(tuple(map(of_layer, layers)), lora)
+
+
+def _kinds(tree: Any) -> list[tuple[Any, ...]]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
 def prepared(model: Model, adapter: Adapter | None, new: Made) -> tuple[Model, Adapter | None]:
