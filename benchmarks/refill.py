@@ -8,8 +8,8 @@ prompts, all have the mean length. Both go through the same compiled programs; r
 
 The ratio has the end in it, when no sample waits any more and slots run empty one by one. It lasts as long as what is
 left of the longest sample in work, nearly --longest steps, however many prompts there were, and no order of samples
-whose lengths are not known avoids it: with the defaults 3400 of 12800 steps, in which a quarter of the slots work. By
-counting steps the ratio can be at most 0.50 with 64 prompts of 8 completions, 0.83 with 256, 0.95 with 1024.
+whose lengths are not known avoids it: with the defaults it is 3400 of 12800 steps, in which a third of the slots work.
+By counting steps the ratio is 0.50 with 64 prompts of 8 completions, 0.82 with 256, 0.95 with 1024.
 `while_some_wait` leaves the end out: until the last look at the host at which some still waited. Its rate counts
 tokens as they are drawn, the whole run's those of completions that have ended, which are all in the end.
 

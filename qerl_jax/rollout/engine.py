@@ -1,8 +1,8 @@
 """The engine: completions of any number of prompts, with the slots kept full.
 
-A sample that ends makes room for one that waits, between chunks of decoding; a prompt is prefilled once, when its first
-sample starts, and its row of the pool is free again when the last one has ended. What a sample is depends on the
-weights, the key, its request and its number alone, whatever ran beside it.
+A sample that ends makes room for one that waits, on the device and in the next step; a prompt is prefilled once, some
+time before its first sample starts, and its row of the pool is free again when the last one has ended. What a sample is
+depends on the weights, the key, its request and its number alone, whatever ran beside it.
 """
 
 import time
@@ -132,7 +132,8 @@ class Engine:
           norms: norm scales to use instead of the clean ones.
           until: looked at between chunks: given the ids of a sample so far, the number of tokens with which it is over
             (finish_reason "stop"), or None. It must not depend on ids behind that number.
-          every: the steps of a chunk; the samples that go on are then yielded too after each, as far as they are.
+          every: the steps of a chunk, at most 256, which None is; with a number the samples that go on are yielded too
+            after each, as far as they are.
         """
         good: dict[int, Request] = {}
         for number, request in enumerate(requests):

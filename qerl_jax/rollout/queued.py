@@ -160,8 +160,8 @@ def decode_queue(
         return freed(slots, live_S & (eos_S | (drawn_S >= slots.limits_S))), log, steps + 1, taken
 
     S = slots.samples_S.shape[0]
-    whole, part = jnp.zeros((log_steps, S), jnp.int32), jnp.zeros((log_steps, S), jnp.float32)
-    log = Log(whole, whole, part, part if settings.truncated else None)
+    numbers, logps = jnp.zeros((log_steps, S), jnp.int32), jnp.zeros((log_steps, S), jnp.float32)
+    log = Log(numbers, numbers, logps, logps if settings.truncated else None)
     slots, log, steps, taken = jax.lax.while_loop(more, step, (slots, log, jnp.int32(0), jnp.int32(0)))
     return slots, log, steps, taken
 

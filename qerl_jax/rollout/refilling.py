@@ -24,8 +24,8 @@ from qerl_jax.rollout.sampling import SamplingSettings
 
 _CHUNK = 256  # most steps between two looks at the host, so that Ctrl-C is heard
 # Places of the queue for each slot. Simulated with what an H200 takes at 7B (a step of 64 slots 4 ms, a look 6, a
-# prefill 14 and 23 for every 1,000 tokens), lengths ~ 1 / length^2 from 8 to 64 and 8 samples of a prompt: with 1 place
-# 96% of the rate without looks is left, with 4 99%, with 16 100%; but that many are prefilled before the first token.
+# prefill 14 and 23 for every 1,000 tokens), 8 samples of a prompt and lengths ~ 1 / length^2 from 8 to 64: 1 place has
+# 96% of the rate of 16, 4 have 99%; with more, more prompts are prefilled before the first token.
 _QUEUE = 4
 
 
@@ -36,12 +36,13 @@ class _Sample:
     request: int
     index: int  # in its group
     limit: int
-    kept: tuple[np.ndarray, ...]  # tokens, log-probabilities and, where sampling is truncated, the renormalised ones
+    # Tokens, log-probabilities and, where sampling is truncated, the renormalised ones; made with the first of them.
+    kept: tuple[np.ndarray, ...] = ()
     length: int = 0
 
 
 class Batch:
-    """One call of `Engine.generate`: what waits, what runs where, and the device's state."""
+    """One call of `Engine.generate`: what waits, what runs, and the device's state."""
 
     def __init__(
         self,
@@ -106,9 +107,8 @@ class Batch:
             tokens[i, : len(request.prompt)], lengths[i] = request.prompt, len(request.prompt)
             limit = request.max_completion_length or self.settings.max_completion_length
             for index in range(request.n):
-                logps = np.empty((2 if self.settings.truncated else 1, limit), np.float32)
                 self.ready.append(next(self.numbers))
-                self.samples[self.ready[-1]] = _Sample(number, index, limit, (np.empty(limit, np.int32), *logps))
+                self.samples[self.ready[-1]] = _Sample(number, index, limit)
         self.slots = programs().admit(self.slots, self.model, self.adapter, self.norms, tokens, lengths, rows)
         self.statistics.add(prompts=len(numbers), prefills=1)
 
@@ -147,6 +147,7 @@ class Batch:
             if number < 0:
                 continue
             sample = self.samples[number]
+            sample.kept = sample.kept or tuple(np.empty(sample.limit, part.dtype) for part in drawn)
             low, sample.length = sample.length, sample.length + end - start
             for kept, new in zip(sample.kept, drawn, strict=True):
                 kept[low : sample.length] = new[start:end]
