@@ -29,5 +29,9 @@ def test_both_runs_draw_what_they_should_and_long_tails_keep_slots_full(tmp_path
     waiting = tail["while_some_wait"]
     assert waiting["tokens_per_s"] * waiting["seconds"] == pytest.approx(waiting["occupancy"] * 4 * waiting["steps"])
     assert 0 < tail["steps"] - waiting["steps"] <= 64  # the end is no longer than the longest completion
-    assert 0 < tail["waited"] < tail["seconds"] and (tail["prompts"], tail["prefills"]) == (24, 12)
+    assert (tail["prompts"], tail["prefills"]) == (24, 12)
+    context = result["as_much_context"]
+    assert context["tokens"] == 2 * 4 * result["lengths"]["mean_at_work"] and context["occupancy"] == 1
+    assert result["lengths"]["mean_at_work"] == round(sum(np.square(lengths)) / sum(lengths))
     assert result["slots"] == 4 and result["ratio"] > 0 and result["ratio_while_some_wait"] > 0
+    assert result["ratio_as_much_context"] == waiting["tokens_per_s"] / context["tokens_per_s"]

@@ -82,13 +82,12 @@ class Engine:
             model, adapter = prepared(self.model, adapter, new)
             norms = norms_of(model, adapter) if norms is None else norms
             out: Rollout = programs().finished(slots, model, adapter, norms, C, self.settings, group=G).out
-            waiting = time.perf_counter()
             lengths = np.asarray(out.lengths)
-            steps, total, now = int(lengths.max()) - 1, int(lengths.sum()), time.perf_counter()
+            steps, total = int(lengths.max()) - 1, int(lengths.sum())
             # A sample's first token comes from its prompt, not from a step.
             self.statistics.add(steps=steps, slot_steps=steps * N * G, drawn=total - N * G, tokens=total)
             self.statistics.add(samples=N * G, started=N * G, prompts=N, prefills=1, chunks=1)
-            self.statistics.add(seconds=now - began, waited=now - waiting)
+            self.statistics.add(seconds=time.perf_counter() - began)
             return out
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
         requests = [

@@ -128,9 +128,8 @@ class Batch:
             self.slots, queue, self.key, self.model, self.adapter, self.norms, min(self.every or _CHUNK, _CHUNK),
             1 if more_wait else self.plan.slots, self.settings, log_steps=_CHUNK,
         )  # fmt: skip
-        began = time.perf_counter()
         log, steps, taken = jax.device_get(found)
-        self.statistics.add(waited=time.perf_counter() - began, chunks=1, steps=int(steps), started=int(taken))
+        self.statistics.add(chunks=1, steps=int(steps), started=int(taken))
         for _ in range(taken):
             self.ready.popleft()
         return log, int(steps)

@@ -56,7 +56,7 @@ class Statistics:
       started: samples that are or were in a slot.
       prompts, prefills: prompts prefilled, and the programs that did it.
       chunks: calls of the decode loop; between two of them the host prefills and takes what has ended.
-      seconds: in `generate` and `rollout`, compilation included. waited: those in which the host waited for the device.
+      seconds: in `generate` and `rollout`, compilation included.
     """
 
     steps: int = 0
@@ -69,7 +69,6 @@ class Statistics:
     prefills: int = 0
     chunks: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
 
     def add(self, **amounts: float) -> None:
         """Adds to the counts of these names."""
