@@ -38,7 +38,7 @@ STEPS = 40
 
 def unit_scale(weight):
     """The global scale that keeps the size of x: so no call meets zeros or infinities."""
-    sample = layout.KernelWeight(weight.data[:4], 64, weight.k)
+    sample = layout.KernelWeight(weight.data[:4], min(64, weight.n), weight.k)
     rms = jnp.sqrt(jnp.mean(layout.dequantize(sample, jnp.float32(1.0), jnp.float32) ** 2))
     return stream_kernel.number(rms * np.sqrt(weight.k))
 

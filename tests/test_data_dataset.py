@@ -142,3 +142,8 @@ def test_the_order_never_moves():
 def test_changing_a_returned_order_changes_nothing():
     order(2, 0, 4)[:] = 0
     assert np.unique(order(2, 0, 4)).size == 4
+
+
+def test_an_unknown_split_is_named():
+    with pytest.raises(UserError, match="no split 'trian' .did you mean 'train'.*allowed: pretrain, train, eval"):
+        load_dataset("arithmetic", split="trian")

@@ -156,9 +156,12 @@ def load_dataset(
       empty_prompts: let rows of a file pass whose prompt is an empty text, for who refuses them one by one.
 
     Raises:
-      UserError: an unknown name, a missing or empty file, or an unreadable line, by number.
+      UserError: an unknown name or split, a missing or empty file, or an unreadable line, by number.
     """
     if name_or_path == "arithmetic":
+        if split not in _ARITHMETIC_ROWS:
+            hint = nearest(split, _ARITHMETIC_ROWS)
+            raise UserError(f"data set 'arithmetic': no split {split!r}{hint}; allowed: {', '.join(_ARITHMETIC_ROWS)}")
         return ArithmeticDataset(split, _ARITHMETIC_ROWS[split] if size is None else size, seed)
     path = Path(name_or_path)
     if path.suffix in (".jsonl", ".ndjson") and path.is_file():

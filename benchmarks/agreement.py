@@ -1,0 +1,82 @@
+"""How far recorded log-probabilities are from the learner's, for a network that has been trained.
+
+    python -m benchmarks.agreement --output benchmarks/results/cpu/agreement.json
+
+The quickstart's policy with NVFP4 weights samples completions of held-out problems; the learner's forward pass goes
+over the same tokens. In nats, averaged over tokens: their difference, and for scale what AQN's noise of sigma 0.01 changes.
+For random weights at the size of real models see `benchmarks.rollout`, for where differences come from
+`benchmarks.roundings`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import qerl_jax as qerl
+from benchmarks.rollout import with_norms
+from qerl_jax.models.params import norms_of
+from qerl_jax.noise import perturb_norms
+from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rollout import Engine
+
+_POLICY, _NEW, _G, _SIGMA = "builtin:quickstart", 48, 8, 1e-2
+
+
+def measure(dtype: jnp.dtype, problems: int) -> dict[str, Any]:
+    """The row of one compute dtype."""
+    model = qerl.load_model(_POLICY, weight_format="nvfp4", dtype=dtype)
+    ends = qerl.load_generation_config(_POLICY)
+    tokenizer = qerl.load_tokenizer(_POLICY, model.config.vocab_size)
+    data = qerl.load_dataset("arithmetic", split="eval")
+    tokens, lengths = qerl.encode_prompts(tokenizer, [data[i]["prompt"] for i in range(problems)], max_prompt_length=48)
+    prompts = qerl.Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(problems))
+    adapter = qerl.init_adapter(jax.random.key(0), model, lora_r=16, lora_alpha=32)
+    settings = qerl.SamplingSettings(_NEW, ends.eos_token_ids, ends.pad_token_id)
+    engine = Engine(model, settings, max_prompt_length=tokens.shape[1])
+    out = engine.rollout(adapter, prompts, jax.random.key(1), _G)
+    row_of = np.arange(problems * _G) // _G
+    at = prompts.tokens[row_of], prompts.lengths[row_of], out.tokens, out.lengths, 1.0
+    learner = jax.jit(completion_logps)
+    clean, _ = learner(model, adapter, *at)
+    noisy, _ = learner(
+        with_norms(model, perturb_norms(norms_of(model, adapter), _SIGMA, jax.random.key(2))), adapter, *at
+    )
+    mask = np.arange(_NEW) < np.asarray(out.lengths)[:, None]
+
+    def mean(change: jax.Array) -> float:
+        return float(np.abs(np.asarray(change))[mask].mean())
+
+    return {
+        "dtype": jnp.dtype(dtype).name,
+        "tokens": int(mask.sum()),
+        "logp_difference": mean(clean - out.logps),
+        "aqn": mean(clean - noisy),
+    }
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=64)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(words)
+    result = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")},
+        "settings": {"policy": _POLICY, "sigma": _SIGMA, "num_generations": _G},
+        "rows": [measure(dtype, arguments.problems) for dtype in (jnp.float32, jnp.bfloat16)],
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
