@@ -145,5 +145,5 @@ def test_changing_a_returned_order_changes_nothing():
 
 
 def test_an_unknown_split_is_named():
-    with pytest.raises(UserError, match="no split 'trian' .did you mean 'train'.*allowed: pretrain, train, eval"):
+    with pytest.raises(UserError, match=r"no split 'trian' .did you mean 'train'.*allowed: pretrain, train, eval"):
         load_dataset("arithmetic", split="trian")
