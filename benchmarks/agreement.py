@@ -4,8 +4,8 @@
 
 The quickstart's policy with NVFP4 weights samples completions of held-out problems; the learner's forward pass goes
 over the same tokens. Printed, in nats and averaged over tokens: how far they are apart, and for scale what AQN's noise
-of sigma 0.01 changes. For random weights at the size of real models see `benchmarks.rollout`, for where differences come
-from `benchmarks.roundings`.
+of sigma 0.01 changes. For random weights at the size of real models see `benchmarks.rollout`, for where differences
+come from `benchmarks.roundings`.
 """
 
 import argparse
