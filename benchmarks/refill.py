@@ -16,7 +16,8 @@ left of the longest sample in work, nearly --longest steps, however many prompts
 whose lengths are not known avoids it: with the defaults it is 3400 of 12800 steps, in which a third of the slots work.
 By counting steps the ratio is 0.50 with 64 prompts of 8 completions, 0.82 with 256, 0.95 with 1024.
 `while_some_wait` leaves the end out: until the last look at the host at which some still waited. Its rate counts
-tokens as they are drawn, the whole run's those of completions that have ended, which are all in the end.
+tokens as they are drawn, the whole run's those of completions that have ended, which are all in the end. --output is
+written after each run.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,8 @@ def run(engine: Engine, case: Case, lengths: list[int]) -> dict[str, Any]:
     return found | {name: getattr(done, name) for name in counts}
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result."""
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The result, after each of its runs as far as it is."""
     config = MODELS[arguments.model]
     model = random_model(config, compute_dtype(), kernels=arguments.kernels)
     N, G = arguments.prompts, arguments.num_generations
@@ -76,13 +78,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0)
     engine = Engine(model, settings, max_prompt_length=arguments.prompt, max_slots=arguments.slots)
     lengths = long_tailed(N, arguments.shortest, arguments.longest)
-    mean = round(float(np.mean(lengths)))
-    run(engine, case, [2] * N)  # compiles
-    tail, equal = run(engine, case, lengths), run(engine, case, [mean] * N)
-    at_work = round(float(np.sum(np.square(lengths)) / np.sum(lengths)))
-    context = run(engine, case, [at_work] * min(N, -(-2 * arguments.slots // G)))
-    waiting = tail.get("while_some_wait")
-    return {
+    mean, at_work = round(float(np.mean(lengths))), round(float(np.sum(np.square(lengths)) / np.sum(lengths)))
+    result: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
         "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
@@ -93,12 +90,22 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "mean_at_work": at_work,
             "longest": max(lengths),
         },
-        "long_tail": tail,
-        "equal": equal,
+    }
+    run(engine, case, [2] * N)  # compiles
+    tail = result["long_tail"] = run(engine, case, lengths)
+    yield result
+    waiting = tail.get("while_some_wait")
+    context = run(engine, case, [at_work] * min(N, -(-2 * arguments.slots // G)))
+    result |= {
         "as_much_context": context,
+        "ratio_as_much_context": waiting and waiting["tokens_per_s"] / context["tokens_per_s"],
+    }
+    yield result
+    equal = run(engine, case, [mean] * N)
+    yield result | {
+        "equal": equal,
         "ratio": tail["tokens_per_s"] / equal["tokens_per_s"],
         "ratio_while_some_wait": waiting and waiting["tokens_per_s"] / equal["tokens_per_s"],
-        "ratio_as_much_context": waiting and waiting["tokens_per_s"] / context["tokens_per_s"],
     }
 
 
@@ -115,11 +122,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
-    text = json.dumps(measure(arguments), indent=1, default=str)
+    for result in measure(arguments):
+        text = json.dumps(result, indent=1, default=str)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(text + "\n")
     print(text)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n")
     return 0
 
 
