@@ -79,6 +79,17 @@ def test_the_number_of_slots_changes_no_bit(slots):
     assert_same(with_slots(slots), with_slots(3))
 
 
+@pytest.mark.parametrize("slots", [3, 6])
+def test_nor_with_top_p(slots):
+    """Which adds as many logarithms as there are slots."""
+
+    def found(slots):
+        nucleus = engine(dataclasses.replace(SETTINGS, top_p=0.8), max_slots=slots)
+        return finished(nucleus.generate(ADAPTER, requests(), KEY))
+
+    assert_same(found(slots), found(8))
+
+
 def test_a_request_alone_changes_no_bit():
     alone = {
         (n, g): done
@@ -298,7 +309,10 @@ def test_memory_is_planned_by_hand():
     assert plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row).slots == 2
     alone = plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row - 1)
     assert (alone.slots, alone.allocated, alone.rows) == (1, 2, 1)
-    assert plan(samples=20, prompts=1, cache_bytes=7 * slot + row).slots == 7
+    three = plan(samples=20, prompts=5, max_slots=3)
+    assert (three.slots, three.allocated) == (3, 4)
+    assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row).slots == 8
+    assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row - 1).slots == 4
     with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):
         plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
 

@@ -37,8 +37,17 @@ class Plan:
 
     @property
     def allocated(self) -> int:
-        """Slots to allocate."""
-        return max(fewest_rows(), self.slots)
+        """Slots to allocate, see `allocated_for`."""
+        return allocated_for(self.slots)
+
+
+def allocated_for(slots: int) -> int:
+    """Slots that are computed where so many are used. On a CPU they are filled up to a multiple of four: for 3, 5, 6 or
+    7 numbers, as many logarithms as there are rows, XLA takes another function than for 2, 4 or 8, and the last bits of
+    log-probabilities would depend on the number of slots."""
+    if jax.default_backend() != "cpu" or slots <= fewest_rows():
+        return max(fewest_rows(), slots)
+    return -(-slots // 4) * 4
 
 
 def plan_slots(
@@ -84,7 +93,7 @@ def plan_slots(
         return min(prompts, slots + slots // 2)
 
     slots = min(samples, max_slots or samples)
-    while slots and (over := max(fewest_rows(), slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
+    while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:
         raise UserError(

@@ -2,9 +2,8 @@
 
 On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
 than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
-refilled do without it: there a sample is bitwise the same in any slot of any number of slots, but for one thing: with
-top_p the last bit of a log-probability may depend on whether the number of slots is a multiple of the processor's vector
-width, since LLVM takes the logarithms of what is left over by another function. Those of a whole rollout keep it: their decode loop is a third faster with it, and their numbers are those of the others up to rounding.
+refilled do without it: there a sample is bitwise the same in any slot of any number of slots. Those of a whole rollout
+keep it: their decode loop is a third faster with it, and their numbers are those of the others up to rounding.
 """
 
 import functools
