@@ -1,11 +1,13 @@
-"""How far recorded log-probabilities are from the learner's, for a network that has been trained.
+"""How far recorded log-probabilities are from the learner's, for networks that have been trained.
 
     python -m benchmarks.agreement --output benchmarks/results/cpu/agreement.json
+    python -m benchmarks.agreement --text runs/3M --output benchmarks/results/cpu/agreement.json
 
-The quickstart's policy with NVFP4 weights samples completions of held-out problems; the learner's forward pass goes
-over the same tokens. Printed, in nats and averaged over tokens: how far they are apart, and for scale what AQN's noise
-of sigma 0.01 changes. For random weights at the size of real models see `benchmarks.rollout`, for where differences
-come from `benchmarks.roundings`.
+A network with NVFP4 weights samples completions, and the learner's forward pass goes over the same tokens. Printed, in
+nats and averaged over tokens: how far they are apart, and for scale what AQN's noise of sigma 0.01 changes. The network
+is the quickstart's policy with held-out problems, and with --text also those of folders that `benchmarks.text_model`
+made, with the beginnings of their held-out texts. For random weights at the size of real models see
+`benchmarks.rollout`, for where differences come from `benchmarks.roundings`.
 """
 
 import argparse
@@ -26,34 +28,43 @@ from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine
 
-_POLICY, _NEW, _G, _SIGMA = "builtin:quickstart", 48, 8, 1e-2
+_POLICY, _PROMPTS, _NEW, _G, _SIGMA = "builtin:quickstart", 64, 48, 8, 1e-2
 
 
-def measure(dtype: jnp.dtype, problems: int) -> dict[str, Any]:
-    """The row of one compute dtype."""
-    model = qerl.load_model(_POLICY, weight_format="nvfp4", dtype=dtype)
-    ends = qerl.load_generation_config(_POLICY)
-    tokenizer = qerl.load_tokenizer(_POLICY, model.config.vocab_size)
-    data = qerl.load_dataset("arithmetic", split="eval")
-    tokens, lengths = qerl.encode_prompts(tokenizer, [data[i]["prompt"] for i in range(problems)], max_prompt_length=48)
-    prompts = qerl.Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(problems))
+def prompts_of(folder: Path | None) -> tuple[str, list[str]]:
+    """Where a network is, and texts to go on from."""
+    if folder is None:
+        data = qerl.load_dataset("arithmetic", split="eval")
+        return _POLICY, [data[i]["prompt"] for i in range(_PROMPTS)]
+    rows = (folder / "calibration.jsonl").read_text().splitlines()[:_PROMPTS]
+    return str(folder / "model"), [json.loads(row)["text"][:100] for row in rows]
+
+
+def measure(path: str, texts: list[str], dtype: jnp.dtype) -> dict[str, Any]:
+    """The row of one network and compute dtype."""
+    model = qerl.load_model(path, weight_format="nvfp4", dtype=dtype)
+    ends = qerl.load_generation_config(path)
+    tokenizer = qerl.load_tokenizer(path, model.config.vocab_size)
+    tokens, lengths = qerl.encode_prompts(tokenizer, texts, max_prompt_length=100)
+    prompts = qerl.Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(len(texts)))
     adapter = qerl.init_adapter(jax.random.key(0), model, lora_r=16, lora_alpha=32)
     settings = qerl.SamplingSettings(_NEW, ends.eos_token_ids, ends.pad_token_id)
     engine = Engine(model, settings, max_prompt_length=tokens.shape[1])
     out = engine.rollout(adapter, prompts, jax.random.key(1), _G)
-    row_of = np.arange(problems * _G) // _G
+    row_of = np.arange(len(texts) * _G) // _G
     at = prompts.tokens[row_of], prompts.lengths[row_of], out.tokens, out.lengths, 1.0
     learner = jax.jit(completion_logps)
     clean, _ = learner(model, adapter, *at)
-    noisy, _ = learner(
-        with_norms(model, perturb_norms(norms_of(model, adapter), _SIGMA, jax.random.key(2))), adapter, *at
-    )
+    noise = perturb_norms(norms_of(model, adapter), _SIGMA, jax.random.key(2))
+    noisy, _ = learner(with_norms(model, noise), adapter, *at)
     mask = np.arange(_NEW) < np.asarray(out.lengths)[:, None]
 
     def mean(change: jax.Array) -> float:
         return float(np.abs(np.asarray(change))[mask].mean())
 
     return {
+        "layers": model.config.num_hidden_layers,
+        "hidden_size": model.config.hidden_size,
         "dtype": jnp.dtype(dtype).name,
         "tokens": int(mask.sum()),
         "logp_difference": mean(clean - out.logps),
@@ -63,14 +74,19 @@ def measure(dtype: jnp.dtype, problems: int) -> dict[str, Any]:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=64)
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="folders of benchmarks.text_model")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
     result = {
         "device": jax.devices()[0].device_kind,
         "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")},
-        "settings": {"policy": _POLICY, "sigma": _SIGMA, "num_generations": _G},
-        "rows": [measure(dtype, arguments.problems) for dtype in (jnp.float32, jnp.bfloat16)],
+        "settings": {"prompts": _PROMPTS, "num_generations": _G, "new": _NEW, "sigma": _SIGMA},
+        "rows": [
+            {"network": "quickstart" if folder is None else f"text model {folder.name}"}
+            | measure(*prompts_of(folder), dtype)
+            for folder in (None, *arguments.text)
+            for dtype in (jnp.float32, jnp.bfloat16)
+        ],
     }
     text = json.dumps(result, indent=1)
     print(text)

@@ -1,7 +1,8 @@
-"""Language models trained on Python's own library, small and not so small: for `benchmarks.awq`.
+"""Language models trained on Python's own library, small and not so small: for `benchmarks.awq` and `.agreement`.
 
     python -m benchmarks.text_model 26M runs/26M    # for a GPU: text about a minute, training 28 s on an H200
-    python -m benchmarks.text_model 3M runs/3M      # for two CPU cores: 17 minutes beside other work
+    python -m benchmarks.text_model 3M runs/3M      # for two CPU cores: 5 minutes, 17 beside other work
+    python -m benchmarks.text_model 9M runs/9M      # the same, three times as deep and less trained: 8 minutes
 
 FOLDER/model is the network, FOLDER/calibration.jsonl the text to quantize it with. What a folder has already is kept.
 
@@ -44,6 +45,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "26M": Size(ModelConfig("qwen2", 4096, 512, 1536, 8, 8, 2, 64, 1e-6, 1e4, True, True, 2048), 512, 64, 500, 2e-3),
+    "9M": Size(ModelConfig("qwen2", 1024, 256, 640, 12, 4, 2, 64, 1e-6, 1e4, True, True, 1024), 256, 16, 240, 3e-3),
     "3M": Size(ModelConfig("qwen2", 1024, 256, 640, 4, 4, 2, 64, 1e-6, 1e4, True, True, 1024), 256, 16, 400, 3e-3),
 }
 EOS = "<|endoftext|>"
