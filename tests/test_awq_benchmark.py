@@ -47,4 +47,4 @@ def test_the_one_command_trains_quantizes_and_writes_the_result_and_keeps_what_i
 def test_a_size_that_is_not_there_is_named(capsys):
     with pytest.raises(SystemExit):
         benchmarks.awq.main(["--text-model", "27M=folder"])
-    assert "27M=folder: SIZE is one of 26M, 3M" in capsys.readouterr().err
+    assert "27M=folder: SIZE is one of 26M, 9M, 3M" in capsys.readouterr().err
