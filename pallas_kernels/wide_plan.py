@@ -93,8 +93,9 @@ class WidePlan:
 
     @property
     def m_group(self) -> int:
-        """Tiles of rows that are multiplied by the same weights before the next weights: their x stays in the L2."""
-        return min(self.m_tiles, 16)
+        """Tiles of rows that are multiplied by the same weights before the next weights: their x stays in the L2. At
+        most 16, in groups as equal as they can be: every group is filled up to this size."""
+        return -(-self.m_tiles // -(-self.m_tiles // 16))
 
     @property
     def r_groups(self) -> int:

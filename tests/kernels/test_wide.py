@@ -138,3 +138,14 @@ def test_every_tile_is_an_item_once():
             seen |= {(m_tile, rest // plan.m_group * 2 + s) for s in range(2)}
         wanted = {(i, j) for i in range(plan.m_tiles) for j in range(plan.tiles_of[0])}
         assert wanted <= seen
+
+
+@pytest.mark.parametrize(
+    "m, m_tiles, items", [(256, 1, 1), (4096, 16, 16), (4100, 17, 18), (8448, 33, 33), (9000, 36, 36)]
+)
+def test_groups_of_row_tiles_are_filled_up_little(m, m_tiles, items):
+    plan = make_plan(m, 1024, (256,), False, WideConfig())
+    assert (plan.r_groups, plan.m_tiles, plan.items) == (1, m_tiles, items)
+    for m in range(1, 40000, 256):
+        plan = make_plan(m, 1024, (256,), False, WideConfig())
+        assert plan.m_tiles <= plan.items < plan.m_tiles + -(-plan.m_tiles // 16) and plan.m_group <= 16
