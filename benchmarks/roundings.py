@@ -1,17 +1,21 @@
 """Which roundings move log-probabilities: a float32 forward pass in which named places are rounded to 16 bits.
 
-    python -m benchmarks.roundings --output benchmarks/results/cpu/roundings.json    # a minute or two on two cores
+    python -m benchmarks.roundings --output benchmarks/results/cpu/roundings.json    # six minutes on two cores
 
 A sampler and a learner that round alike still differ: their sums have other orders, so that after a few layers every
 rounding falls independently. Here a random network of Qwen2.5's proportions (and of its gain: std * sqrt(D) as at full
 width) runs exactly, and again with the tensor cores' inputs rounded at one place or at all, in BF16 or in FP16. Printed
 is the mean absolute change of the log-probabilities of random tokens, in nats. Two passes that both round differ by
 about sqrt(2) times as much. For scale, what AQN's noise of sigma 0.01 changes.
+
+How much a network makes of a rounding is a matter of its weights, so each is drawn twice: with the same deviation
+everywhere, and as `random_model` draws it (`depth_scaled`). For trained networks see `benchmarks.agreement`.
 """
 
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import sys
@@ -46,17 +50,17 @@ def narrowed(name: str, narrower: int) -> ModelConfig:
     )
 
 
-def random_weights(config: ModelConfig, std: float) -> dict[str, Any]:
-    """Dense weights, those of the layers stacked."""
+def random_weights(config: ModelConfig, std: float, depth_scaled: bool) -> dict[str, Any]:
+    """Dense weights, those of the layers stacked; `depth_scaled` as `random_model` makes them."""
     D, F, E = config.hidden_size, config.intermediate_size, config.head_dim
     Q, K, L = config.num_attention_heads * E, config.num_key_value_heads * E, config.num_hidden_layers
     shapes = {"q": (Q, D), "k": (K, D), "v": (K, D), "o": (D, Q), "gate": (F, D), "up": (F, D), "down": (D, F)}
     keys = iter(jax.random.split(jax.random.key(0), len(shapes) + 2))
     layers = {name: std * jax.random.normal(next(keys), (L, *shape)) for name, shape in shapes.items()}
-    table = config.vocab_size, D
-    return {"layers": layers, "embed": std * jax.random.normal(next(keys), table)} | {
-        "head": std * jax.random.normal(next(keys), table)
-    }
+    embed, head = (jax.random.normal(next(keys), (config.vocab_size, D)) for _ in range(2))
+    if depth_scaled:
+        layers |= {name: layers[name] * (2 * L) ** -0.5 for name in ("o", "down")}
+    return {"layers": layers, "embed": embed if depth_scaled else std * embed, "head": std * head}
 
 
 def rotated(x_BTHE: jax.Array, theta: float) -> jax.Array:
@@ -97,11 +101,11 @@ def logps(config: ModelConfig, weights: dict[str, Any], tokens_BT: jax.Array, ro
     return jnp.take_along_axis(found, tokens_BT[:, T // 2 :, None], -1)[..., 0]
 
 
-def measure(name: str, narrower: int, std: float) -> dict[str, Any]:
+def measure(name: str, narrower: int, std: float, depth_scaled: bool) -> dict[str, Any]:
     """One network's changes, in nats."""
     config = narrowed(name, narrower)
     gain = std * math.sqrt(MODELS[name].hidden_size)
-    weights = random_weights(config, gain / math.sqrt(config.hidden_size))
+    weights = random_weights(config, gain / math.sqrt(config.hidden_size), depth_scaled)
     tokens = jax.random.randint(jax.random.key(1), _TOKENS, 0, config.vocab_size)
     shape = 2, config.num_hidden_layers, config.hidden_size
     clean, noise = jnp.ones(shape), _SIGMA * jax.random.normal(jax.random.key(2), shape)
@@ -117,7 +121,8 @@ def measure(name: str, narrower: int, std: float) -> dict[str, Any]:
 
     everywhere = {f"all_{kind}": change(PLACES, 1 + i) for i, kind in enumerate(BITS)}
     alone = {place: change((place,)) for place in PLACES}
-    return {"model": name, "narrower": narrower} | everywhere | {"bf16_at": alone, "aqn": change((), 0, clean + noise)}
+    row = {"model": name, "narrower": narrower, "depth_scaled": depth_scaled} | everywhere
+    return row | {"bf16_at": alone, "aqn": change((), 0, clean + noise)}
 
 
 def main(words: list[str] | None = None) -> None:
@@ -128,8 +133,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
     rows = []
-    for name in arguments.model:
-        rows.append(measure(name, arguments.narrower, arguments.std))
+    for name, depth_scaled in itertools.product(arguments.model, (False, True)):
+        rows.append(measure(name, arguments.narrower, arguments.std, depth_scaled))
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "device": jax.devices()[0].device_kind,

@@ -43,8 +43,8 @@ class Plan:
 
 def allocated_for(slots: int) -> int:
     """Slots that are computed where so many are used. On a CPU they are filled up to a multiple of four: of few numbers
-    that do not fill its vectors (3, 5, 6, 7, 11, 13, 14, 15), here a logarithm for each slot, XLA takes another function
-    than of others, and the last bits of log-probabilities would depend on the number of slots."""
+    that do not fill its vectors (3, 5, 6, 7, 11, 13, 14, 15), here a logarithm for each slot, XLA takes another
+    function than of others, and the last bits of log-probabilities would depend on the number of slots."""
     if jax.default_backend() != "cpu" or slots <= fewest_rows():
         return max(fewest_rows(), slots)
     return -(-slots // 4) * 4
