@@ -5,11 +5,11 @@
 
 Weights hold all codes and all scale bytes 0x00-0x7E; in the case "positive" all terms of a sum are positive, so that
 truncated additions show most. An error is the largest of |y - x W^T| / (|x| |W|^T) over sampled outputs, in float64. A
-row is right where `ratio`, the larger of both cases' errors over cuBLAS's, is at most 1.25. Up to 64 rows it is the
-streaming kernel, above the wide one. The table's configuration is tried with each value of --promote too (see
-StreamConfig.promote, with smaller rings where its totals take their room, and WideConfig.promote), and so are those of
---also, a file in the form of fp4_table.json. Times, also cuBLAS's, are CUPTI's, with float32 outputs. --table names
-wide_table.json: where the table's own configuration is not right, the fastest that is takes its place, without a time.
+row is right where `ratio`, the larger of both cases' errors over cuBLAS's, is at most 1.25. What the tables choose is
+tried with each value of --promote too (see StreamConfig.promote, with smaller rings where its totals take their room,
+and WideConfig.promote), and so are the configurations of --also, a file in the form of fp4_table.json. Times, also
+cuBLAS's, are CUPTI's, with float32 outputs. --table names wide_table.json: where, above 64 rows, what it chooses is not
+right, the fastest that is takes its place, without a time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.compiling import Programs
 from benchmarks.fp4_matmul import CUBLAS, FEW_ROWS, device_us
 from benchmarks.fp4_rows import MODELS
 from benchmarks.fp4_wide_sweep import write_entries
-from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide, wide_variants
+from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 from pallas_kernels.wide_plan import WideConfig
 
@@ -60,9 +60,8 @@ def sampled(y, rows, columns):
 
 
 def of_the_table(m: int, k: int, n: int) -> StreamConfig | WideConfig:
-    if m <= variants.STREAM_ROWS:
-        return variants.config_for(m, k, (n,))
-    return wide_variants.wide_config("forward", m, k, (n,))
+    with variants.compiling_for(90):
+        return variants.choose(m, k, (n,))
 
 
 def product(config: StreamConfig | WideConfig, m: int, k: int, n: int):

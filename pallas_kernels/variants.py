@@ -5,7 +5,8 @@ kernel that was fastest on an H200, with `"lora": true` a better one for calls w
 (with) rank 32, from several runs. Without `us` it has not been measured as it stands: the fastest, with as much
 promotion as cuBLAS's own error asks for. Shapes outside it get the first default that fits. All M of one range use one
 configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to the wide kernel
-(wide_variants.py), or, where it does not take the shape, through the streaming kernel 64 at a time.
+(wide_variants.py), and from 17 on those of a few shapes; or, where it does not take the shape, through the streaming
+kernel 64 at a time.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ import jax
 from .block_plan import MAX_ROWS
 from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
 from .wide_plan import WideConfig
-from .wide_variants import wide_config
+from .wide_variants import few_rows_config, wide_config
 
 RANGES = (8, 16, 32, 64)
 BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "reference")
-# Up to this many rows the streaming kernel is the faster one.
+# Up to this many rows the streaming kernel is the faster one at most shapes.
 STREAM_ROWS = 64
 # What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
 MAX_STREAM_ROWS = 256
@@ -151,6 +152,9 @@ def choose(
     at = capability()
     if at != 90:
         return "dequantize" if at else "reference"
+    few = few_rows_config(m, k, n, any(ranks))
+    if few is not None:
+        return few
     tries = [functools.partial(wide_config, "forward", m, k, n)]
     if m <= MAX_STREAM_ROWS:
         tries.insert(0 if m <= STREAM_ROWS else 1, functools.partial(config_for, m, k, n, ranks))

@@ -3,7 +3,8 @@
 wide_table.json holds, for an operation, K, N and the largest M of a range, the configuration that was fastest on an
 H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide_sweep.py writes it). The order of
 additions for an output depends on `split` alone: where a shape's ranges have the same `split`, a row's result is the
-same for all their M.
+same for all their M. Entries for 32 and 64 rows are of shapes where it is faster than the streaming kernel, with
+`"lora": true` also in calls with adapters.
 """
 
 import functools
@@ -12,15 +13,10 @@ import json
 
 from .wide_plan import WideConfig, WidePlan, make_plan
 
-RANGES = (128, 256, 1024, 4096)
-
-
-def _load() -> dict[tuple[str, int, int, int], WideConfig]:
-    text = importlib.resources.files(__package__).joinpath("wide_table.json").read_text()
-    return {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in json.loads(text)}
-
-
-TABLE = _load()
+FEW_ROWS, RANGES = (32, 64), (128, 256, 1024, 4096)
+_ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_table.json").read_text())
+TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
+_WITH_LORA = {(e["k"], e["n"], e["m"]) for e in _ENTRIES if e.get("lora", False)}
 
 
 @functools.cache
@@ -33,6 +29,15 @@ def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
         entry = _by_rule(op, largest, d, r)
     make_plan(m, d, r, op == "dx", entry)
     return entry
+
+
+def few_rows_config(m: int, k: int, n: tuple[int, ...], lora: bool) -> WideConfig | None:
+    """The configuration for 17 to 64 rows, which the streaming kernel takes too, where this kernel is the faster."""
+    key = k, sum(n), next((limit for limit in FEW_ROWS if FEW_ROWS[0] // 2 < m <= limit), 0)
+    config = None if lora and key not in _WITH_LORA else TABLE.get(("forward", *key))
+    if config is not None:
+        make_plan(m, k, n, False, config)
+    return config
 
 
 def _by_rule(op: str, m: int, d: int, r: tuple[int, ...]) -> WideConfig:

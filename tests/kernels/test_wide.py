@@ -10,7 +10,7 @@ from jax import export
 from pallas_kernels import layout, repack, variants, wide_fragments, wide_kernel
 from pallas_kernels.stream_plan import StreamConfig
 from pallas_kernels.wide_plan import WideConfig, make_plan
-from pallas_kernels.wide_variants import RANGES, TABLE, wide_config
+from pallas_kernels.wide_variants import FEW_ROWS, RANGES, TABLE, wide_config
 
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -105,7 +105,22 @@ def test_the_table_is_usable():
     for (op, k, n, m), config in TABLE.items():
         d, r = (k, n) if op == "forward" else (n, k)
         make_plan(m, d, (r,), op == "dx", config)
-        assert m in RANGES and wide_config(op, m, k, (n,)) == config
+        if m in RANGES:
+            assert wide_config(op, m, k, (n,)) == config
+            continue
+        assert op == "forward" and m in FEW_ROWS and config.m_tile == m
+        with variants.compiling_for(90):
+            assert variants.choose(m, k, (n,)) == variants.choose(m // 2 + 1, k, (n,)) == config
+
+
+def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
+    def chosen(m, *ranks):
+        return type(variants.choose(m, 3584, (3584,), None, ranks))
+
+    with variants.compiling_for(90):
+        assert chosen(16) is StreamConfig and chosen(17) is chosen(32) is chosen(33) is WideConfig
+        assert chosen(32, 32) is StreamConfig and chosen(64, 32) is WideConfig
+        assert variants.lora_inside(64, 3584, (3584,), (32,))
 
 
 @pytest.mark.parametrize("op", ["forward", "dx"])
@@ -119,8 +134,8 @@ def test_shapes_outside_the_table_get_a_configuration(op):
 
 def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper():
     with variants.compiling_for(90):
-        assert isinstance(variants.choose(64, 3584, (4608,)), StreamConfig)
-        assert isinstance(variants.choose(65, 3584, (4608,)), WideConfig)
+        assert isinstance(variants.choose(64, 5120, (7168,)), StreamConfig)
+        assert isinstance(variants.choose(65, 5120, (7168,)), WideConfig)
         assert isinstance(variants.choose(65, 3584, (4609,)), StreamConfig)  # N is no multiple of 8
         assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, 4609) == "dequantize-mosaic"
         assert isinstance(variants.choose_dx(8, 3584, 4608), WideConfig)

@@ -25,6 +25,8 @@ CONFIGS = [
     WideConfig(128, 4, 1, 6, 3),
     WideConfig(128, 2, 1, 6, 3, tail=True, promote=16),
     WideConfig(256, 1, 2, 4, 2, promote=32),
+    WideConfig(32, 1, 4, 6, 3, promote=16),
+    WideConfig(64, 1, 3, 6, 3, promote=16),
 ]
 
 
