@@ -15,9 +15,10 @@ The ratio has the end in it, when no sample waits any more and slots run empty o
 left of the longest sample in work, nearly --longest steps, however many prompts there were, and no order of samples
 whose lengths are not known avoids it: with the defaults it is 3400 of 12800 steps, in which a third of the slots work.
 By counting steps the ratio is 0.50 with 64 prompts of 8 completions, 0.82 with 256, 0.95 with 1024.
-`while_some_wait` leaves the end out: until the last look at the host at which some still waited. Its rate counts
-tokens as they are drawn, the whole run's those of completions that have ended, which are all in the end. --output is
-written after each run.
+In the end decoding goes on in fewer slots, see `qerl_jax.rollout.tail`; --tail-sizes without a number leaves all.
+`while_some_wait` leaves the end out: until the last look at the host at which some still waited; `end` is the rest.
+Their rates count tokens as they are drawn, the whole run's those of completions that have ended, which are all in the
+end. --output is written after each run.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.requests import Statistics
+from qerl_jax.rollout.tail import tail_sizes
 
 
 def long_tailed(count: int, shortest: int, longest: int) -> list[int]:
@@ -45,6 +47,17 @@ def long_tailed(count: int, shortest: int, longest: int) -> list[int]:
     parts = (np.arange(count) + 0.5) / count
     lengths = np.minimum(shortest / (1 - parts), longest).astype(int)
     return np.random.default_rng(0).permutation(lengths).tolist()
+
+
+def compiling(prompts: int, num_generations: int, longest: int, tail_sizes: list[int]) -> list[int]:
+    """Short lengths with which all programs run: one completion's is worth the moves, and as many samples as each of
+    the sizes holds go on for a while."""
+    lengths = np.full(prompts, 2)
+    for i, size in enumerate(sorted(tail_sizes, reverse=True), 1):
+        lengths[prompts - size // num_generations :] = min(longest, 10 * i)
+    if tail_sizes:
+        lengths[-1] = min(longest, 512)
+    return lengths.tolist()
 
 
 def run(engine: Engine, case: Case, lengths: list[int]) -> dict[str, Any]:
@@ -65,6 +78,12 @@ def run(engine: Engine, case: Case, lengths: list[int]) -> dict[str, Any]:
             "steps": full.steps,
             "seconds": full.seconds,
         }
+        found["end"] = {
+            "tokens_per_s": (done.drawn - full.drawn) / (done.seconds - full.seconds),
+            "occupancy": (done.drawn - full.drawn) / max(1, done.slot_steps - full.slot_steps),
+            "steps": done.steps - full.steps,
+            "seconds": done.seconds - full.seconds,
+        }
     counts = ("tokens", "steps", "chunks", "prompts", "prefills")
     return found | {name: getattr(done, name) for name in counts}
 
@@ -77,6 +96,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     case = make_case(model, arguments.lora_rank, N * G, G, arguments.prompt, arguments.longest)
     settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0)
     engine = Engine(model, settings, max_prompt_length=arguments.prompt, max_slots=arguments.slots)
+    engine.tail_sizes = tuple(arguments.tail_sizes)
     lengths = long_tailed(N, arguments.shortest, arguments.longest)
     mean, at_work = round(float(np.mean(lengths))), round(float(np.sum(np.square(lengths)) / np.sum(lengths)))
     result: dict[str, Any] = {
@@ -91,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "longest": max(lengths),
         },
     }
-    run(engine, case, [2] * N)  # compiles
+    run(engine, case, compiling(N, G, arguments.longest, arguments.tail_sizes))
     tail = result["long_tail"] = run(engine, case, lengths)
     yield result
     waiting = tail.get("while_some_wait")
@@ -119,6 +139,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=64)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--tail-sizes", type=int, nargs="*", default=tail_sizes(), help="slots of the last completions")
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)

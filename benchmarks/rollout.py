@@ -201,7 +201,7 @@ def compile_ahead(cases: list[Case]) -> None:
             slots, new = programs().begun(*of(case))
             ready = prepared(case.model, case.adapter, new)
             lowered = programs().finished.lower(
-                slots, *ready, case.noisy, case.new, case.settings, group=case.num_generations
+                slots, *ready, case.noisy, case.new, 0, case.settings, group=case.num_generations
             )
             tasks.append(pool.submit(lowered.compile))
         for task in tasks:
@@ -215,7 +215,7 @@ def kernel_times(case: Case) -> list[dict[str, Any]]:
     slots, new = programs().begun(*of, np.full(N, case.new, np.int32))
     model, adapter = prepared(case.model, case.adapter, new)
     # not donated, since it runs twice: what is copied for that is in both measurements
-    steps = jax.jit(functools.partial(decode, settings=case.settings, group=G))
+    steps = jax.jit(functools.partial(decode, leave=0, settings=case.settings, group=G))
 
     def times(count: int) -> list[tuple[str, float]]:
         return profiler.measure(steps, aggregate=False)(slots, model, adapter, case.noisy, count)[1] or []

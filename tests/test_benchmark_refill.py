@@ -15,6 +15,12 @@ def test_lengths_have_a_long_tail():
     assert 127 <= np.median(lengths) <= 128 and abs(lengths.mean() - 64 * (1 + np.log(64))) < 3
 
 
+def test_what_compiles_goes_through_all_sizes_of_the_tail():
+    """With 8 completions of a prompt: 32 samples are left behind the second token, 8 behind the tenth."""
+    assert refill.compiling(64, 8, 4096, [8, 32]) == [2] * 60 + [10] * 3 + [512]
+    assert refill.compiling(4, 8, 4096, []) == [2] * 4
+
+
 def test_both_runs_draw_what_they_should_and_long_tails_keep_slots_full(tmp_path):
     output = tmp_path / "refill.json"
     words = "--model tiny --slots 4 --prompts 24 --num-generations 2 --prompt 6 --shortest 4 --longest 64 --lora-rank 4"
@@ -29,6 +35,10 @@ def test_both_runs_draw_what_they_should_and_long_tails_keep_slots_full(tmp_path
     waiting = tail["while_some_wait"]
     assert waiting["tokens_per_s"] * waiting["seconds"] == pytest.approx(waiting["occupancy"] * 4 * waiting["steps"])
     assert 0 < tail["steps"] - waiting["steps"] <= 64  # the end is no longer than the longest completion
+    assert tail["end"]["steps"] == tail["steps"] - waiting["steps"]
+    end_drawn = tail["end"]["tokens_per_s"] * tail["end"]["seconds"]
+    assert end_drawn == pytest.approx(tail["tokens"] - waiting["tokens_per_s"] * waiting["seconds"])
+    assert end_drawn == pytest.approx(tail["end"]["occupancy"] * 4 * tail["end"]["steps"])
     assert (tail["prompts"], tail["prefills"]) == (24, 12)
     context = result["as_much_context"]
     assert context["tokens"] == 2 * 4 * result["lengths"]["mean_at_work"] and context["occupancy"] == 1

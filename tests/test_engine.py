@@ -313,6 +313,9 @@ def test_memory_is_planned_by_hand():
     assert (three.slots, three.allocated) == (3, 4)
     assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row).slots == 8
     assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row - 1).slots == 4
+    # Of long completions half a slot's keys and values of one layer, 1000 x 128 / 2, are more than logits and prompt.
+    longer = dataclasses.replace(SETTINGS, max_completion_length=1000)
+    assert plan_slots(MODEL, longer, P, samples=1, prompts=1).slot_bytes == 1000 * 268 + 64000
     with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):
         plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
 

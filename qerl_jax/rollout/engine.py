@@ -21,6 +21,7 @@ from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.refilling import Batch
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
+from qerl_jax.rollout.tail import decode_to_the_end, tail_sizes
 
 
 class Engine:
@@ -32,6 +33,10 @@ class Engine:
       max_prompt_length: P, the most tokens of a prompt.
       max_slots: most samples that decode at once; None is as many as there are, or as fit in memory.
       cache_bytes: bytes for the keys and values; None is what the device has left, or 4 GB on a CPU.
+
+    Attributes:
+      statistics: what it has done.
+      tail_sizes: numbers of slots in which the last samples go on, see `qerl_jax.rollout.tail`; () is never.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Engine:
     ) -> None:
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
         self.max_slots, self.cache_bytes = max_slots, cache_bytes
+        self.tail_sizes = tail_sizes()
         self.statistics = Statistics()
 
     def plan(self, samples: int, prompts: int, adapter: Adapter | None = None) -> Plan:
@@ -81,11 +87,13 @@ class Engine:
             slots, new = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
             model, adapter = prepared(self.model, adapter, new)
             norms = norms_of(model, adapter) if norms is None else norms
-            out: Rollout = programs().finished(slots, model, adapter, norms, C, self.settings, group=G).out
+            out, slot_steps = decode_to_the_end(
+                slots, model, adapter, norms, self.settings, np.repeat(limits_N, G), G, self.tail_sizes
+            )
             lengths = np.asarray(out.lengths)
-            steps, total = int(lengths.max()) - 1, int(lengths.sum())
+            total = int(lengths.sum())
             # A sample's first token comes from its prompt, not from a step.
-            self.statistics.add(steps=steps, slot_steps=steps * N * G, drawn=total - N * G, tokens=total)
+            self.statistics.add(steps=int(lengths.max()) - 1, slot_steps=slot_steps, drawn=total - N * G, tokens=total)
             self.statistics.add(samples=N * G, started=N * G, prompts=N, prefills=1, chunks=1)
             self.statistics.add(seconds=time.perf_counter() - began)
             return out
@@ -151,6 +159,7 @@ class Engine:
                 norms,
                 settings=self.settings,
                 plan=plan,
+                tail_sizes=self.tail_sizes,
                 max_prompt_length=self.max_prompt_length,
                 requests=good,
                 key=key,

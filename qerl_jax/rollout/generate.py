@@ -49,7 +49,7 @@ def generate(
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
     C = settings.max_completion_length
-    return decode(slots, model, adapter, norms, C, settings, group=num_generations).out
+    return decode(slots, model, adapter, norms, C, 0, settings, group=num_generations).out
 
 
 def begun(

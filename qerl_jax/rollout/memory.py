@@ -82,8 +82,10 @@ def plan_slots(
     C, P, V = settings.max_completion_length, max_prompt_length, config.vocab_size
     position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
     # Kept: the cache, and token and log-probabilities. At work: float32 logits four times over (scaled, truncated,
-    # noise, their sum), and one layer's copy of the slot's prompt.
-    slot_bytes = C * (position + 12) + 16 * V + P * position // config.num_hidden_layers
+    # noise, their sum), and one layer's copy of the slot's prompt; or, where the last samples move into at most half as
+    # many slots, one layer's copy of those.
+    layer = position // config.num_hidden_layers
+    slot_bytes = C * (position + 12) + max(16 * V + P * layer, C * layer // 2)
     row_bytes = P * position + config.hidden_size * itemsize
     budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
 

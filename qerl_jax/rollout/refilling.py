@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.queued import Log, Queue, empty_slots, freed
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
+from qerl_jax.rollout.tail import moved, worthwhile
 
 _CHUNK = 256  # most steps between two looks at the host, so that Ctrl-C is heard
 # Places of the queue for each slot. Simulated with what an H200 takes at 7B (a step of 64 slots 4 ms, a look 6, a
@@ -52,6 +53,7 @@ class Batch:
         *,
         settings: SamplingSettings,
         plan: Plan,
+        tail_sizes: Sequence[int],
         max_prompt_length: int,
         requests: dict[int, Request],
         key: jax.Array,
@@ -59,10 +61,12 @@ class Batch:
         every: int | None,
         statistics: Statistics,
     ) -> None:
-        """Model and adapter are `prepared`; the rest is as in `Engine.generate`, with requests by number."""
+        """Model and adapter are `prepared`; the rest is the engine's and as in `Engine.generate`, with requests by
+        number."""
         self.model, self.adapter, self.norms, self.settings, self.plan = model, adapter, norms, settings, plan
         self.max_prompt_length, self.requests, self.key = max_prompt_length, requests, key
         self.until, self.every, self.statistics = until, every, statistics
+        self.tail_sizes, self.in_use = tail_sizes, plan.slots
         self.waiting = collections.deque(requests)  # requests whose prompts are not in the pool yet
         self.ready: collections.deque[int] = collections.deque()  # samples whose prompts are, by number, and no slot
         self.samples: dict[int, _Sample] = {}  # those that are ready or in a slot
@@ -80,6 +84,7 @@ class Batch:
         while self.waiting or self.samples:
             began = time.perf_counter()
             self._fill_queue()
+            self._move_tail()
             completions = self._harvest(*self._decode())
             self.statistics.add(seconds=time.perf_counter() - began)
             yield from completions
@@ -112,6 +117,19 @@ class Batch:
         self.slots = programs().admit(self.slots, self.model, self.adapter, self.norms, tokens, lengths, rows)
         self.statistics.add(prompts=len(numbers), prefills=1)
 
+    def _worthwhile(self) -> list[int]:
+        """Numbers of slots that would be worth a move, see `qerl_jax.rollout.tail`, if none waited."""
+        left = max(sample.limit - sample.length for sample in self.samples.values())
+        return worthwhile(self.tail_sizes, self.in_use, left)
+
+    def _move_tail(self) -> None:
+        """Moves what is at work into fewer slots, if that is worth it and no more comes."""
+        fit = [size for size in self._worthwhile() if size >= len(self.samples)]
+        if fit and not self.waiting:
+            self.in_use = min(fit)
+            rows = np.argsort(-np.asarray(self.slots.samples_S), kind="stable")[: self.in_use]
+            self.slots = moved(self.slots, rows, "prompt_hidden_RD")
+
     def _decode(self) -> tuple[Log, int]:
         """Runs a chunk; the log on the host, and the number of steps."""
         count = min(_QUEUE * self.plan.slots, len(self.ready))
@@ -124,9 +142,10 @@ class Batch:
             indices[i], limits[i] = sample.index, sample.limit
         queue = Queue(*map(jnp.asarray, (samples, rows, places, indices, limits, np.int32(count))))
         more_wait = self.waiting or len(self.ready) > count
+        stop_at = 1 if more_wait else self.in_use - max(self._worthwhile(), default=0)
         self.slots, *found = programs().decode_queue(
             self.slots, queue, self.key, self.model, self.adapter, self.norms, min(self.every or _CHUNK, _CHUNK),
-            1 if more_wait else self.plan.slots, self.settings, log_steps=_CHUNK,
+            stop_at, self.settings, log_steps=_CHUNK,
         )  # fmt: skip
         log, steps, taken = jax.device_get(found)
         self.statistics.add(chunks=1, steps=int(steps), started=int(taken))
@@ -138,9 +157,9 @@ class Batch:
         """Puts what was drawn to the samples. Returns those that have ended, whose slots are free now; with `every`,
         then those that go on."""
         numbers, *drawn = (part[:steps].T.reshape(-1) for part in jax.tree.leaves(log))  # slot after slot
-        self.statistics.add(slot_steps=steps * self.plan.slots, drawn=int(np.sum(numbers >= 0)))
+        self.statistics.add(slot_steps=steps * self.in_use, drawn=int(np.sum(numbers >= 0)))
         borders = np.flatnonzero(np.diff(numbers)) + 1
-        ended, going_on, stopped = [], [], np.zeros(self.plan.allocated, bool)
+        ended, going_on, stopped = [], [], np.zeros(log.samples_TS.shape[1], bool)
         for start, end in itertools.pairwise([0, *borders.tolist(), len(numbers)]):
             number = int(numbers[start])
             if number < 0:

@@ -64,17 +64,18 @@ def decode(
     adapter: Adapter | None,
     norms: Norms,
     max_steps: jax.Array | int,
+    leave: jax.Array | int,
     settings: SamplingSettings,
     group: int | None = None,
 ) -> Slots:
-    """Draws tokens in all live slots until none is live, but at most `max_steps` in each.
+    """Draws tokens in all live slots until at most `leave` are live, but at most `max_steps` in each.
 
     Args:
       group: static; G promises that slot s reads prompt s // G.
     """
 
     def more(state: tuple[Slots, jax.Array]) -> jax.Array:
-        return (state[1] < max_steps) & jnp.any(state[0].live_S)
+        return (state[1] < max_steps) & (jnp.sum(state[0].live_S) > leave)
 
     def step(state: tuple[Slots, jax.Array]) -> tuple[Slots, jax.Array]:
         slots, steps = state

@@ -100,6 +100,7 @@ def generate_texts(
     longest = max(len(request.prompt) for request in requests)
     width = min(policy.model.config.max_position_embeddings, -(-longest // _BUCKET) * _BUCKET)
     engine = Engine(policy.model, settings, max_prompt_length=width, max_slots=_MAX_SLOTS)
+    engine.tail_sizes = ()  # one call does not give back what compiling more programs takes
 
     def decode(ids: Sequence[int]) -> str:
         text = policy.tokenizer.decode(ids, skip_special_tokens=True)
