@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.compiling import Programs
 
@@ -32,7 +33,11 @@ def rng():
 
 @pytest.fixture(scope="session")
 def programs(request):
-    """Programs of all selected tests, being compiled (see ahead.py)."""
+    """Programs of all selected tests, being compiled (see ahead.py). Not through the compilation cache: it prints a
+    program in the thread that compiles while others are traced, and a run on an H200 ended there with a segmentation
+    fault."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
     programs = Programs()
     for item in request.session.items:
         start = getattr(item.function, "start", None)
