@@ -172,6 +172,9 @@ def _base(route, out_dtype):
         elif not any(ranks) or variants.takes_lora(m, k, n, variant, ranks):
             ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=out_dtype != jnp.bfloat16)
             return tuple(y.astype(out_dtype) for y in ys)
+        elif variants.apart(m, k, n, variant, ranks):
+            each = zip(weights, scales, biases, loras, strict=True)
+            return tuple(base(x, *((part,) for part in parts))[0] for parts in each)
         else:
             ys = _mosaic(x, weights, scales, biases, (None,) * len(weights), variant, wide_out=True)
             biases = (None,) * len(weights)

@@ -55,6 +55,16 @@ def test_few_rows_are_one_kernel_and_no_other_product(rows):
     assert "stablehlo.divide" not in module, "an operation on a scalar is a launch"
 
 
+def test_weights_that_would_take_two_waves_with_adapters_are_multiplied_one_by_one():
+    """Gate and up of Qwen2.5-32B at 64 rows: a kernel that both call, one that orders x, and no other product."""
+    shape, (N, K) = jax.ShapeDtypeStruct, (27648, 5120)
+    weight = jax.eval_shape(lambda w: repacked(quantize_nvfp4(w)), shape((N, K), jnp.bfloat16))
+    lora = LoRA(shape((32, K), jnp.float32), shape((N, 32), jnp.float32), 0.5)
+    module = lowered(linears, shape((64, K), jnp.bfloat16), [weight] * 2, [lora] * 2, [None] * 2)
+    assert (kernels(module), dots(module)) == (2, 0)
+    assert f"tensor<64x{N}xbf16>" in module and f"tensor<64x{2 * N}xbf16>" not in module
+
+
 def test_many_rows_are_one_kernel_and_one_product_of_all_a():
     arguments = _bf16(0, 65, 512), [repacked(w) for w in WEIGHTS], LORAS, BIASES
     module = lowered(linears, *arguments)
