@@ -8,8 +8,6 @@ all have the mean length. Both go through the same compiled programs; ratio is t
 
 Slots are in long completions most of the time: of those at work at a moment the mean length is sum l^2 / sum l, five
 times the mean. So full slots read more keys and values than with equal lengths, and are slower by that.
-`as_much_context` is two waves of completions that all have that length, and `ratio_as_much_context` the rate while some
-wait over its.
 
 The ratio has the end in it, when no sample waits any more and slots run empty one by one. It lasts as long as what is
 left of the longest sample in work, nearly --longest steps, however many prompts there were, and no order of samples
@@ -115,12 +113,6 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tail = result["long_tail"] = run(engine, case, lengths)
     yield result
     waiting = tail.get("while_some_wait")
-    context = run(engine, case, [at_work] * min(N, -(-2 * arguments.slots // G)))
-    result |= {
-        "as_much_context": context,
-        "ratio_as_much_context": waiting and waiting["tokens_per_s"] / context["tokens_per_s"],
-    }
-    yield result
     equal = run(engine, case, [mean] * N)
     yield result | {
         "equal": equal,
