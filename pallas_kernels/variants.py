@@ -70,7 +70,7 @@ def describe() -> str:
     if at == 90:
         return (
             f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
-            f"{STREAM_ROWS}, wide above and for gradients"
+            f"{STREAM_ROWS}, wide above, for small matrices and for gradients"
         )
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
