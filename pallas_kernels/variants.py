@@ -165,13 +165,10 @@ def choose(
     at = capability()
     if at != 90:
         return "dequantize" if at else "reference"
-    few = few_rows_config(m, k, n, any(ranks))
-    if few is not None:
-        return few
-    tries = [functools.partial(wide_config, "forward", m, k, n)]
-    if m <= MAX_STREAM_ROWS:
-        tries.insert(0 if m <= STREAM_ROWS else 1, functools.partial(config_for, m, k, n, ranks))
-    return _first(tries)
+    stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(wide_config, "forward", m, k, n)
+    if m <= STREAM_ROWS:
+        return _first([functools.partial(few_rows_config, m, k, n, any(ranks)), stream, wide])
+    return _first([wide, stream] if m <= MAX_STREAM_ROWS else [wide])
 
 
 def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideConfig:

@@ -31,12 +31,14 @@ def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
     return entry
 
 
-def few_rows_config(m: int, k: int, n: tuple[int, ...], lora: bool) -> WideConfig | None:
-    """The configuration for 17 to 64 rows, which the streaming kernel takes too, where this kernel is the faster."""
-    key = k, sum(n), next((limit for limit in FEW_ROWS if FEW_ROWS[0] // 2 < m <= limit), 0)
-    config = None if lora and key not in _WITH_LORA else TABLE.get(("forward", *key))
-    if config is not None:
-        make_plan(m, k, n, False, config)
+def few_rows_config(m: int, k: int, n: tuple[int, ...], lora: bool) -> WideConfig:
+    """The configuration for 17 to 64 rows, which the streaming kernel takes too; raises ValueError where that is the
+    faster, or where this kernel does not take the shape."""
+    key = k, sum(n), next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), 0)
+    if ("forward", *key) not in TABLE or (lora and key not in _WITH_LORA):
+        raise ValueError(f"M = {m}, K = {k}, N = {n} is for the streaming kernel")
+    config = TABLE["forward", *key]
+    make_plan(m, k, n, False, config)
     return config
 
 

@@ -121,6 +121,7 @@ def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
         assert chosen(16) is StreamConfig and chosen(17) is chosen(32) is chosen(33) is WideConfig
         assert chosen(32, 32) is StreamConfig and chosen(64, 32) is WideConfig
         assert variants.lora_inside(64, 3584, (3584,), (32,))
+        assert isinstance(variants.choose(64, 3584, (3580, 4)), StreamConfig)  # no multiples of 8
 
 
 @pytest.mark.parametrize("op", ["forward", "dx"])
