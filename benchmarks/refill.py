@@ -37,7 +37,7 @@ from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.requests import Statistics
-from qerl_jax.rollout.tail import tail_sizes
+from qerl_jax.rollout.tail import default_tail_sizes
 
 
 def long_tailed(count: int, shortest: int, longest: int) -> list[int]:
@@ -93,8 +93,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     N, G = arguments.prompts, arguments.num_generations
     case = make_case(model, arguments.lora_rank, N * G, G, arguments.prompt, arguments.longest)
     settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0)
-    engine = Engine(model, settings, max_prompt_length=arguments.prompt, max_slots=arguments.slots)
-    engine.tail_sizes = tuple(arguments.tail_sizes)
+    engine = Engine(
+        model,
+        settings,
+        max_prompt_length=arguments.prompt,
+        max_slots=arguments.slots,
+        tail_sizes=arguments.tail_sizes,
+    )
     lengths = long_tailed(N, arguments.shortest, arguments.longest)
     mean, at_work = round(float(np.mean(lengths))), round(float(np.sum(np.square(lengths)) / np.sum(lengths)))
     result: dict[str, Any] = {
@@ -131,7 +136,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=64)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--lora-rank", type=int, default=32)
-    parser.add_argument("--tail-sizes", type=int, nargs="*", default=tail_sizes(), help="slots of the last completions")
+    parser.add_argument(
+        "--tail-sizes", type=int, nargs="*", default=default_tail_sizes(), help="slots of the last completions"
+    )
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)

@@ -52,8 +52,8 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     )
     for mode, sampling in modes:
         settings = sampling_settings(config, policy, top_k=0, min_p=0.0, **sampling)
-        engine = sampling_engine(config, policy, settings, options.batch_size)
-        engine.tail_sizes = ()  # one rollout does not give back what compiling more programs takes
+        # One rollout does not give back what compiling programs for its last samples takes.
+        engine = sampling_engine(config, policy, settings, options.batch_size, tail_sizes=())
         out = engine.rollout(adapter, batch, key, 1)
         texts, ids = decode_completions(policy.tokenizer, out)
         scores = rewards(examples, texts, ids, 1)

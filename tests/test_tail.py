@@ -34,9 +34,7 @@ def always(monkeypatch):
 
 def engine(sizes, settings=SETTINGS, slots=None):
     """An engine whose last samples go on in so many slots."""
-    new = Engine(MODEL, settings, max_prompt_length=P, max_slots=slots)
-    new.tail_sizes = sizes
-    return new
+    return Engine(MODEL, settings, max_prompt_length=P, max_slots=slots, tail_sizes=sizes)
 
 
 def prompts():

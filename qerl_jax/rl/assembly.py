@@ -1,6 +1,7 @@
 """From a `Config` to the objects of a run: model, tokenizer, data, static settings, optimizer."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -81,7 +82,13 @@ def sampling_settings(config: Config, policy: Policy, **changes: Any) -> Samplin
     return SamplingSettings(eos_token_ids=policy.eos_token_ids, pad_token_id=policy.pad_token_id, **(options | changes))
 
 
-def sampling_engine(config: Config, policy: Policy, settings: SamplingSettings, max_slots: int | None) -> Engine:
+def sampling_engine(
+    config: Config,
+    policy: Policy,
+    settings: SamplingSettings,
+    max_slots: int | None,
+    tail_sizes: Sequence[int] | None = None,
+) -> Engine:
     """An engine for the config's prompts, within its cache."""
     cache = config.generation.kv_cache_gb
     return Engine(
@@ -90,6 +97,7 @@ def sampling_engine(config: Config, policy: Policy, settings: SamplingSettings, 
         max_prompt_length=config.data.max_prompt_length,
         max_slots=max_slots,
         cache_bytes=None if cache is None else int(cache * 1e9),
+        tail_sizes=tail_sizes,
     )
 
 

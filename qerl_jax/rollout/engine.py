@@ -21,7 +21,7 @@ from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.refilling import Batch
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.tail import decode_to_the_end, tail_sizes
+from qerl_jax.rollout.tail import decode_to_the_end, default_tail_sizes
 
 
 class Engine:
@@ -33,10 +33,8 @@ class Engine:
       max_prompt_length: P, the most tokens of a prompt.
       max_slots: most samples that decode at once; None is as many as there are, or as fit in memory.
       cache_bytes: bytes for the keys and values; None is what the device has left, or 4 GB on a CPU.
-
-    Attributes:
-      statistics: what it has done.
-      tail_sizes: numbers of slots in which the last samples go on, see `qerl_jax.rollout.tail`; () is never.
+      tail_sizes: numbers of slots in which the last samples go on, see `qerl_jax.rollout.tail`, whose own None is; ()
+        for never.
     """
 
     def __init__(
@@ -47,10 +45,11 @@ class Engine:
         max_prompt_length: int,
         max_slots: int | None = None,
         cache_bytes: int | None = None,
+        tail_sizes: Sequence[int] | None = None,
     ) -> None:
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
         self.max_slots, self.cache_bytes = max_slots, cache_bytes
-        self.tail_sizes = tail_sizes()
+        self.tail_sizes = default_tail_sizes() if tail_sizes is None else tail_sizes
         self.statistics = Statistics()
 
     def plan(self, samples: int, prompts: int, adapter: Adapter | None = None) -> Plan:

@@ -35,7 +35,7 @@ from qerl_jax.rollout.slots import Slots
 _WORTH = 8192
 
 
-def tail_sizes() -> tuple[int, ...]:
+def default_tail_sizes() -> tuple[int, ...]:
     """Numbers of slots to go on in, by default: two whose kernels are faster than those for more rows, so that two more
     programs are compiled at most; and none where there are no kernels."""
     return (32, 8) if has_kernels() else ()
