@@ -4,7 +4,8 @@
         [--config 256 2 1 4 2 0 0 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
 
 A case is an operation, K, N and M; a configuration WideConfig's seven numbers (without one, `candidates`). `--table`
-writes the fastest configuration of each case that the kernel got right into the table.
+writes the fastest configuration of each case that the kernel got right into the table; above 64 rows only, since the
+entries for fewer say where the streaming kernel is slower, which is not measured here.
 """
 
 import argparse
@@ -88,6 +89,8 @@ def main():
     parser.add_argument("--table")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
     args = parser.parse_args()
+    if args.table and any(int(case[3]) not in wide_variants.RANGES for case in args.case):
+        parser.error(f"--table takes M of {wide_variants.RANGES}, found {[int(case[3]) for case in args.case]}")
     start, found = time.time(), []
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -105,13 +105,9 @@ def apart(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple
     """Whether weights of a call are better multiplied one by one: where together they are more than one wave, which
     leaves adapters outside, and each alone takes its own inside. Gate and up of 5120 x 55296 at 64 rows took 105 us
     together on an H200, of which 27 are for adapters, and one of them with its adapter 42."""
-    if m > STREAM_ROWS or config.waves == 1 or len(n) == 1 or not any(ranks):
+    if config.waves == 1 or len(n) == 1 or not any(ranks):
         return False
-    alone = [(choose(m, k, (n_i,), None, (rank,)), (n_i,), (rank,)) for n_i, rank in zip(n, ranks, strict=True)]
-    return all(
-        isinstance(config, WideConfig) or (isinstance(config, StreamConfig) and takes_lora(m, k, n_i, config, rank))
-        for config, n_i, rank in alone
-    )
+    return all(not rank or lora_inside(m, k, (n_i,), (rank,)) for n_i, rank in zip(n, ranks, strict=True))
 
 
 def multiprocessors() -> int:
