@@ -27,7 +27,7 @@ from benchmarks.compiling import Programs
 from benchmarks.fp4_matmul import CUBLAS, FEW_ROWS, device_us
 from benchmarks.fp4_rows import MODELS
 from benchmarks.fp4_wide_sweep import write_entries
-from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide
+from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide, wide_plan
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 from pallas_kernels.wide_plan import WideConfig
 
@@ -78,7 +78,8 @@ def promoted(
     """The configuration with another `promote`, and smaller rings if only those leave room; None without room, or
     where a chain is no longer than that already."""
     if isinstance(config, WideConfig):
-        return dataclasses.replace(config, promote=promote) if promote * 16 * config.split < k else None
+        chain = wide_plan.make_plan(m, k, (n,), False, config).longest_chain
+        return dataclasses.replace(config, promote=promote) if promote < chain else None
     if promote and not config.wgmma:
         promote = StreamConfig.promote  # with mma.sync it is every quad
     for depth in range(config.depth, 1, -1):

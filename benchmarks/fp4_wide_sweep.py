@@ -1,9 +1,9 @@
 """Times of the wide kernel's configurations on an NVIDIA GPU, each result checked against float64 on sampled outputs.
 
     python -m benchmarks.fp4_wide_sweep OUT.json --case forward 3584 37888 1024 --case dx 3584 37888 1024
-        [--config 256 2 1 4 2 0 0 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
+        [--config 256 2 1 4 2 0 ...] [--table pallas_kernels/wide_table.json] [--seconds 100]
 
-A case is an operation, K, N and M; a configuration WideConfig's seven numbers (without one, `candidates`). `--table`
+A case is an operation, K, N and M; a configuration WideConfig's six numbers (without one, `candidates`). `--table`
 writes the fastest configuration of each case that the kernel got right into the table; above 64 rows only, since the
 entries for fewer say where the streaming kernel is slower, which is not measured here.
 """
@@ -84,7 +84,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--case", nargs=4, action="append", required=True, metavar=("OP", "K", "N", "M"))
-    parser.add_argument("--config", nargs=7, type=int, action="append")
+    parser.add_argument("--config", nargs=6, type=int, action="append")
     parser.add_argument("--count", type=int, default=4, help="configurations of a case; 2 from M > 1024")
     parser.add_argument("--table")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
@@ -100,7 +100,7 @@ def main():
                 break
             case = (op, *map(int, numbers))
             configs = (
-                [WideConfig(*c[:5], bool(c[5]), c[6]) for c in args.config]
+                [WideConfig(*c) for c in args.config]
                 if args.config
                 else candidates(*case, args.count if case[3] <= 1024 else 2)
             )

@@ -104,9 +104,11 @@ def sreg(name: str) -> ir.Value:
     return ptx(f"mov.u32 $0, %{name};", results=[i32_t()])[0]
 
 
-def opaque(value: int) -> ir.Value:
+def opaque(value: int | ir.Value) -> ir.Value:
     """A number that LLVM does not see through."""
-    return ptx(f"mov.u32 $0, {value};", results=[i32_t()])[0]
+    if isinstance(value, int):
+        return ptx(f"mov.u32 $0, {value};", results=[i32_t()])[0]
+    return ptx("mov.u32 $0, $1;", value, results=[i32_t()])[0]
 
 
 def uniform(value: ir.Value) -> ir.Value:

@@ -259,6 +259,16 @@ def count(address):
     ptx("red.relaxed.gpu.global.add.u32 [$0], 1;", address)
 
 
+def count_if(condition: ir.Value, address) -> ir.Value:
+    """Where the condition holds, add one; returns what it was, elsewhere 0. It orders no other memory, and the number
+    is waited for only where it is needed: `inc`, since ptxas adds up what a warp's lanes `add` and waits for that."""
+    code = (
+        "{ .reg .pred p;\nsetp.ne.b32 p, $1, 0;\nmov.b32 $0, 0;\n"
+        "@p atom.relaxed.gpu.global.inc.u32 $0, [$2], 0xffffff;\n}"
+    )
+    return ptx(code, arith.extui(i32_t(), condition), address, results=[i32_t()], effects=True)[0]
+
+
 def await_count(address, value: ir.Value):
     """Until a counter has a value. It asks the L2 without holding up the multiprocessor's other copies, as acquiring
     loads do; one fence follows."""
@@ -266,6 +276,17 @@ def await_count(address, value: ir.Value):
         "{ .reg .pred other;\n.reg .b32 seen;\nagain_${:uid}:\n"
         "ld.relaxed.gpu.global.u32 seen, [$0];\nsetp.ne.u32 other, seen, $1;\n@other bra again_${:uid};\n"
         "fence.acq_rel.gpu;\n}",
+        address,
+        value,
+        convergent=True,
+    )
+
+
+def await_at_least(address, value: ir.Value):
+    """Until a counter has a value or more. It asks by acquiring loads: no fence follows, which would wait once more."""
+    ptx(
+        "{ .reg .pred less;\n.reg .b32 seen;\nagain_${:uid}:\n"
+        "ld.acquire.gpu.global.u32 seen, [$0];\nsetp.lo.u32 less, seen, $1;\n@less bra again_${:uid};\n}",
         address,
         value,
         convergent=True,

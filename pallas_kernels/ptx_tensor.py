@@ -27,10 +27,9 @@ def tensor_load(dst_shared, descriptor, column, row, barrier, mask: ir.Value | N
         ptx(f"{code}.multicast::cluster {where}, $5;", *args, mask)
 
 
-def multicast_mask(first_rank, count: int) -> ir.Value:
-    """Ranks first_rank .. first_rank + count - 1."""
-    bits = arith.shli(utils.c((1 << count) - 1, i32_t()), first_rank)
-    return arith.trunci(ir.IntegerType.get_signless(16), bits)
+def multicast_mask(count: int) -> ir.Value:
+    """A cluster's first `count` CTAs."""
+    return utils.c((1 << count) - 1, ir.IntegerType.get_signless(16))
 
 
 def remote_arrive(barrier, rank):
@@ -83,10 +82,6 @@ def store_own_f32x4(address, values, word: int):
 
 def load_shared_f32x4(address) -> list[ir.Value]:
     return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
-
-
-def load_cluster_f32x4(address) -> list[ir.Value]:
-    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
 
 
 def store_global_f32x4(condition, address, values):

@@ -11,6 +11,7 @@ kernel 64 at a time.
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib.resources
 import json
@@ -86,8 +87,8 @@ def takes_lora(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: 
         make_plan(_range(m), k, n, config, ranks)
     except ValueError:
         return False
-    # a wave cannot wait for the next one's part of x A^T, nor a CTA for one that has no multiprocessor yet
-    return not any(ranks) or (config.waves == 1 and multiprocessors() >= RESIDENT[1])
+    # a wave cannot wait for the next one's part of x A^T
+    return not any(ranks) or (config.waves == 1 and has_room_for_a_wave())
 
 
 def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
@@ -108,6 +109,11 @@ def apart(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple
     if config.waves == 1 or len(n) == 1 or not any(ranks):
         return False
     return all(not rank or lora_inside(m, k, (n_i,), (rank,)) for n_i, rank in zip(n, ranks, strict=True))
+
+
+def has_room_for_a_wave() -> bool:
+    """Whether all CTAs of a wave have a multiprocessor: a CTA cannot wait for one that has none yet."""
+    return multiprocessors() >= RESIDENT[1]
 
 
 def multiprocessors() -> int:
@@ -155,22 +161,23 @@ def choose(
     if backend == "mosaic":
         return config_for(m, k, n, ranks)
     if backend == "wide":
-        return wide_config("forward", m, k, n)
+        return _wide("forward", m, k, n)
     if backend is not None:
         return backend
     at = capability()
     if at != 90:
         return "dequantize" if at else "reference"
-    stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(wide_config, "forward", m, k, n)
+    stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(_wide, "forward", m, k, n)
     if m <= STREAM_ROWS:
-        return _first([functools.partial(few_rows_config, m, k, n, any(ranks)), stream, wide])
+        few = functools.partial(few_rows_config, m, k, n, any(ranks))
+        return _first([few, stream, wide] if has_room_for_a_wave() else [stream, wide])
     return _first([wide, stream] if m <= MAX_STREAM_ROWS else [wide])
 
 
 def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideConfig:
     """The same for dx = dy W."""
     if backend in ("mosaic", "wide"):
-        return wide_config("dx", m, k, (n,))
+        return _wide("dx", m, k, (n,))
     if backend == "triton":  # its kernel is for the forward product
         return "dequantize"
     if backend is not None:
@@ -178,7 +185,13 @@ def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideC
     at = capability()
     if at != 90:
         return "dequantize" if at else "reference"
-    return _first([functools.partial(wide_config, "dx", m, k, (n,))])
+    return _first([functools.partial(_wide, "dx", m, k, (n,))])
+
+
+def _wide(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
+    """The wide kernel's configuration for this GPU: CTAs that split D wait for each other."""
+    config = wide_config(op, m, k, n)
+    return config if has_room_for_a_wave() else dataclasses.replace(config, split=1)
 
 
 def _first(tries) -> str | StreamConfig | WideConfig:

@@ -5,9 +5,10 @@ Letters: M rows of x, R outputs and D inputs of the product (N and K forward, K 
 A tile is 128 outputs x `m_tile` rows: out^T = W x^T, so that the weights are the operand that wgmma takes from
 registers, and each of two warpgroups holds the float32 sums of 64 outputs. A third warpgroup only loads: one warp x, by
 tensor copies into slots of 64 inputs (shared by a cluster's CTAs where `share` says so), one warp blocks of packed
-weights (256 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. CTAs take
-tiles in turn, rows fastest, until none is left; or, with `split`, the CTAs of a cluster compute one tile together and
-add their sums in a fixed order. So the order of additions for an output depends on D and the configuration only.
+weights (256 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. Clusters
+take items in turn, one tile for each CTA, rows fastest, until none is left; with `split` several compute each of the
+last items together and add their sums in a fixed order (wide_split.py). So the order of additions for an output depends
+on D, the configuration and, where that decides which items are the last, the number of tiles.
 
 LoRA: x A^T of all weights comes ready, scaled and side by side [M, sum of ranks]. It goes through the ring of x before
 x itself, and is multiplied by fragments of B from global memory, or zeros where ranks are another weight's. Every CTA
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
@@ -31,36 +33,31 @@ from .layout import QUAD_WORDS
 from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
-from .wide_plan import STAGE, STAGES, WideConfig, WidePlan, make_plan
+from .wide_plan import STAGE, STAGES, TILE, WideConfig, WidePlan, make_plan
+from .wide_split import SplitTiles
 
 # Registers a thread: 2 x 128 x 232 + 128 x 40, which is what a CTA of 384 threads starts with, 168 each.
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
+WARPS = 12
 
 
-class Phase(NamedTuple):
-    """A run of items that are computed alike.
+class Unit(NamedTuple):
+    """What a cluster computes at a time.
 
     Attributes:
-      start, end: the items; a cluster takes one in `clusters`.
-      tiles: an item's tiles of outputs.
-      parts, part: how many CTAs of a cluster split D, and this CTA's place among them.
-      ranks: the CTAs of this one's tile by their place in the cluster.
-      first_block, end_block: this CTA's part of D.
-      shared: whether x is loaded once for `share` CTAs.
+      item: its number among all items.
+      parts, part: how many clusters split D of this item, and this one's place among them.
+      first_block, end_block: this one's part of D.
     """
 
-    start: int
-    end: int
-    tiles: int
+    item: ir.Value
     parts: int
     part: ir.Value
-    ranks: list
     first_block: ir.Value
     end_block: ir.Value
-    shared: bool
 
 
-class _Kernel(MultiplyWarps):
+class _Kernel(MultiplyWarps, SplitTiles):
     """One CTA's program; what all its parts share is set in __init__."""
 
     def __init__(self, ctx, plan: WidePlan, refs, has_bias: bool, wide_out: bool):
@@ -80,8 +77,12 @@ class _Kernel(MultiplyWarps):
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
         self.global_scale = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
         self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
-        self.outs = [mem.global_address(r) for r in rest[-1 - n_w : -1]]
-        self.base = p.and_(p.add(mem.shared_address(rest[-1]), 1023), -1024)
+        *rest, shared = rest[(3 if has_bias else 2) * n_w :]
+        if plan.split_items:
+            sync, *rest, sums = rest
+            self.counters, self.sums = mem.global_address(sync), mem.global_address(sums)
+        self.outs = [mem.global_address(r) for r in rest]
+        self.base = p.and_(p.add(mem.shared_address(shared), 1023), -1024)
         barriers = p.add(self.base, plan.barriers_at)
         self.x_full, self.x_empty = barriers, p.add(barriers, 8 * c.x_depth)
         self.w_full = p.add(barriers, 16 * c.x_depth)
@@ -92,27 +93,11 @@ class _Kernel(MultiplyWarps):
         self.warp = p.uniform(p.shr(self.tid, 5))
         self.is_lane_0 = p.eq(self.lane, 0)
         cta = p.sreg("ctaid.x")
-        rank = p.rem(cta, c.cluster)
-        self.cluster = p.div(cta, c.cluster)
-        self.share_rank, self.split_rank = p.rem(rank, c.share), p.div(rank, c.share)
-        self.phases = self.make_phases()
-
-    def make_phases(self) -> list[Phase]:
-        plan, c = self.plan, self.plan.config
-
-        def phase(start, end, tiles, parts, part, ranks):
-            bounds = [p.div(p.mul(i, plan.blocks), parts) for i in (part, p.add(part, 1))]
-            return Phase(start, end, tiles, parts, part, ranks, *bounds, shared=tiles == c.share)
-
-        ranks = [p.add(self.share_rank, s * c.share) for s in range(c.split)]
-        whole = plan.items - plan.tail_items
-        phases = [phase(0, whole, c.share, c.split, self.split_rank, ranks)]
-        if plan.tail_items:  # twice as many items, of one tile each; their place in the grid begins at cluster 0 again
-            phases.append(phase(whole * 2, plan.items * 2, 1, 2, self.share_rank, [p.i32(0), p.i32(1)]))
-        return phases
+        self.cluster, self.rank = p.div(cta, c.share), p.rem(cta, c.share)
 
     def run(self):
         c = self.plan.config
+        in_cluster = c.share > 1
 
         def init():
             for i in range(c.x_depth):
@@ -124,16 +109,13 @@ class _Kernel(MultiplyWarps):
             mem.fence_barrier_init()
 
         p.when(p.eq(self.tid, 0), init)
-        self.sync()
+        (p.cluster_sync if in_cluster else p.cta_sync)()
 
         def load():
             pt.set_registers(LOAD_REGISTERS, up=False)
             p.when(p.eq(self.warp, 8), lambda: p.when(self.is_lane_0, self.load_x))
             p.when(p.eq(self.warp, 9), lambda: p.when(self.is_lane_0, self.load_weights))
             p.warp_sync()
-            for phase in self.phases:
-                if phase.parts > 1:
-                    self.if_any(phase, p.cluster_sync)
 
         def multiply():
             pt.set_registers(COMPUTE_REGISTERS, up=True)
@@ -141,37 +123,32 @@ class _Kernel(MultiplyWarps):
             p.warp_sync()
 
         p.if_else(p.lt(self.warp, 8), multiply, load)
-        if c.cluster > 1:
-            p.cluster_sync()  # nobody leaves while another CTA may still write to its shared memory, or read it
+        if in_cluster:
+            p.cluster_sync()  # nobody leaves while another CTA may still write to its shared memory
 
-    def sync(self):
-        (p.cluster_sync if self.plan.config.cluster > 1 else p.cta_sync)()
-
-    def item(self, index, phase):
-        """The tile of outputs and the first row of an item: groups of row tiles, then outputs, then rows fastest."""
-        plan, share = self.plan, self.plan.config.share
-        within = self.share_rank
-        if phase.tiles < share:
-            index, within = p.div(index, share), p.rem(index, share)
+    def tile(self, item):
+        """This CTA's tile of outputs and first row in an item: groups of row tiles, then outputs, then rows fastest."""
+        plan = self.plan
         per_group = plan.m_group * plan.r_groups
-        group, rest = p.div(index, per_group), p.rem(index, per_group)
+        group, rest = p.div(item, per_group), p.rem(item, per_group)
         m_tile = p.add(p.mul(group, plan.m_group), p.rem(rest, plan.m_group))
-        r_tile = p.add(p.mul(p.div(rest, plan.m_group), share), within)
+        r_tile = p.add(p.mul(p.div(rest, plan.m_group), plan.config.share), self.rank)
         return r_tile, p.mul(m_tile, plan.config.m_tile)
 
-    def each_item(self, carries, body):
-        """body(phase, item, carries) -> carries for every item of this CTA, phase by phase."""
-        for phase in self.phases:
+    def each_unit(self, carries, body):
+        """body(unit, carries) -> carries for every unit of this CTA: whole items, then a part of one of the last."""
+        plan = self.plan
+        whole = plan.items - plan.split_items
+        for first, items, parts in ((0, whole, 1), (whole, plan.split_items, plan.parts)):
+            if not items:
+                continue
 
-            def one(index, carries, phase=phase):
-                return body(phase, index, carries)
+            def one(index, carries, first=first, parts=parts):
+                part = p.rem(index, parts)
+                blocks = [p.div(p.mul(i, plan.blocks), parts) for i in (part, p.add(part, 1))]
+                return body(Unit(p.add(p.div(index, parts), first), parts, part, *blocks), carries)
 
-            first = p.add(self.cluster, phase.start)
-            carries = p.for_range(first, phase.end, self.plan.clusters, carries, one)
-
-    def if_any(self, phase, body):
-        """body() if this CTA has an item of a phase in which it has one at most."""
-        p.when(p.lt(p.add(self.cluster, phase.start), phase.end), body)
+            carries = p.for_range(self.cluster, items * parts, plan.clusters, carries, one)
 
     def advance(self, slot, parity, depth: int):
         after = p.add(slot, 1)
@@ -182,44 +159,40 @@ class _Kernel(MultiplyWarps):
 
     def load_x(self):
         plan, c = self.plan, self.plan.config
-        mask = pt.multicast_mask(p.mul(self.split_rank, c.share), c.share) if c.share > 1 else None
-        rows, part = c.m_tile // c.share, plan.x_slot // c.share
-        mine_to, mine_row = p.mul(self.share_rank, part), p.mul(self.share_rank, rows)
+        mask = pt.multicast_mask(c.share) if c.share > 1 else None
+        mine_to, mine_row = p.mul(self.rank, plan.x_slot // c.share), p.mul(self.rank, c.m_tile // c.share)
 
-        def item(phase, index, carry):
-            _, first_row = self.item(index, phase)
+        def one(unit, carry):
+            _, first_row = self.tile(unit.item)
+            row = p.add(first_row, mine_row)
 
             def load(source, column, carry):
                 slot, parity = carry
                 full = p.add(self.x_full, p.mul(slot, 8))
-                to = p.add(self.base, p.mul(slot, plan.x_slot))
+                to = p.add(p.add(self.base, p.mul(slot, plan.x_slot)), mine_to)
                 mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
                 mem.barrier_expect(full, p.i32(plan.x_slot))
-                if phase.shared:
-                    pt.tensor_load(p.add(to, mine_to), source, column, p.add(first_row, mine_row), full, mask)
-                else:
-                    for s in range(c.share):
-                        pt.tensor_load(p.add(to, s * part), source, column, p.add(first_row, s * rows), full)
+                pt.tensor_load(to, source, column, row, full, mask)
                 return self.advance(slot, parity, c.x_depth)
 
             for slot in range(plan.lora_slots):
                 column = p.i32(slot * STAGE)
-                if phase.parts > 1:  # zeros are behind the last rank
-                    column = p.select(p.eq(phase.part, 0), column, plan.lora_slots * STAGE)
+                if unit.parts > 1:  # zeros are behind the last rank
+                    column = p.select(p.eq(unit.part, 0), column, plan.lora_slots * STAGE)
                 carry = load(self.h_map, column, carry)
 
             def stage(i, carry):
                 return load(self.x_map, p.mul(i, STAGE), carry)
 
-            return p.for_range(p.mul(phase.first_block, STAGES), p.mul(phase.end_block, STAGES), 1, carry, stage)
+            return p.for_range(p.mul(unit.first_block, STAGES), p.mul(unit.end_block, STAGES), 1, carry, stage)
 
-        self.each_item([p.i32(0), p.i32(0)], item)
+        self.each_unit([p.i32(0), p.i32(0)], one)
 
     def load_weights(self):
         plan, c = self.plan, self.plan.config
 
-        def item(phase, index, carry):
-            r_tile, _ = self.item(index, phase)
+        def one(unit, carry):
+            r_tile, _ = self.tile(unit.item)
             (codes, scales), tile = pick(self.plan.tiles_of, r_tile, self.maps)
 
             def block(i, carry):
@@ -241,9 +214,22 @@ class _Kernel(MultiplyWarps):
                 pt.tensor_load(p.add(to, SCALES_AT), scales, at, row, full)
                 return self.advance(slot, parity, c.w_depth)
 
-            return p.for_range(phase.first_block, phase.end_block, 1, carry, block)
+            # opaque: LLVM unrolled a loop of ten blocks, for which 40 registers are too few
+            return p.for_range(unit.first_block, p.opaque(unit.end_block), 1, carry, block)
 
-        self.each_item([p.i32(0), p.i32(0)], item)
+        self.each_unit([p.i32(0), p.i32(0)], one)
+
+
+def counters(plan: WidePlan) -> np.ndarray:
+    """The first state of those of wide_split.py, zeros. The last word is no counter: with it XLA keeps the array as a
+    constant, where zeros would be written anew by a kernel before each call."""
+    words = np.zeros(2 * plan.split_tiles + 1, np.uint32)
+    words[-1] = 1
+    return words
+
+
+def sums_size(plan: WidePlan) -> int:
+    return plan.split_tiles * plan.parts * TILE * plan.config.m_tile
 
 
 @functools.cache
@@ -264,26 +250,32 @@ def build(
     EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one.
     """
     plan = make_plan(m, d, r, transposed, config, ranks)
-    count = 1 + (3 if has_bias else 2) * len(r) + len(r) + 1
-    if plan.ranks:
-        count += 1 + sum(rank > 0 for rank in plan.ranks)
+    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in r]
+    if plan.split_items:
+        outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))
 
     def nvfp4_wide_matmul(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
             _Kernel(ctx, plan, refs, has_bias, wide_out).run()
 
         body(*refs)
 
-    return jax.jit(plgpu.kernel(
+    call = plgpu.kernel(
         nvfp4_wide_matmul,
-        out_type=[jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in r],
+        out_type=outs,
         scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
         grid=(plan.clusters,),
         grid_names=("clusters",),
-        cluster=(config.cluster,),
+        cluster=(config.share,),
         cluster_names=("rank",),
-        num_threads=3,
+        num_threads=WARPS // 4,
         thread_name="warpgroup",
         compiler_params=lane_level.PARAMS,
-    ))  # fmt: skip
+    )
+
+    def product(*operands):
+        sync = [jnp.asarray(counters(plan))] if plan.split_items else []
+        return call(*operands, *sync)[: len(r)]
+
+    return jax.jit(product)

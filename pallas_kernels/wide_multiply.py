@@ -24,14 +24,16 @@ class MultiplyWarps:
         group = p.shr(self.warp, 2)
         self.fragments = (TransposedFragments if plan.transposed else ForwardFragments)(self.lane, warp, group)
 
-        def item(phase, index, carry):
+        def one(unit, carry):
             w, w_parity, x, x_parity = carry
+            r_tile, first_row = self.tile(unit.item)
+            needs = self.needs(r_tile, group)
             acc = [p.f32(0.0)] * (c.m_tile // 2)
             if plan.ranks:
-                x, x_parity, *acc = self.add_lora(self.item(index, phase)[0], group, x, x_parity, acc)
+                x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
                 if c.promote:
                     acc = self.finish(x, acc)
-            state, start, end = [w, w_parity, x, x_parity, *acc], phase.first_block, phase.end_block
+            state, start, end = [w, w_parity, x, x_parity, *acc], unit.first_block, unit.end_block
             if c.promote:
                 # a loop for each chain: with a branch in one loop ptxas lets no two wgmma overlap
                 state = p.for_range(
@@ -40,17 +42,16 @@ class MultiplyWarps:
             else:
                 state = self.blocks(start, end, state)
             w, w_parity, x, x_parity, *acc = state
-            if phase.parts > 1:
-                self.leave_sums(acc, group)
-                p.cluster_sync()
-                self.add_up(index, phase)
+            store = self.output(r_tile, group, *needs)
+            if unit.parts > 1:
+                self.add_up(unit, acc, warp, group, first_row, store)
             else:
-                self.store_tile(acc, warp, group, *self.item(index, phase))
+                self.store_rows(acc, warp, group, first_row, store)
             return [w, w_parity, x, x_parity]
 
         if c.promote and not plan.totals_in_registers:
             self.totals = pt.own_memory(c.m_tile // 2)
-        self.each_item([p.i32(0)] * 4, item)
+        self.each_unit([p.i32(0)] * 4, one)
 
     def chain(self, start, first, end, state):
         """One chain of additions, of the blocks from `first` on; its sums are added to the totals of those before."""
@@ -163,8 +164,7 @@ class MultiplyWarps:
         if share == 1:
             p.when(self.is_lane_0, lambda: mem.barrier_arrive(barrier))
         else:
-            first = p.mul(self.split_rank, share)
-            p.when(p.lt(self.lane, share), lambda: pt.remote_arrive(barrier, p.add(first, self.lane)))
+            p.when(p.lt(self.lane, share), lambda: pt.remote_arrive(barrier, self.lane))
 
     # ---- the sums' way out ---------------------------------------------------------------------------------------
 
@@ -177,77 +177,60 @@ class MultiplyWarps:
                 for e in range(2):
                     mem.store_shared_f32(to, acc[4 * i + 2 * h + e], (8 * i + e - first) * SUM_STRIDE)
 
-    def output(self, r_tile, group):
+    def needs(self, r_tile, group):
+        """What outputs need besides sums, asked for before them, as it comes from far: a tile's scale and biases."""
+        plan = self.plan
+        values = list(zip(self.global_scale, self.bias or self.outs, map(p.i32, plan.r), strict=True))
+        (global_scale, bias, r), tile = pick(plan.tiles_of, r_tile, values)
+        bias = mem.offset(bias, p.mul(p.minimum(self.column(tile, group), p.sub(r, 4)), 4))
+        return mem.load_global_f32(global_scale), mem.load_global_f32x4(bias, 0) if self.has_bias else []
+
+    def column(self, tile, group):
+        """The first of this lane's four outputs among those of its weight."""
+        return p.add(p.add(p.mul(tile, TILE), p.mul(group, 64)), p.mul(p.and_(self.lane, 15), 4))
+
+    def output(self, r_tile, group, global_scale, bias):
         """A function (row, sums) that scales, biases and stores this lane's four outputs of a row.
 
         A warp stores two rows at a time: lanes 0-15 the 64 outputs of one, lanes 16-31 of the next.
         """
         plan = self.plan
-        bias = self.bias or self.outs
-        values = [(self.global_scale[i], self.outs[i], bias[i], p.i32(plan.r[i])) for i in range(len(plan.r))]
-        (global_scale, out, bias, r), tile = pick(self.plan.tiles_of, r_tile, values)
-        column = p.add(p.add(p.mul(tile, TILE), p.mul(group, 64)), p.mul(p.and_(self.lane, 15), 4))
+        values = list(zip(self.outs, map(p.i32, plan.r), strict=True))
+        (out, r), tile = pick(plan.tiles_of, r_tile, values)
+        column = self.column(tile, group)
         # `share` may make tiles past the last one, of no weight
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
+        factor = p.divide(p.f32(EPILOGUE_FACTOR), global_scale)
         size = 4 if self.wide_out else 2
-        factor = p.divide(p.f32(EPILOGUE_FACTOR), mem.load_global_f32(global_scale))
-        offsets = []
-        if self.has_bias:
-            at = mem.offset(bias, p.mul(p.select(exists, column, 0), 4))
-            offsets = [mem.load_global_f32(mem.offset(at, p.i32(4 * e))) for e in range(4)]
         put = pt.store_global_f32x4 if self.wide_out else pt.store_global_bf16x4
 
         def store(row, sums):
             values = [arith.mulf(s, factor) for s in sums]
             if self.has_bias:
-                values = [arith.addf(v, b) for v, b in zip(values, offsets, strict=True)]
+                values = [arith.addf(v, b) for v, b in zip(values, bias, strict=True)]
             place = mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size))
             put(arith.andi(exists, p.lt(row, plan.m)), place, values)
 
         return store
 
-    def store_tile(self, acc, warp, group, r_tile, first_row):
-        """Sums to shared memory and from there to the result, a chunk of rows at a time."""
+    def store_rows(self, acc, warp, group, first_row, store):
+        """Sums of this warpgroup's rows from `first_row` on to shared memory and from there to the result, a chunk of
+        rows at a time. `store` is what `output` returns."""
         at = p.add(self.base, p.add(p.mul(group, CHUNK * SUM_STRIDE), self.plan.chunks_at))
-        store = self.output(r_tile, group)
-        pair = p.shr(self.lane, 4)
-        first_mine = p.add(p.mul(warp, CHUNK // 4), pair)
-        mine = p.add(p.add(at, p.mul(first_mine, SUM_STRIDE)), p.mul(p.and_(self.lane, 15), 16))
-        for first in range(0, self.plan.config.m_tile, CHUNK):
-            self.put_sums(acc, at, first, CHUNK)
-            p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)
-            sums = [pt.load_shared_f32x4(p.add(mine, i * SUM_STRIDE)) for i in range(0, CHUNK // 4, 2)]
-            row = p.add(p.add(first_row, first_mine), first)
+        pair, end = p.shr(self.lane, 4), 2 * len(acc)
+        for first in range(0, end, CHUNK):
+            rows = min(CHUNK, end - first)
+            first_mine = p.add(p.mul(warp, rows // 4), pair)
+            mine = p.add(p.add(at, p.mul(first_mine, SUM_STRIDE)), p.mul(p.and_(self.lane, 15), 16))
+            self.put_sums(acc, at, first, rows)
+            self.group_sync(group)
+            sums = [pt.load_shared_f32x4(p.add(mine, i * SUM_STRIDE)) for i in range(0, rows // 4, 2)]
+            # opaque: LLVM would keep all rows' places in a tile in registers of their own
+            row = p.opaque(p.add(p.add(first_row, first_mine), first))
             for i, values in enumerate(sums):
                 store(p.add(row, 2 * i), values)
-            p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)
+            self.group_sync(group)
 
-    def leave_sums(self, acc, group):
-        """All sums to shared memory, over the rings: only after every warp has read its last slot."""
-        p.named_sync(1, 256)
-        at = p.add(self.base, p.mul(group, self.plan.sums_group))
-        self.put_sums(acc, at, 0, self.plan.config.m_tile)
-
-    def add_up(self, index, phase):
-        """Add the sums of the CTAs that split D, D ascending; each takes an equal share of the rows."""
-        plan, c = self.plan, self.plan.config
-        warp, group = p.and_(self.warp, 3), p.shr(self.warp, 2)
-        r_tile, first_row = self.item(index, phase)
-        store = self.output(r_tile, group)
-        share = -(-c.m_tile // (2 * phase.parts)) * 2
-        start = p.mul(phase.part, share)
-        end = p.minimum(p.add(start, share), c.m_tile)
-        at = p.add(p.add(self.base, p.mul(group, plan.sums_group)), p.mul(p.and_(self.lane, 15), 16))
-        remote = [mem.map_rank(at, rank) for rank in phase.ranks]
-
-        def two_rows(pair, _):
-            row = p.add(p.mul(pair, 2), p.shr(self.lane, 4))
-            here = p.mul(row, SUM_STRIDE)
-            sums = [pt.load_cluster_f32x4(p.add(base, here)) for base in remote]
-            total = sums[0]
-            for more in sums[1:]:
-                total = [arith.addf(a, b) for a, b in zip(total, more, strict=True)]
-            store(p.add(first_row, row), total)
-            return []
-
-        p.for_range(p.add(p.shr(start, 1), warp), p.shr(end, 1), 4, [], two_rows)
+    def group_sync(self, group):
+        """Barrier of one warpgroup."""
+        p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)

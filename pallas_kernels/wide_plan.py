@@ -12,8 +12,6 @@ from .wide_fragments import BLOCK_BYTES
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
 STAGES = COLS // STAGE  # slots of x to one block of weights
-# Of three, 36 were one wave on an H200 and 40 were two.
-_RESIDENT = {**RESIDENT, 3: 36}
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
@@ -25,11 +23,11 @@ class WideConfig:
 
     Attributes:
       m_tile: rows of x that a CTA multiplies at once, a multiple of 32 up to 256.
-      share: CTAs of neighbouring outputs that load each slot of x together, each its part for all.
-      split: CTAs that split D and add their sums at the end; then each cluster computes one tile only.
+      share: CTAs of neighbouring outputs, a cluster, that load each slot of x together, each its part for all.
+      split: where the last wave (the only one, where all tiles fit into one) does not fill the GPU, each of its tiles
+        is computed by so many CTAs, or as many as there are, which split D and add their sums at the end. Which tiles
+        these are, and by how many, depends on the number of tiles, and where that depends on M, on M.
       x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (256 inputs each).
-      tail: where the last wave would leave more than half of the pairs of CTAs idle, each of its tiles is computed by a
-        pair that splits D. Which tiles these are depends on the number of tiles, and with it on M.
       promote: the tensor core's additions truncate, the more the longer their chain is: after so many steps of 16
         inputs the sums are added to totals outside: in registers in tiles of up to 128 rows, else in memory of each
         lane's own, which takes longer chains to be cheap. A multiple of 16; 0 for never.
@@ -40,12 +38,7 @@ class WideConfig:
     split: int = 1
     x_depth: int = 4
     w_depth: int = 2
-    tail: bool = False
     promote: int = 0
-
-    @property
-    def cluster(self) -> int:
-        return self.share * self.split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,19 +101,32 @@ class WidePlan:
     @property
     def resident(self) -> int:
         """Clusters that the GPU holds at once."""
-        return _RESIDENT[self.config.cluster]
+        return RESIDENT[self.config.share]
+
+    @property
+    def parts(self) -> int:
+        """Clusters that compute an item of the last wave together, each a part of D."""
+        left = self.items % self.resident
+        return min(self.config.split, self.resident // left) if left else 1
+
+    @property
+    def split_items(self) -> int:
+        """Items that several clusters compute together, the last ones."""
+        return self.items % self.resident if self.parts > 1 else 0
 
     @property
     def clusters(self) -> int:
-        if self.config.split > 1:
-            return self.items
-        return max(min(self.items, self.resident), self.tail_items * self.config.share)
+        """All of which are resident, as those that split D wait for each other."""
+        return max(min(self.items - self.split_items, self.resident), self.split_items * self.parts)
 
     @property
-    def tail_items(self) -> int:
-        """Items of the last wave, each of `share` tiles, that the clusters take tile by tile."""
-        left = self.items % self.resident
-        return left if self.config.tail and left * self.config.share <= self.resident else 0
+    def longest_chain(self) -> int:
+        """Steps of 16 inputs that a CTA adds up for an output at most."""
+        return -(-self.blocks // (self.parts if self.split_items == self.items else 1)) * COLS // 16
+
+    @property
+    def split_tiles(self) -> int:
+        return self.split_items * self.config.share
 
     @property
     def x_slot(self) -> int:
@@ -135,13 +141,8 @@ class WidePlan:
         return self.w_at + self.config.w_depth * BLOCK_BYTES
 
     @property
-    def sums_group(self) -> int:
-        """Bytes of all of one warpgroup's sums, which take the place of the rings when CTAs have split D."""
-        return self.config.m_tile * SUM_STRIDE
-
-    @property
     def barriers_at(self) -> int:
-        return max(self.chunks_at + 2 * CHUNK * SUM_STRIDE, 2 * self.sums_group)
+        return self.chunks_at + 2 * CHUNK * SUM_STRIDE
 
     @property
     def total(self) -> int:
@@ -157,8 +158,10 @@ def make_plan(
         raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
         raise ValueError(f"m_tile must be a multiple of {CHUNK} up to 256, got {config.m_tile}")
-    if config.cluster not in _RESIDENT:
-        raise ValueError(f"share * split must be one of {sorted(_RESIDENT)}, got {config.share} * {config.split}")
+    if config.share not in RESIDENT:
+        raise ValueError(f"share must be one of {sorted(RESIDENT)}, got {config.share}")
+    if config.split > 1 and config.share > 2:  # of fours some GPUs hold fewer, and those that wait would wait forever
+        raise ValueError(f"split needs a share of 1 or 2, got split {config.split} and share {config.share}")
     if config.m_tile % (8 * config.share):
         raise ValueError(f"m_tile must be a multiple of 8 share = {8 * config.share}, got {config.m_tile}")
     if config.promote % (COLS // 16):
@@ -169,10 +172,6 @@ def make_plan(
         raise ValueError(f"the wide kernel takes N and K that are multiples of 8, got {d} inputs and {r} outputs")
     if config.split > plan.blocks:
         raise ValueError(f"{d} inputs are {plan.blocks} blocks of {COLS}, too few to split by {config.split}")
-    if config.tail and (config.share, config.split) != (2, 1):
-        raise ValueError(f"tail needs share 2 and split 1, got {config.share} and {config.split}")
-    if plan.tail_items and plan.blocks % 2:
-        raise ValueError(f"tail needs an even number of blocks of {COLS} inputs, got {d} inputs")
     if transposed and len(r) != 1:
         raise ValueError(f"dx takes one weight at a time, got {len(r)}")
     if plan.total > SMEM_LIMIT:

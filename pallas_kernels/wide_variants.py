@@ -1,10 +1,11 @@
 """Which configuration of the wide kernel computes a shape: a committed table, and a rule for shapes outside it.
 
 wide_table.json holds, for an operation, K, N and the largest M of a range, the configuration that was fastest on an
-H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide_sweep.py writes it). The order of
-additions for an output depends on `split` alone: where a shape's ranges have the same `split`, a row's result is the
-same for all their M. Entries for 32 and 64 rows are of shapes where it is faster than the streaming kernel, with
-`"lora": true` also in calls with adapters.
+H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide_sweep.py writes it); without them it
+has not been measured. Where cuBLAS's own error asks for it, the fastest that promotes its sums. The order of
+additions for an output depends on how many CTAs split D alone (WideConfig.split): where a shape's ranges have split 1,
+or the same in one wave, a row's result is the same for all their M. Entries for 32 and 64 rows are of shapes where it
+is faster than the streaming kernel, with `"lora": true` also in calls with adapters.
 """
 
 import functools
@@ -43,11 +44,12 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], lora: bool) -> WideConfi
 
 
 def _by_rule(op: str, m: int, d: int, r: tuple[int, ...]) -> WideConfig:
-    """The least estimated time; no tail with several tiles of rows, so that a row's result does not depend on M."""
+    """The least estimated time; with several tiles of rows no split of a last wave, so that a row's result does not
+    depend on M."""
     plans = candidates(op, m, d, r, (128,) if m <= 128 else (256,))
     if not plans:  # what does not take this one takes none: says why
         make_plan(m, d, r, op == "dx", WideConfig())
-    return next(plan.config for plan in plans if not (plan.config.tail and plan.m_tiles > 1))
+    return next(plan.config for plan in plans if plan.m_tiles == 1 or plan.split_items in (0, plan.items))
 
 
 def candidates(op: str, m: int, d: int, r: tuple[int, ...], m_tiles: tuple[int, ...]) -> list[WidePlan]:
@@ -55,28 +57,28 @@ def candidates(op: str, m: int, d: int, r: tuple[int, ...], m_tiles: tuple[int, 
     plans = []
     for m_tile in m_tiles:
         depths = (6, 3) if m_tile <= 128 else (4, 2)
-        for share, split, tail in _CUTS:
+        for share, split in _CUTS:
             try:
-                plan = make_plan(m, d, r, op == "dx", WideConfig(m_tile, share, split, *depths, tail))
+                plan = make_plan(m, d, r, op == "dx", WideConfig(m_tile, share, split, *depths))
             except ValueError:
                 continue
-            if bool(plan.tail_items) == tail:
+            if plan.parts == split:
                 plans.append(plan)
     return sorted(plans, key=clocks)
 
 
-_CUTS = ((2, 1, False), (1, 1, False), (4, 1, False), (2, 1, True), (1, 2, False), (1, 3, False), (1, 4, False))
-_CUTS += ((2, 2, False),)
+_CUTS = ((2, 1), (1, 1), (4, 1), (2, 2), (2, 3), (2, 4), (1, 2), (1, 3), (1, 4))
 
 
 def clocks(plan: WidePlan) -> float:
     """Estimated clocks: 4096 for 256 inputs of a tile of 256 rows, more for fewer rows, where decoding is not hidden,
-    and where x is not shared; a tile's way out; and adding up where D is split."""
+    and where x is not shared or, where all tiles are split, is; a tile's way out; and adding up where D is split."""
     c = plan.config
     slower = 1 + 0.25 * (256 - c.m_tile) / 128
-    block = 16 * c.m_tile * slower * (1.0 if c.share > 1 else 1.02)
-    waves = -(-(plan.items - plan.tail_items) // plan.resident)
-    time = waves * (-(-plan.blocks // c.split) * block + 12 * c.m_tile)
-    if plan.tail_items:
-        time += plan.blocks / 2 * block
-    return time + (20 * c.m_tile if plan.tail_items or c.split > 1 else 0)
+    shares = c.share > 1
+    block = 16 * c.m_tile * slower * (1.0 if shares != (plan.split_items == plan.items) else 1.02)
+    waves = -(-(plan.items - plan.split_items) // plan.resident)
+    time = waves * (plan.blocks * block + 12 * c.m_tile)
+    if plan.split_items:
+        time += -(-plan.blocks // plan.parts) * block + 32 * c.m_tile
+    return time

@@ -183,7 +183,7 @@ def make_memory(m):
 
     mem.load_global_v4, mem.load_global_v2 = load_global(4, U32, 16), load_global(2, U32, 8)
     mem.load_fresh_f32 = lambda a: load_global(1, F32, 4)(a)[0]
-    mem.load_fresh_f32x4 = load_global(4, F32, 16)
+    mem.load_fresh_f32x4 = mem.load_global_f32x4 = load_global(4, F32, 16)
     mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
     mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
     mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
@@ -294,11 +294,25 @@ def make_memory(m):
         m.now.pause()
         word(address)[0] += 1
 
+    def count_if(condition, address):
+        m.now.pause()
+        before = np.zeros(32, U32)
+        with m.now.only(m.now.mask & condition):
+            if m.now.mask.any():
+                before[m.now.mask] = word(address)[0]
+                word(address)[0] += 1
+        return before
+
     def wait_for_count(address, value):
         counter = word(address)
         m.now.pause(lambda: counter[0] == _lanes(value)[0])
 
+    def await_at_least(address, value):
+        counter = word(address)
+        m.now.pause(lambda: counter[0] >= _lanes(value)[0])
+
     mem.count_and_wrap, mem.count_up, mem.wait_for_count = count_and_wrap, count_up, wait_for_count
+    mem.count_if, mem.await_at_least = count_if, await_at_least
     mem.count, mem.await_count = count_up, wait_for_count
     return mem
 

@@ -10,6 +10,7 @@ from jax import export
 from pallas_kernels import layout, repack, variants, wide_fragments, wide_kernel
 from pallas_kernels.stream_plan import StreamConfig
 from pallas_kernels.wide_plan import WideConfig, make_plan
+from pallas_kernels.wide_split import SplitTiles
 from pallas_kernels.wide_variants import FEW_ROWS, RANGES, TABLE, wide_config
 
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -69,7 +70,8 @@ def test_every_output_row_of_a_unit_is_named_once(monkeypatch):
 
 @pytest.mark.parametrize("config, m, d, r, dx, bias, wide_out", [
     (WideConfig(256, 2, 1, 4, 2), 300, 1024, (1024,), False, False, False),
-    (WideConfig(128, 1, 3, 6, 3), 100, 1024, (512, 128), False, True, True),
+    (WideConfig(128, 1, 3, 6, 3), 100, 1024, (512, 128), False, True, True),  # one wave, D split by 3
+    (WideConfig(256, 2, 4, 4, 2), 1024, 1024, (5120,), False, False, False),  # a wave, and 14 pairs of tiles by 4
     (WideConfig(256, 1, 1, 4, 2), 300, 1024, (1024,), True, False, False),
     (WideConfig(128, 2, 2, 6, 3), 40, 768, (80,), True, False, True),
     (WideConfig(128, 1, 1, 6, 3, promote=32), 100, 1024, (512, 128), False, False, True),
@@ -90,8 +92,9 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_ou
 
 @pytest.mark.parametrize("config, d, r, message", [
     (WideConfig(m_tile=80), 1024, (512,), "m_tile"),
-    (WideConfig(share=5), 1024, (512,), "share"),
+    (WideConfig(share=5), 1024, (512,), "share must be one of"),
     (WideConfig(split=4), 512, (512,), "too few to split by 4"),
+    (WideConfig(share=4, split=2), 512, (512,), "split needs a share of 1 or 2"),
     (WideConfig(), 1024, (12,), "multiples of 8"),
     (WideConfig(x_depth=7), 1024, (512,), "shared memory"),
     (WideConfig(128, promote=24), 1024, (512,), "promote must be a multiple of 16"),
@@ -99,6 +102,32 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_ou
 def test_what_a_plan_refuses(config, d, r, message):
     with pytest.raises(ValueError, match=message):
         make_plan(256, d, r, False, config)
+
+
+@pytest.mark.parametrize("config, m, r, clusters, split_items, parts", [
+    (WideConfig(256, 2, 3), 256, 5120, 60, 20, 3),  # 20 pairs of tiles
+    (WideConfig(256, 2, 4), 1024, 5120, 66, 14, 4),  # 80 pairs: a wave of 66, 14 x 4 clusters for the others
+    (WideConfig(256, 2, 8), 1024, 5120, 66, 14, 4),  # as many as there are
+    (WideConfig(256, 2, 3), 1024, 7168, 66, 0, 1),  # 112 pairs: 46 are left, more than half of the clusters
+    (WideConfig(256, 2, 2), 256, 132 * 128, 66, 0, 1),  # one whole wave
+    (WideConfig(256, 1, 4), 256, 3584, 112, 28, 4),
+    (WideConfig(256, 2, 1), 256, 5120, 20, 0, 1),
+])  # fmt: skip
+def test_the_last_wave_is_split_among_clusters_that_are_all_resident(config, m, r, clusters, split_items, parts):
+    plan = make_plan(m, 5120, (r,), False, config)
+    assert (plan.clusters, plan.split_items, plan.parts) == (clusters, split_items, parts)
+    assert plan.clusters <= plan.resident
+    assert plan.longest_chain == (-(-20 // parts) if split_items == plan.items else 20) * 16
+
+
+@pytest.mark.parametrize("m_tile, split", [(32, 3), (96, 4), (128, 3), (160, 3), (256, 3), (256, 7)])
+def test_every_row_of_a_split_tile_is_added_up_by_one_part(m_tile, split):
+    tiles = SplitTiles()
+    tiles.plan = make_plan(8, 4096, (256,), False, WideConfig(m_tile, 2, split, 2, 2))
+    owners = [i for part in range(split) for i in tiles.eights(part)]
+    assert owners == list(range(m_tile // 8))
+    sizes = [len(tiles.eights(part)) for part in range(split)]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_the_table_is_usable():
@@ -133,13 +162,18 @@ def test_shapes_outside_the_table_get_a_configuration(op):
     assert wide_config("forward", 128, 4096, (2048,)).split == 4
 
 
-def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper():
+def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
     with variants.compiling_for(90):
         assert isinstance(variants.choose(64, 5120, (7168,)), StreamConfig)
         assert isinstance(variants.choose(65, 5120, (7168,)), WideConfig)
         assert isinstance(variants.choose(65, 3584, (4609,)), StreamConfig)  # N is no multiple of 8
         assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, 4609) == "dequantize-mosaic"
         assert isinstance(variants.choose_dx(8, 3584, 4608), WideConfig)
+        assert variants.choose(128, 3584, (3584,)).split > 1
+    with variants.compiling_for(90), monkeypatch.context() as patch:
+        patch.setattr(variants, "multiprocessors", lambda: 114)  # those that split D wait for each other
+        assert variants.choose(128, 3584, (3584,)).split == variants.choose_dx(128, 3584, 3584).split == 1
+        assert isinstance(variants.choose(64, 3584, (3584,)), StreamConfig)
     with variants.compiling_for(80):
         assert variants.choose(300, 3584, (4608,)) == variants.choose_dx(300, 3584, 4608) == "dequantize"
 

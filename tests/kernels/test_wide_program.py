@@ -1,4 +1,4 @@
-"""The wide kernel's forward program run in NumPy (see wide_emulator.py): products, biases, LoRA, and how CTAs share."""
+"""The wide kernel's program run in NumPy (see wide_emulator.py): products, dx, biases, LoRA, and how CTAs share."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,7 +14,7 @@ SCALES = [np.float32(2688.0), np.float32(900.0)]
 
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch):
-    monkeypatch.setattr(wide_plan, "_RESIDENT", {1: 2, 2: 1, 3: 1, 4: 1})
+    monkeypatch.setattr(wide_plan, "RESIDENT", {1: 3, 2: 2, 4: 1})
 
 
 def _weight(rng, n, k):
@@ -45,8 +45,12 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
     (WideConfig(32, 2, 1, 3, 2), 30, 512, (256, 128), (), False),
     (WideConfig(32, 1, 1, 3, 2), 40, 512, (136,), (32,), True),  # two items a CTA, rows and outputs beyond the end
     (WideConfig(32, 2, 1, 3, 2), 30, 256, (128, 264), (32, 48), False),  # CTAs of two weights share; two slots of ranks
-    (WideConfig(64, 1, 2, 3, 2), 20, 768, (128, 128), (0, 16), True),  # K is split, one weight is without
-    (WideConfig(32, 2, 1, 3, 2, tail=True), 32, 512, (128, 256), (16, 16), False),
+    (WideConfig(64, 1, 2, 3, 2), 20, 768, (128,), (16,), True),
+    # D is split: in the only wave, by parts of unequal rows; after a whole wave; between pairs that share
+    (WideConfig(160, 1, 3, 3, 2), 150, 1024, (128,), (), True),
+    (WideConfig(32, 1, 3, 3, 2), 40, 768, (136,), (32,), True),
+    (WideConfig(32, 2, 2, 3, 2), 32, 512, (128, 128), (16, 16), False),
+    (WideConfig(32, 2, 4, 3, 2, promote=16), 20, 1024, (256, 264), (), True),  # by 4, of which there are 2
     (WideConfig(32, 1, 1, 3, 2, promote=32), 20, 768, (136,), (), True),  # a chain of two blocks and one of one
     (WideConfig(32, 2, 1, 3, 2, promote=16), 20, 512, (128, 128), (32, 48), False),
     (WideConfig(160, 1, 1, 3, 2, promote=16), 20, 768, (128, 128), (0, 16), True),  # totals in memory, two items a CTA
@@ -76,3 +80,38 @@ def test_products(config, m, k, n, ranks, bias):
                 bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.T.astype(np.float64))),
             )
         assert (np.abs(y - (true + (biases[i] if bias else 0))) <= bound).all()
+
+
+@pytest.mark.parametrize("config, m, k, n", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 272, 136),  # rows, outputs and inputs beyond the end
+    (WideConfig(32, 2, 2, 3, 2), 20, 256, 512),
+    (WideConfig(64, 1, 3, 3, 2, promote=16), 20, 128, 1024),  # one part has two chains, of a block of inputs each
+])  # fmt: skip
+def test_dx(config, m, k, n):
+    rng = np.random.default_rng(k + m)
+    dy, weight = rng.standard_normal((m, n)).astype(ml_dtypes.bfloat16), _weight(rng, n, k)
+    plan = make_plan(m, n, (k,), True, config)
+    assert plan.parts == config.split
+    operands = [dy, weight.data.reshape(weight.data.shape[0], -1), SCALES[0][None]]
+    (dx,) = wide_emulator.run(plan, operands, False)
+    w, dy = np.asarray(layout.dequantize(weight, SCALES[0], jnp.float32), np.float64), dy.astype(np.float64)
+    assert (np.abs(dx - dy @ w) <= 2e-6 * (np.abs(dy) @ np.abs(w))).all()
+
+
+@pytest.mark.parametrize("seed, share, split", [(0, 2, 2), (1, 2, 2), (2, 1, 4)])
+def test_split_sums_do_not_depend_on_who_comes_first_and_counters_serve_again(monkeypatch, seed, share, split):
+    """Other orders of the warps, and calls that find what the last one left (the emulator looks at the counters)."""
+    monkeypatch.setattr(wide_plan, "RESIDENT", {1: 4, 2: 2})
+    rng, n = np.random.default_rng(1), 128 * share
+    x, weight = rng.standard_normal((20, 1024)).astype(ml_dtypes.bfloat16), _weight(rng, n, 1024)
+    operands = [x, weight.data.reshape(n // 16, -1), SCALES[0][None]]
+
+    def product(split, **more):
+        plan = make_plan(20, 1024, (n,), False, WideConfig(64, share, split, 3, 2))
+        assert plan.parts == split
+        return wide_emulator.run(plan, operands, False, **more)
+
+    first, second = product(split, seed=seed, calls=2)
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[0], product(split, seed=100)[0])
+    np.testing.assert_allclose(first[0], product(1)[0], rtol=0, atol=1e-5 * np.abs(first[0]).max())

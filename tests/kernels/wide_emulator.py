@@ -1,4 +1,4 @@
-"""Runs the wide kernel's forward program in NumPy, as emulator.py does the streaming kernel's: warps in random order,
+"""Runs the wide kernel's program in NumPy, as emulator.py does the streaming kernel's: warps in random order,
 barriers, tensor copies into swizzled slots of one or several CTAs, sums that CTAs add together. Not modelled: time, and
 that wgmma reads its operands late."""
 
@@ -6,10 +6,10 @@ import types
 
 import ml_dtypes
 import numpy as np
-from emulated_instructions import decode_scales, make_memory, make_ptx
+from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 from emulator import ARITH, Machine, replaced
 
-from pallas_kernels import pick, wide_fragments, wide_kernel, wide_multiply
+from pallas_kernels import pick, wide_fragments, wide_kernel, wide_multiply, wide_split
 from pallas_kernels.wide_fragments import LOW_MASK
 
 U32, F32 = np.uint32, np.float32
@@ -100,9 +100,8 @@ def _make_tensor(m, mem):
 
     pt.tensor_map = tensor_map
     pt.swizzled_descriptor = lambda address: (address, None, None)
-    pt.multicast_mask = lambda first, count: int((U32((1 << count) - 1) << first)[0])
+    pt.multicast_mask = lambda count: (1 << count) - 1
     pt.load_shared_f32x4 = lambda address: mem.load_shared_f32x4(address, 0)
-    pt.load_cluster_f32x4 = pt.load_shared_f32x4
     pt.own_memory = lambda words: np.full((words, 32), np.nan, F32)
     pt.load_own_f32x4 = lambda own, word: list(own[word : word + 4].copy())
 
@@ -149,22 +148,38 @@ def _make_tensor(m, mem):
     return pt
 
 
+def _transpose_8x8(value):
+    """`ptx_tensor.transpose_8x8`."""
+    matrix = np.stack([value & U32(0xFFFF), value >> U32(16)], 1).reshape(8, 8).T.reshape(32, 2)
+    return matrix[:, 0] | matrix[:, 1] << U32(16)
+
+
 def _emulated(m):
     mem = _make_memory(m)
-    names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH, "decode_scales": decode_scales}
-    return replaced((wide_kernel, wide_multiply, wide_fragments, pick), names)
+    names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
+    names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
+    return replaced((wide_kernel, wide_multiply, wide_split, wide_fragments, pick), names)
 
 
-def run(plan, operands, has_bias, *, wide_out=True, seed=0):
-    """The outputs [M, r_i]; `operands` are those of the function that `wide_kernel.build` makes."""
+def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
+    """The outputs [M, r_i], of several calls a list of them; `operands` are those of the function that
+    `wide_kernel.build` makes. The counters are zero after every call."""
     m = Machine(seed)
     dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
     refs = [_put(m, np.asarray(v)) for v in operands]
     outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.r]
+    exchange, results = [], []
+    if plan.split_items:
+        refs.append(sync := _put(m, wide_kernel.counters(plan)))
+        exchange = [_put(m, np.full(wide_kernel.sums_size(plan), np.nan, F32))]
     with _emulated(m):
+        for _ in range(calls):
 
-        def program():
-            wide_kernel._Kernel(None, plan, [*refs, *outs, Ref(0)], has_bias, wide_out).run()
+            def program():
+                wide_kernel._Kernel(None, plan, [*refs, *outs, *exchange, Ref(0)], has_bias, wide_out).run()
 
-        m.launch(plan.clusters * plan.config.cluster, plan.config.cluster, 12, plan.total, program)
-    return [m.get(at, at.shape, dtype) for at in outs]
+            m.launch(plan.clusters * plan.config.share, plan.config.share, 12, plan.total, program)
+            results.append([m.get(at, at.shape, dtype) for at in outs])
+            if plan.split_items:
+                np.testing.assert_array_equal(m.get(sync, sync.shape, U32), wide_kernel.counters(plan))
+    return results if calls > 1 else results[0]
