@@ -115,7 +115,7 @@ class ComputeWarps(OutputTiles):
             for half in range(2):
                 x = mem.load_shared_v4(x_at, u * 128 + 16 * half)
                 for j in range(2):
-                    codes = decode_codes(words[2 * half + j], *scales)
+                    codes = decode_codes(words[2 * half + j], scales)
                     acc = p.mma_bf16(acc, codes, x[2 * j], x[2 * j + 1])
             sums.append(acc)
         return [

@@ -38,8 +38,8 @@ def _body(quads: int, tiles: int, data_ref, out_ref):
         words = [mem.load_global_v4(codes, u * 512) for u in range(4)]
         scale = [mem.load_global_b32(scales, CODE_BYTES + pair * 128) for pair in range(2)]
         for u in range(4):
-            low, high = decode_scales(scale[u // 2], p.i32(0x4342 if u % 2 else 0x4140))
-            a = [decode_codes(word, low, high) for word in words[u]]
+            scales = decode_scales(scale[u // 2], p.i32(0x4342 if u % 2 else 0x4140))
+            a = [decode_codes(word, scales) for word in words[u]]
             for row_half in range(2):
                 values = [a[j][2 * pair_half + row_half] for j in range(4) for pair_half in range(2)]
                 for half in range(2):

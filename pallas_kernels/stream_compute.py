@@ -166,7 +166,7 @@ class ComputeWarps(LoraWarps):
                 which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
                 scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
             for half in range(2):
-                a = [[decode_codes(words[r][2 * half + j], *scales[r]) for r in range(c.tiles)] for j in range(2)]
+                a = [[decode_codes(words[r][2 * half + j], scales[r]) for r in range(c.tiles)] for j in range(2)]
                 for i in range(plan.m_tiles):
                     x = mem.load_shared_v4(x_at, u * 128 + 16 * half + i * 8 * plan.x_stride)
                     for j in range(2):
@@ -190,7 +190,7 @@ class ComputeWarps(LoraWarps):
                 scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
             for half in range(2):
                 a = [
-                    [decode_codes(words[r][2 * half + j], *scales[r], in_place=True) for r in range(c.tiles)]
+                    [decode_codes(words[r][2 * half + j], scales[r], in_place=True) for r in range(c.tiles)]
                     for j in range(2)
                 ]
                 p.wgmma_fence()

@@ -14,7 +14,7 @@ the outputs inside a unit is what `dx_row` says.
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .fragments import decode_codes, decode_scales
+from .fragments import EACH_TWICE, decode_codes, decode_scales
 from .layout import VALUE_MASK
 from .ptx_tensor import transpose_8x8
 
@@ -57,22 +57,21 @@ class ForwardFragments:
         which = p.i32(0x4342 if step % 2 else 0x4140)
         out = []
         for b in range(4):
-            low, high = decode_scales(scales[b], which)
+            pair = decode_scales(scales[b], which)
             near = p.select(self.second, words[b][1], words[b][0])
             far = p.select(self.second, words[b][3], words[b][2])
-            out.append([*self._pairs(near, low, high), *self._pairs(far, low, high)])
+            out.append([*self._pairs(near, pair), *self._pairs(far, pair)])
         return out
 
-    def _pairs(self, word, scale_low, scale_high):
+    def _pairs(self, word, scales):
         """Two columns of rows g and g + 8."""
         return p.ptx(
-            "{ .reg .b32 a, b, c;\n"
-            f"shf.l.wrap.b32 a, $2, $2, $5;\nand.b32 a, a, {LOW_MASK:#x};\n"
-            "shf.l.wrap.b32 b, $2, $2, $6;\nand.b32 c, $2, $8;\nlop3.b32 b, b, $7, c, 0xea;\n"
-            "mul.rn.bf16x2 $0, a, $3;\nmul.rn.bf16x2 $1, b, $4;\n}",
+            f"{{ .reg .b32 a, b, c;\n{EACH_TWICE.format('$3')}"
+            f"shf.l.wrap.b32 a, $2, $2, $4;\nand.b32 a, a, {LOW_MASK:#x};\n"
+            "shf.l.wrap.b32 b, $2, $2, $5;\nand.b32 c, $2, $7;\nlop3.b32 b, b, $6, c, 0xea;\n"
+            "mul.rn.bf16x2 $0, a, lo;\nmul.rn.bf16x2 $1, b, hi;\n}",
             word,
-            scale_low,
-            scale_high,
+            scales,
             self.low_turn,
             self.high_turn,
             self.high_mask,
@@ -102,8 +101,7 @@ class TransposedFragments:
         """Four left operands, one for each row tile: 16 inputs x 16 outputs of W, transposed."""
         out = []
         for word, scale in zip(*loaded, strict=True):
-            low, high = decode_scales(scale, self.which)
-            pairs = decode_codes(word, low, high, in_place=True)
+            pairs = decode_codes(word, decode_scales(scale, self.which), in_place=True)
             out.append([transpose_8x8(pairs[i]) for i in (0, 2, 1, 3)])
         return out
 

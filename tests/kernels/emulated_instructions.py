@@ -323,9 +323,9 @@ def decode_scales(word, which):
     return [_BF16[(word >> (first + U32(8 * row)) & U32(0xFF)) << U32(4)] * step for row in range(2)]
 
 
-def decode_codes(word, scale_lo, scale_hi, in_place=False):
+def decode_codes(word, scales, in_place=False):
     out = []
-    for pair, scale in zip(layout.decode_word(word), (scale_lo, scale_hi) * 2, strict=True):
+    for pair, scale in zip(layout.decode_word(word), scales * 2, strict=True):
         values = (_bf16(pair) * scale[:, None]).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32)
         out.append(values[:, 0] | values[:, 1] << U32(16))
     return out

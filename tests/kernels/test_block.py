@@ -42,6 +42,7 @@ def shapes_of(name, rank):
 def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
     plans = [plan_of(m, shapes_of(name, rank)) for m in (1, 8)]
     assert plans[0].parts == plans[1].parts
+    assert [plan.warps for plan in plans] == [16 if name == "32B" and rank <= 64 else 12] * 2
     for plan in plans:
         assert plan.total <= SMEM_LIMIT and plan.depth >= 3
         for part in plan.parts:
@@ -49,6 +50,19 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
             # the busiest CTA has at most half more than an equal share; of the large parts a twelfth
             share = sum(part.tiles_of) * part.quads / 132
             assert part.most_items <= (1.5 if share < 100 else 13 / 12) * share
+
+
+def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
+    # of 72B's width: 16 warps would have rings of four items for one row, of one for eight
+    D, F, kv = 8192, 29440, 1024
+    parts = (
+        Part(D, (D,), (32,), (False,), joins=True),
+        Part(D, (F, F), (32, 32), (False, False), paired=True, normed=True),
+        Part(F, (D,), (32,), (False,), joins=True),
+        Part(D, (D, kv, kv), (32,) * 3, (True,) * 3, normed=True),
+    )
+    assert make_block_plan(1, D, parts, 132, warps=16).depth == 4
+    assert [make_block_plan(m, D, parts, 132).warps for m in (1, 8)] == [12, 12]
 
 
 @pytest.mark.parametrize("change, message", [

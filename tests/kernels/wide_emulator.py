@@ -73,7 +73,7 @@ def _make_ptx(m):
             m.meet((m.now.cta, int(args[0][0])), 128)
             return []
         assert "mul.rn.bf16x2" in code  # `ForwardFragments._pairs`
-        word, low, high, low_turn, high_turn, high_mask, direct_mask = args
+        word, (low, high), low_turn, high_turn, high_mask, direct_mask = args
         b = rotated(word, high_turn) & high_mask | word & direct_mask
         return [scaled(rotated(word, low_turn) & U32(LOW_MASK), low), scaled(b, high)]
 
