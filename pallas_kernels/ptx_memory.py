@@ -269,38 +269,31 @@ def count_if(condition: ir.Value, address) -> ir.Value:
     return ptx(code, arith.extui(i32_t(), condition), address, results=[i32_t()], effects=True)[0]
 
 
+def _ask_again_while(differs: str, load: str, address, value: ir.Value, afterwards: str = ""):
+    ptx(
+        "{ .reg .pred waits;\n.reg .b32 seen;\nagain_${:uid}:\n"
+        f"{load}.gpu.global.u32 seen, [$0];\nsetp.{differs}.u32 waits, seen, $1;\n"
+        f"@waits bra again_${{:uid}};\n{afterwards}}}",
+        address,
+        value,
+        convergent=True,
+    )
+
+
 def await_count(address, value: ir.Value):
     """Until a counter has a value. It asks the L2 without holding up the multiprocessor's other copies, as acquiring
     loads do; one fence follows."""
-    ptx(
-        "{ .reg .pred other;\n.reg .b32 seen;\nagain_${:uid}:\n"
-        "ld.relaxed.gpu.global.u32 seen, [$0];\nsetp.ne.u32 other, seen, $1;\n@other bra again_${:uid};\n"
-        "fence.acq_rel.gpu;\n}",
-        address,
-        value,
-        convergent=True,
-    )
-
-
-def await_at_least(address, value: ir.Value):
-    """Until a counter has a value or more. It asks by acquiring loads: no fence follows, which would wait once more."""
-    ptx(
-        "{ .reg .pred less;\n.reg .b32 seen;\nagain_${:uid}:\n"
-        "ld.acquire.gpu.global.u32 seen, [$0];\nsetp.lo.u32 less, seen, $1;\n@less bra again_${:uid};\n}",
-        address,
-        value,
-        convergent=True,
-    )
+    _ask_again_while("ne", "ld.relaxed", address, value, "fence.acq_rel.gpu;\n")
 
 
 def wait_for_count(address, value: ir.Value):
-    ptx(
-        "{ .reg .pred other;\n.reg .b32 seen;\nagain_${:uid}:\n"
-        "ld.acquire.gpu.global.u32 seen, [$0];\nsetp.ne.u32 other, seen, $1;\n@other bra again_${:uid};\n}",
-        address,
-        value,
-        convergent=True,
-    )
+    """The same by acquiring loads: no fence follows, which would wait once more."""
+    _ask_again_while("ne", "ld.acquire", address, value)
+
+
+def wait_for_at_least(address, value: ir.Value):
+    """Until a counter has a value or more, by acquiring loads."""
+    _ask_again_while("lo", "ld.acquire", address, value)
 
 
 def store_global_b32(address, value):

@@ -154,17 +154,22 @@ class ComputeWarps(LoraWarps):
         for r in range(c.tiles):
             p.when(self.valid[r], lambda r=r: tile(r))
 
+    def words_and_scales(self, u: int, code_at, scale_at):
+        """The words of a unit's codes and its decoded scales, of each of this warp's row tiles."""
+        plan, words, scales = self.plan, [], []
+        for r in range(plan.config.tiles):
+            words.append(mem.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
+            at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
+            which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
+            scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
+        return words, scales
+
     def quad(self, code_at, scale_at, x_at, acc):
         """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x."""
         plan, c = self.plan, self.plan.config
         total, acc = acc, [p.f32(0.0)] * len(acc) if c.promote else list(acc)
         for u in range(plan.units_warp):
-            words, scales = [], []
-            for r in range(c.tiles):
-                words.append(mem.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
-                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
-                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
-                scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
+            words, scales = self.words_and_scales(u, code_at, scale_at)
             for half in range(2):
                 a = [[decode_codes(words[r][2 * half + j], scales[r]) for r in range(c.tiles)] for j in range(2)]
                 for i in range(plan.m_tiles):
@@ -182,12 +187,7 @@ class ComputeWarps(LoraWarps):
         rows = plan.m_tiles * 8
         first = p.b_descriptor(x_at, k_stride=rows * 16, n_stride=128)
         for u in range(plan.units_warp):
-            words, scales = [], []
-            for r in range(c.tiles):
-                words.append(mem.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
-                at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
-                which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
-                scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
+            words, scales = self.words_and_scales(u, code_at, scale_at)
             for half in range(2):
                 a = [
                     [decode_codes(words[r][2 * half + j], scales[r], in_place=True) for r in range(c.tiles)]

@@ -70,7 +70,7 @@ class SplitTiles:
         def wait():
             mem.fence()
             mem.count(counter)
-            mem.await_at_least(counter, p.i32(parts))
+            mem.wait_for_at_least(counter, p.i32(parts))
 
         p.when(self.is_first_of_group(), wait)
         self.group_sync(group)

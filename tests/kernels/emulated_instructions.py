@@ -307,12 +307,12 @@ def make_memory(m):
         counter = word(address)
         m.now.pause(lambda: counter[0] == _lanes(value)[0])
 
-    def await_at_least(address, value):
+    def wait_for_at_least(address, value):
         counter = word(address)
         m.now.pause(lambda: counter[0] >= _lanes(value)[0])
 
     mem.count_and_wrap, mem.count_up, mem.wait_for_count = count_and_wrap, count_up, wait_for_count
-    mem.count_if, mem.await_at_least = count_if, await_at_least
+    mem.count_if, mem.wait_for_at_least = count_if, wait_for_at_least
     mem.count, mem.await_count = count_up, wait_for_count
     return mem
 
