@@ -15,7 +15,7 @@ from .block_plan import BlockPlan, Part, make_block_plan
 from .layout import KernelWeight, dequantize
 from .stream_kernel import number
 from .stream_plan import RESIDENT, padded_rank
-from .variants import capability, multiprocessors
+from .variants import capability, has_room_for_a_wave
 
 
 class Projection(NamedTuple):
@@ -50,7 +50,7 @@ class LayerPart(NamedTuple):
 
 def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> bool:
     """Whether the device that is compiled for runs the kernel, and the kernel takes the shape."""
-    if capability() != 90 or multiprocessors() < RESIDENT[1] or dtype != jnp.bfloat16:
+    if capability() != 90 or not has_room_for_a_wave() or dtype != jnp.bfloat16:
         return False
     try:
         plan_of(rows, layer)
