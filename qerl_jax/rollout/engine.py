@@ -33,8 +33,11 @@ class Engine:
       max_prompt_length: P, the most tokens of a prompt.
       max_slots: most samples that decode at once; None is as many as there are, or as fit in memory.
       cache_bytes: bytes for the keys and values; None is what the device has left, or 4 GB on a CPU.
-      tail_sizes: numbers of slots in which the last samples go on, see `qerl_jax.rollout.tail`, whose own None is; ()
-        for never.
+      tail_sizes: numbers of slots in which the last samples go on, () for never; None is `default_tail_sizes()` of
+        `qerl_jax.rollout.tail`.
+
+    Attributes:
+      statistics: what it has done.
     """
 
     def __init__(
