@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from . import block_kernel
 from .block_plan import BlockPlan, Part, make_block_plan
+from .counters import first_counters
 from .layout import KernelWeight, dequantize
 from .stream_kernel import number
 from .stream_plan import RESIDENT, padded_rank
@@ -102,7 +103,7 @@ def between_attentions(
     plan = plan_of(x.shape[0], layer)
     weights = tuple(tuple(map(_operands, group)) for group in layer.groups)
     scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
-    sync = jnp.asarray(block_kernel.counters(plan))
+    sync = jnp.asarray(first_counters(plan.sync_words))
     outs = block_kernel.build(plan, eps)(block_kernel.Operands(x, residual, weights, scales, sync))
     return outs["residual2"], tuple(outs[f"y{w}"] for w in range(len(layer.qkv)))
 

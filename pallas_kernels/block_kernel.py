@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import lane_level
@@ -172,14 +171,6 @@ def block_outs(plan: BlockPlan) -> dict[str, jax.ShapeDtypeStruct]:
         if any(part.ranks):
             outs[f"hidden{i}"] = f32(part.lora_units * 128)
     return outs
-
-
-def counters(plan: BlockPlan) -> np.ndarray:
-    """Their first state, zeros. The last word is no counter: with it XLA keeps the array as a constant, where zeros
-    would be written anew by a kernel before each call."""
-    words = np.zeros(plan.sync_words + 1, np.uint32)
-    words[-1] = 1
-    return words
 
 
 @functools.cache

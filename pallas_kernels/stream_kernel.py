@@ -26,11 +26,11 @@ from jaxlib.mlir.dialects import arith
 from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
+from .counters import first_counters
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
 from .stream_compute import ComputeWarps
-from .stream_lora import sync_words
-from .stream_plan import Plan, StreamConfig, make_plan, padded_rank
+from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan, padded_rank
 
 MAX_ROWS = 64
 
@@ -248,7 +248,7 @@ def build(
 ):
     """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, scale and, if `has_bias`, bias;
     with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
-    `stream_lora.sync_words()`. Returns the list of y_i [M, n_i].
+    `first_counters(COUNTERS)`. Returns the list of y_i [M, n_i].
 
     With wgmma x is first put in fragment order, by a small program of its own (fragment_order.py).
 
@@ -308,7 +308,7 @@ def lora_operands(loras, columns):
         a.append(jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), columns[1])))
         b.append(jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))))
         scalings.append(number(scaling))
-    return ranks, [*a, *b, *scalings, jnp.asarray(sync_words())]
+    return ranks, [*a, *b, *scalings, jnp.asarray(first_counters(COUNTERS))]
 
 
 def number(value) -> jax.Array:

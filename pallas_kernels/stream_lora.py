@@ -12,29 +12,17 @@ resident together, which variants.py checks. The counters (`sync` words) are zer
 have a fixed order.
 """
 
-import numpy as np
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
-from .stream_plan import SYNC_WORDS, Plan
+from .stream_plan import Plan
 
 SUMMED = 3  # a named barrier of the spare warps; see stream_compute.py for the others
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row
 BATCH = 8  # slices under way together when they are added
-
-
-def sync_words() -> np.ndarray:
-    """The counters' first state.
-
-    The last word is no counter: with it XLA keeps the array as a constant, where zeros would be written anew by a
-    kernel before each call.
-    """
-    words = np.zeros(SYNC_WORDS, np.uint32)
-    words[-1] = 1
-    return words
 
 
 class LoraWarps:

@@ -10,7 +10,7 @@ SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
 # size). One cluster more is a second wave: 32 clusters of 4 took twice as long as 30.
 RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}
 HEADER = 256
-SYNC_WORDS = 64  # two are counters; see stream_lora.sync_words
+COUNTERS = 63  # two are in use, see stream_lora.py
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
@@ -29,6 +28,7 @@ from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
+from .counters import first_counters
 from .layout import QUAD_WORDS
 from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
@@ -220,14 +220,6 @@ class _Kernel(MultiplyWarps, SplitTiles):
         self.each_unit([p.i32(0), p.i32(0)], one)
 
 
-def counters(plan: WidePlan) -> np.ndarray:
-    """The first state of those of wide_split.py, zeros. The last word is no counter: with it XLA keeps the array as a
-    constant, where zeros would be written anew by a kernel before each call."""
-    words = np.zeros(2 * plan.split_tiles + 1, np.uint32)
-    words[-1] = 1
-    return words
-
-
 def sums_size(plan: WidePlan) -> int:
     return plan.split_tiles * plan.parts * TILE * plan.config.m_tile
 
@@ -275,7 +267,7 @@ def build(
     )
 
     def product(*operands):
-        sync = [jnp.asarray(counters(plan))] if plan.split_items else []
+        sync = [jnp.asarray(first_counters(plan.counters))] if plan.split_items else []
         return call(*operands, *sync)[: len(r)]
 
     return jax.jit(product)

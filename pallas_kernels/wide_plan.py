@@ -129,6 +129,11 @@ class WidePlan:
         return self.split_items * self.config.share
 
     @property
+    def counters(self) -> int:
+        """Of wide_split.py: one for each warpgroup of a split tile."""
+        return 2 * self.split_tiles
+
+    @property
     def x_slot(self) -> int:
         return self.config.m_tile * STAGE * 2
 

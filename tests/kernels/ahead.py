@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import KernelWeight, fp4_matmul, layout, stream_kernel, variants, wide
-from pallas_kernels.stream_lora import sync_words
+from pallas_kernels.stream_plan import COUNTERS
 
 shape = jax.ShapeDtypeStruct
 
@@ -37,7 +37,7 @@ def start_stream(programs, m, k, ns, config=None, ranks=()):
     shapes = [shape((m, width), jnp.bfloat16), *(packed(n, k) for n in ns), *[shape((1,), jnp.float32)] * len(ns)]
     shapes += [shape((r, width), jnp.bfloat16) for _, r in present] + [shape((n, r), jnp.bfloat16) for n, r in present]
     if present:
-        shapes += [shape((1,), jnp.float32)] * len(present) + [shape(sync_words().shape, jnp.uint32)]
+        shapes += [shape((1,), jnp.float32)] * len(present) + [shape((COUNTERS + 1,), jnp.uint32)]
     programs.start(key, stream_kernel.build(m, k, ns, config, wide_out=True, ranks=ranks), *shapes)
     return key
 

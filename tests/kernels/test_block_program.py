@@ -9,8 +9,9 @@ import pytest
 from random_weights import random_matrix
 
 from pallas_kernels import stream_kernel
-from pallas_kernels.block_kernel import Operands, Weight, counters
+from pallas_kernels.block_kernel import Operands, Weight
 from pallas_kernels.block_plan import Part, make_block_plan
+from pallas_kernels.counters import first_counters
 
 EPS = 1e-6
 
@@ -38,7 +39,7 @@ class Case:
         self.dense = [[dense for dense, _ in group] for group in made]
         self.weights = tuple(tuple(weight for _, weight in group) for group in made)
         self.norms = tuple(self.rng.uniform(0.5, 1.5, D).astype(np.float32) for part in parts[:-1] if part.joins)
-        self.operands = Operands(self.x, self.residual, self.weights, self.norms, counters(self.plan))
+        self.operands = Operands(self.x, self.residual, self.weights, self.norms, first_counters(self.plan.sync_words))
 
     def normal(self, *shape, scale=1.0):
         return (self.rng.standard_normal(shape) * scale).astype(ml_dtypes.bfloat16)

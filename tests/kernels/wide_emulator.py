@@ -10,6 +10,7 @@ from emulated_instructions import decode_codes, decode_scales, make_memory, make
 from emulator import ARITH, Machine, replaced
 
 from pallas_kernels import pick, wide_fragments, wide_kernel, wide_multiply, wide_split
+from pallas_kernels.counters import first_counters
 from pallas_kernels.wide_fragments import LOW_MASK
 
 U32, F32 = np.uint32, np.float32
@@ -170,7 +171,7 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
     outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.r]
     exchange, results = [], []
     if plan.split_items:
-        refs.append(sync := _put(m, wide_kernel.counters(plan)))
+        refs.append(sync := _put(m, first_counters(plan.counters)))
         exchange = [_put(m, np.full(wide_kernel.sums_size(plan), np.nan, F32))]
     with _emulated(m):
         for _ in range(calls):
@@ -181,5 +182,5 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
             m.launch(plan.clusters * plan.config.share, plan.config.share, 12, plan.total, program)
             results.append([m.get(at, at.shape, dtype) for at in outs])
             if plan.split_items:
-                np.testing.assert_array_equal(m.get(sync, sync.shape, U32), wide_kernel.counters(plan))
+                np.testing.assert_array_equal(m.get(sync, sync.shape, U32), first_counters(plan.counters))
     return results if calls > 1 else results[0]
