@@ -37,7 +37,7 @@ INSTRUCTIONS = {
     "imad_wide": "mul.wide.u32 w{i}, r{i}, c0;\ncvt.u32.u64 r{i}, w{i};",
     "hmul2_bf16": "mul.rn.bf16x2 r{i}, r{i}, c0;",
     "hfma2_bf16": "fma.rn.bf16x2 r{i}, r{i}, c0, c1;",
-    "ffma": "fma.rn.f32 f{i}, f{i}, f12, f13;",
+    "ffma": "fma.rn.f32 f{i}, f{i}, fa, fb;",
     "cvt_e4m3x2": "cvt.u16.u32 h, r{i};\ncvt.rn.f16x2.e4m3x2 r{i}, h;",
     "mma": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{m{s}0, m{s}1, m{s}2, m{s}3}}, {{c0, c1, c2, c3}}, "
     "{{c0, c1}}, {{m{s}0, m{s}1, m{s}2, m{s}3}};",
@@ -65,9 +65,10 @@ def program(kind: str) -> str:
     sums = [f"m{s}{e}" for s in range(SUMS) for e in range(4)]
     chains = range(REGISTERS)
     return "\n".join([
-        f"{{ .reg .b32 r<{REGISTERS}>, c<4>, t0, t1, n, out, word;\n.reg .f32 f<{REGISTERS + 2}>, {', '.join(sums)};",
+        f"{{ .reg .b32 r<{REGISTERS}>, c<4>, t0, t1, n, out, word;",
+        f".reg .f32 f<{REGISTERS}>, fa, fb, {', '.join(sums)};",
         f".reg .b64 w<{REGISTERS}>, at;\n.reg .b16 h;\n.reg .pred again;\nld.global.v4.b32 {{c0, c1, c2, c3}}, [$0];",
-        f"mov.b32 f{REGISTERS}, c0;\nmov.b32 f{REGISTERS + 1}, c1;",
+        "mov.b32 fa, c0;\nmov.b32 fb, c1;",
         *(f"add.u32 r{i}, $2, {i};\nmov.b32 f{i}, r{i};" for i in chains),
         *(f"mov.f32 {m}, 0f00000000;" for m in sums),
         "mov.u32 n, 0;\nbar.sync 0;\nmov.u32 t0, %clock;\nloop_${:uid}:",

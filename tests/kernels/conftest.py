@@ -53,7 +53,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         return
     reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in OUTCOMES}
     result = {
-        "command": "python -m pytest " + " ".join(config.invocation_params.args),
+        # without the folders of the machine that it ran on
+        "command": "python -m pytest " + " ".join(config.invocation_params.args).replace(str(path), path.name),
         "device": jax.devices()[0].device_kind,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
         **{outcome: len(found) for outcome, found in reports.items()},
