@@ -167,6 +167,10 @@ def load_cluster_f32x2(address):
     return ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
 
 
+def load_cluster_f32x4(address):
+    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
+
+
 def load_global_f32(address):
     return ptx("ld.global.nc.f32 $0, [$1];", address, results=[f32_t()], effects=True)[0]
 

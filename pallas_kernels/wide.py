@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from . import wide_kernel
+from . import lora_down, wide_kernel
 from .layout import EPILOGUE_FACTOR, KernelWeight
 from .stream_plan import padded_rank
 from .wide_plan import WideConfig
@@ -13,8 +13,8 @@ def _data(weight: KernelWeight) -> jax.Array:
     return weight.data.reshape(weight.data.shape[0], -1)
 
 
-def _scale(global_scale) -> jax.Array:
-    return jnp.asarray(global_scale, jnp.float32).reshape(1)
+def _scale(value) -> jax.Array:
+    return jnp.asarray(value, jnp.float32).reshape(1)
 
 
 def matmul_all(
@@ -38,20 +38,25 @@ def _lora_operands(x_MK, global_scales, loras) -> tuple[tuple[int, ...], list[ja
     if all(lora is None for lora in loras):
         return (), []
     ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
-    all_a, all_b, factor, start = [], [], jnp.float32(0), 0
-    column = jnp.arange(sum(ranks))
-    for lora, rank, scale in zip(loras, ranks, global_scales, strict=True):
-        if lora is None:
-            continue
-        a_RK, b_NR, scaling = lora
-        more = rank - a_RK.shape[0]
-        all_a.append(jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), (0, 0))))
-        all_b.append(jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))))
-        factor = jnp.where(column < start, factor, scaling * (scale * (1 / EPILOGUE_FACTOR)))
-        start += rank
+    present = [(*lora, rank, scale) for lora, rank, scale in zip(loras, ranks, global_scales, strict=True) if rank]
+    all_a = [jnp.pad(a.astype(jnp.bfloat16), ((0, rank - a.shape[0]), (0, 0))) for a, _, _, rank, _ in present]
+    all_b = [jnp.pad(b.astype(jnp.bfloat16), ((0, 0), (0, rank - b.shape[1]))) for _, b, _, rank, _ in present]
+    scalings, scales = [s for _, _, s, _, _ in present], [scale for *_, scale in present]
+    return ranks, [_down(x_MK, all_a, scales, scalings), *all_b]
+
+
+def _down(x_MK, all_a, scales, scalings) -> jax.Array:
+    """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in bfloat16."""
+    m, k = x_MK.shape
+    ranks = tuple(a.shape[0] for a in all_a)
+    if lora_down.takes(m, k):
+        return lora_down.build(m, k, ranks)(x_MK, *all_a, *map(_scale, scales), *map(_scale, scalings))
+    factors = [s * (scale * (1 / EPILOGUE_FACTOR)) for s, scale in zip(scalings, scales, strict=True)]
+    factor, start, column = jnp.float32(0), 0, jnp.arange(sum(ranks))
+    for rank, here in zip(ranks, factors, strict=True):
+        factor, start = jnp.where(column < start, factor, here), start + rank
     joint = all_a[0] if len(all_a) == 1 else jnp.concatenate(all_a)
-    h_MR = jnp.dot(x_MK, joint.T, preferred_element_type=jnp.float32) * factor
-    return ranks, [h_MR.astype(jnp.bfloat16), *all_b]
+    return (jnp.dot(x_MK, joint.T, preferred_element_type=jnp.float32) * factor).astype(jnp.bfloat16)
 
 
 def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:

@@ -212,7 +212,7 @@ def make_memory(m):
 
     mem.load_shared_v4, mem.load_shared_v2 = load_shared(4, U32), load_shared(2, U32)
     mem.load_shared_f32x4, mem.load_shared_f32x2 = load_shared(4, F32), load_shared(2, F32)
-    mem.load_cluster_f32x2 = load_shared(2, F32)
+    mem.load_cluster_f32x2, mem.load_cluster_f32x4 = load_shared(2, F32), load_shared(4, F32)
     mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)

@@ -26,6 +26,7 @@ from pallas_kernels import (
     block_outputs,
     block_service,
     fragment_order,
+    lora_down,
     pick,
     stream_compute,
     stream_kernel,
@@ -150,7 +151,7 @@ ARITH = types.SimpleNamespace(
 def _emulated(m):
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    stream = fragment_order, stream_kernel, stream_compute, stream_lora
+    stream = fragment_order, lora_down, stream_kernel, stream_compute, stream_lora
     return replaced((*stream, block_compute, block_kernel, block_outputs, block_service, pick), names)
 
 
@@ -186,6 +187,19 @@ def run_simple(program, x, out, ctas, warps):
     with _emulated(m):
         m.launch(ctas, 1, warps, 1, lambda: program(from_, to))
     return m.get(to, out.shape, out.dtype)
+
+
+def run_lora_down(plan, operands, *, seed=0):
+    """s x A^T [M, R] of the kernel of lora_down.py."""
+    m = Machine(seed)
+    refs = [m.put(np.asarray(v)) for v in operands]
+    shape, dtype = (plan.m, sum(plan.ranks)), ml_dtypes.bfloat16
+    out = m.put(np.full(shape, np.nan, dtype))
+    with _emulated(m):
+        ctas = plan.row_tiles * plan.groups * lora_down.CLUSTER
+        program = lora_down._Kernel
+        m.launch(ctas, lora_down.CLUSTER, lora_down.WARPS, plan.total, lambda: program(plan, [*refs, out], None).run())
+    return m.get(out, shape, dtype)
 
 
 def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
