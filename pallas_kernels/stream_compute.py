@@ -17,8 +17,8 @@ class ComputeWarps(LoraWarps):
 
     @property
     def prepared_threads(self) -> int:
-        """Of the compute warps, of that which loads x and of LoRA's first."""
-        return 32 * (self.plan.config.warps + 1 + bool(self.plan.ranks))
+        """Of the compute warps, of that which loads x and of the first that multiplies by A."""
+        return 32 * (self.plan.config.warps + 1 + self.plan.computes_h)
 
     def make_barriers(self, barriers):
         """(address, count) each. This warp does not wait for the compute warps, which first fetch weights: x, which

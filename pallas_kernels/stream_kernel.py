@@ -15,7 +15,6 @@ The order of additions for an output depends on K and the configuration, never o
 added with atomics.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -30,48 +29,14 @@ from .counters import first_counters
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
 from .stream_compute import ComputeWarps
+from .stream_operands import Refs
 from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan, padded_rank
+from .stream_slices import SliceWarps
 
 MAX_ROWS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Refs:
-    """A kernel's operands, one of each for every weight unless said otherwise."""
-
-    x: list  # one, or two when the first is in fragment order and LoRA needs the plain one
-    data: list
-    global_scale: list
-    bias: list  # or empty
-    a: list  # A, B and scale of LoRA; None for a weight without
-    b: list
-    lora_scale: list
-    outs: list
-    lora_space: list  # counters, sums of the slices
-    shared: object
-
-    @classmethod
-    def of(cls, refs, plan: Plan, has_bias: bool, two_x: bool) -> "Refs":
-        left, n_w = list(refs), len(plan.n)
-
-        def take(count):
-            taken, left[:] = left[:count], left[count:]
-            return taken
-
-        x, data, scale, bias = take(2 if two_x else 1), take(n_w), take(n_w), take(n_w if has_bias else 0)
-        lora = [[None] * n_w for _ in range(3)]
-        present = [i for i, rank in enumerate(plan.ranks) if rank]
-        for kind in lora:
-            for i, ref in zip(present, take(len(present)), strict=True):
-                kind[i] = ref
-        space = take(1 if plan.ranks else 0)
-        outs = take(n_w)
-        space += take(1 if plan.ranks else 0)
-        (shared,) = left
-        return cls(x, data, scale, bias, *lora, outs, space, shared)
-
-
-class _Kernel(ComputeWarps):
+class _Kernel(ComputeWarps, SliceWarps):
     """One CTA's program; what all its parts share is set in __init__, in the order in which the CTA computes it."""
 
     def __init__(self, plan: Plan, refs: Refs, pdl: bool, wide_out: bool):
@@ -83,12 +48,15 @@ class _Kernel(ComputeWarps):
         self.global_scale = [mem.global_address(r) for r in refs.global_scale]
         self.bias = [mem.global_address(r) for r in refs.bias]
         self.outs = [mem.global_address(r) for r in refs.outs]
-        if plan.ranks:
-            a_b_scale = zip(refs.a, refs.b, refs.lora_scale, refs.data, strict=True)
-            # a weight without an adapter has rank 0: its addresses are never used
-            lists = [[mem.global_address(d if r is None else r) for r in entry] for *entry, d in a_b_scale]
-            self.a, self.b, self.lora_scale = (list(kind) for kind in zip(*lists, strict=True))
-            self.sync, self.partial = (mem.global_address(r) for r in refs.lora_space)
+        # a weight without an adapter has rank 0: its addresses are never used
+        self.a, self.b, self.lora_scale = (
+            [mem.global_address(refs.x[0] if r is None else r) for r in kind]
+            for kind in (refs.a, refs.b, refs.lora_scale)
+        )
+        if plan.given_h:
+            (self.h,) = map(mem.global_address, refs.h)
+        if plan.computes_h:
+            self.sync, self.partial = map(mem.global_address, refs.lora_space)
         base = mem.shared_address(refs.shared)
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)
@@ -125,7 +93,7 @@ class _Kernel(ComputeWarps):
 
     def serve(self):
         is_loader = p.eq(self.warp, self.plan.config.warps)
-        if self.plan.ranks:
+        if self.plan.computes_h:
             p.if_else(is_loader, self.load_x, self.multiply_by_a)
         else:
             p.when(is_loader, self.load_x)
@@ -133,7 +101,8 @@ class _Kernel(ComputeWarps):
     def load_x(self):
         plan, c = self.plan, self.plan.config
         both = [(self.x_full, 1 if c.wgmma else 32), (self.x_empty, c.warps)]
-        self.make_barriers([(p.add(first, 8 * i), count) for first, count in both for i in range(c.x_depth)])
+        barriers = [(p.add(first, 8 * i), count) for first, count in both for i in range(c.x_depth)]
+        self.make_barriers(barriers + ([(self.h_full, 32)] if plan.given_h else []))
         if self.pdl:
             p.grid_dependency_wait()
         scales = [mem.load_global_f32(scale) for scale in self.global_scale]  # at the end their latency would count
@@ -165,6 +134,8 @@ class _Kernel(ComputeWarps):
             return [after, p.xor(parity, p.select(p.eq(after, 0), 1, 0))]
 
         p.for_range(0, self.quads, 1, [p.i32(0), p.i32(0)], step)
+        if plan.given_h:
+            p.when(p.eq(self.rank, 0), self.copy_h)
         mem.copy_wait_all()
 
         def keep_factors():
@@ -245,6 +216,7 @@ def build(
     pdl: bool = False,
     wide_out: bool = False,
     ranks: tuple[int, ...] = (),
+    prepared: bool = False,
 ):
     """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, scale and, if `has_bias`, bias;
     with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
@@ -252,16 +224,19 @@ def build(
 
     With wgmma x is first put in fragment order, by a small program of its own (fragment_order.py).
 
+    If `prepared`, the caller has done what comes before: x is bf16 of `plan.x_shape`, in fragment order with wgmma, and
+    in the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
+    bf16 (lora_down.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
+
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
     `wide_out`. Ranks are multiples of 16.
     """
-    plan = make_plan(m, k, n, config, ranks)
-    two_x = config.wgmma and bool(plan.ranks)
+    plan = make_plan(m, k, n, config, ranks, prepared)
 
     def nvfp4_decode_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
-            _Kernel(plan, Refs.of(refs, plan, has_bias, two_x), pdl, wide_out).run()
+            _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out).run()
 
         body(*refs)
         if pdl:
@@ -283,9 +258,11 @@ def build(
 
     def run(x, *rest):
         xs = (x,)
-        if config.wgmma:
+        if prepared and x.shape != plan.x_shape:
+            raise ValueError(f"prepared x must be {list(plan.x_shape)}, got {list(x.shape)}")
+        if config.wgmma and not prepared:
             ordered = fragment_order.in_fragment_order(x, plan.m_tiles * 8)
-            xs = (ordered, x) if two_x else (ordered,)
+            xs = (ordered, x) if plan.ranks else (ordered,)
         return call(*xs, *rest)[: len(n)]
 
     return jax.jit(run)
@@ -293,7 +270,7 @@ def build(
 
 def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     """The sums of the slices, which LoRA's warps leave for each other."""
-    return [jax.ShapeDtypeStruct((plan.lora_slices * plan.lora_slice // 4,), jnp.float32)] if plan.ranks else []
+    return [jax.ShapeDtypeStruct((plan.lora_slices * plan.lora_slice // 4,), jnp.float32)] if plan.computes_h else []
 
 
 def lora_operands(loras, columns):

@@ -56,11 +56,22 @@ class Plan:
     quads: int
     config: StreamConfig
     ranks: tuple[int, ...] = ()  # of each weight's LoRA, 0 for none; empty when no weight has one
+    prepared: bool = False  # whether x comes as the kernel reads it, and x A^T with it
+
+    @property
+    def given_h(self) -> bool:
+        """Whether x A^T is an operand."""
+        return self.prepared and bool(self.ranks)
+
+    @property
+    def computes_h(self) -> bool:
+        """Whether A is an operand."""
+        return bool(self.ranks) and not self.prepared
 
     @property
     def warpgroups(self) -> int:
-        spare = self.config.warps + 1 + bool(self.ranks)  # one more warp loads x, at least one more multiplies by A
-        return -(-spare // 4)
+        warps = self.config.warps + 1 + self.computes_h  # one more loads x, at least one more multiplies by A
+        return -(-warps // 4)
 
     @property
     def lora_warps(self) -> int:
@@ -138,6 +149,11 @@ class Plan:
         return self.config.tiles * self.tile_slot
 
     @property
+    def x_shape(self) -> tuple[int, int]:
+        """Of x as the kernel reads it: in fragment order with wgmma."""
+        return (self.quads, self.m_tiles * 8 * COLS) if self.config.wgmma else (self.m, self.quads * COLS)
+
+    @property
     def x_stride(self) -> int:
         return COLS * 2 + 16  # 16 more: then 8 rows x 4 pieces of 16 bytes fall in different banks
 
@@ -207,7 +223,9 @@ def padded_rank(rank: int) -> int:
     return -(-rank // ROWS) * ROWS
 
 
-def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...] = ()) -> Plan:
+def make_plan(
+    m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...] = (), prepared: bool = False
+) -> Plan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     quads = -(-k // COLS)
     if not 1 <= m <= 64:
@@ -224,7 +242,7 @@ def make_plan(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: t
         ranks = ()
     if (ranks and len(ranks) != len(n)) or any(r % ROWS for r in ranks):
         raise ValueError(f"ranks must be one for each weight and multiples of {ROWS}, got {ranks}")
-    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks))
+    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks), prepared)
     if config.cluster > quads:
         raise ValueError(f"K = {k} is {quads} quads of 256, too few for a cluster of {config.cluster}")
     slots = config.warps_n * config.tiles

@@ -272,6 +272,7 @@ def make_memory(m):
         m.now.copies = []
 
     def copy_arrive(address):
+        m.now.pause()  # the copies land some time after, and arrive then
         copy_wait_all()
         barrier(address).arrive(32)
 

@@ -31,6 +31,7 @@ from pallas_kernels import (
     stream_compute,
     stream_kernel,
     stream_lora,
+    stream_slices,
 )
 
 
@@ -151,7 +152,7 @@ ARITH = types.SimpleNamespace(
 def _emulated(m):
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    stream = fragment_order, lora_down, stream_kernel, stream_compute, stream_lora
+    stream = fragment_order, lora_down, stream_kernel, stream_compute, stream_lora, stream_slices
     return replaced((*stream, block_compute, block_kernel, block_outputs, block_service, pick), names)
 
 
@@ -205,9 +206,9 @@ def run_lora_down(plan, operands, *, seed=0):
 def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
     """The outputs [M, n_i] of a kernel, of several calls that share their memory; `loras` are its LoRA operands."""
     m = Machine(seed)
-    c, two_x = plan.config, plan.config.wgmma and bool(plan.ranks)
+    c = plan.config
     xs = [fragment_order.reference(jnp.asarray(x), plan.m_tiles * 8)] if c.wgmma else [x]
-    xs += [x] if two_x else []
+    xs += [x] if c.wgmma and plan.computes_h else []
     operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *scales, *biases, *loras)]
     dtype = np.float32 if wide_out else ml_dtypes.bfloat16
     shapes = [((plan.m, n), dtype) for n in plan.n]
@@ -216,7 +217,7 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
     results = []
     with _emulated(m):
         for _ in range(calls):
-            refs = stream_kernel.Refs.of([*operands, *outs, None], plan, bool(biases), two_x)
+            refs = stream_kernel.Refs.of([*operands, *outs, None], plan, bool(biases))
 
             def program(refs=refs):
                 stream_kernel._Kernel(plan, refs, False, wide_out).run()

@@ -8,6 +8,7 @@ from jax import export
 
 from pallas_kernels import (
     KernelWeight,
+    compiling_for,
     dequantize_kernel,
     fp4_matmul,
     fp4_matmul_dx,
@@ -180,6 +181,29 @@ def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, n, ranks):
     assert "mosaic_gpu" in module
 
 
+@pytest.mark.parametrize("m, k, n, ranks", [
+    (16, 3584, (3584, 512, 512), (128, 0, 32)),  # mma.sync, clusters of 2
+    (33, 18944, (3584,), (32,)),  # wgmma, clusters of 4
+    (64, 5120, (27648, 27648), (32, 32)),  # two waves, which cannot compute x A^T inside
+    (20, 5120, (5120,), ()),
+])  # fmt: skip
+def test_kernel_with_prepared_operands_lowers_for_cuda_without_a_gpu(m, k, n, ranks):
+    with compiling_for(90):
+        config = config_for(m, k, n, ranks)
+        kernel = stream_kernel.build(m, k, n, config, ranks=ranks, prepared=True)
+        shape = jax.ShapeDtypeStruct
+        args = [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n] + [shape((1,), jnp.float32)] * len(n)
+        if ranks:
+            args.append(shape((m, sum(ranks)), jnp.bfloat16))
+            args += [shape((i, r), jnp.bfloat16) for i, r in zip(n, ranks, strict=True) if r]
+        x = shape(make_plan(m, k, n, config, ranks, True).x_shape, jnp.bfloat16)
+        module = export.export(kernel, platforms=["cuda"])(x, *args).mlir_module()
+    assert module.count("stablehlo.custom_call @mosaic_gpu") == 1  # nothing comes before it
+    assert config.wgmma == (m > 16) and config.waves == (2 if m == 64 else 1)
+    with pytest.raises(ValueError, match="prepared x must be"):
+        jax.eval_shape(kernel, shape((m + 1, k), jnp.bfloat16), *args)
+
+
 @pytest.mark.parametrize("lora", [(None, 4), (20, None), (8, 8)])
 def test_list_with_and_without_lora_lowers_through_the_public_call(lora):
     k, n = 320, (48, 33)
@@ -214,6 +238,8 @@ def test_a_plan_for_lora():
     with pytest.raises(ValueError, match="multiples of 16"):
         make_plan(8, 3584, (3584,), StreamConfig(4, 4, 4, 2, 4, 3), (8,))
     assert first_counters(3).tolist() == [0, 0, 0, 1]
+    shape = 16, 5120, (13824, 13824), StreamConfig(2, 27, 1, 1, 2, 3), (32, 32)
+    assert [make_plan(*shape, given).warpgroups for given in (False, True)] == [8, 7]  # nobody multiplies by A
 
 
 def test_dequantize_kernel_lowers_for_cuda_without_a_gpu():

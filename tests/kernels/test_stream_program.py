@@ -1,5 +1,6 @@
 """The streaming kernel's program run in NumPy (see emulator.py): its numbers, its barriers and counters."""
 
+import dataclasses
 import functools
 
 import emulator
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import layout, repack, stream_compute, stream_kernel, stream_plan
+from pallas_kernels.layout import EPILOGUE_FACTOR
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 
 GLOBAL_SCALE = np.float32(2688.0)
@@ -34,6 +36,7 @@ class Case:
             return (rng.standard_normal(shape) * scale).astype(ml_dtypes.bfloat16)
 
         self.x, self.weights, self.true, self.bound, loras = normal(m, k), [], [], [], []
+        self.h_and_b, all_h, all_b = [], [], []
         x = self.x.astype(np.float64)
         self.scales = [stream_kernel.number(GLOBAL_SCALE)] * len(n)
         self.biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
@@ -49,16 +52,22 @@ class Case:
             if rank:
                 a, b = normal(rank, k, scale=k**-0.5), normal(n_i, rank)
                 hidden = 0.7 * x @ a.astype(np.float64).T  # rounded to bfloat16 between the products
+                all_h.append(hidden * (GLOBAL_SCALE / EPILOGUE_FACTOR))
+                all_b.append(b)
                 true = true + hidden @ b.astype(np.float64).T
                 bound = bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.astype(np.float64)).T)
             loras.append((a, b, 0.7) if rank else None)
             self.true.append(true)
             self.bound.append(bound)
         padded, self.loras = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
+        if all_h:
+            self.h_and_b = [np.concatenate(all_h, 1).astype(ml_dtypes.bfloat16), *all_b]
         self.plan = make_plan(m, k, n, config, padded)
 
-    def run(self, **options):
-        return emulator.run(self.plan, self.x, self.weights, self.scales, self.biases, self.loras, **options)
+    def run(self, prepared=False, **options):
+        plan = dataclasses.replace(self.plan, prepared=prepared)
+        loras = self.h_and_b if prepared else self.loras
+        return emulator.run(plan, self.x, self.weights, self.scales, self.biases, loras, **options)
 
     def is_right(self, ys):
         return all((np.abs(y - true) <= bound).all() for y, true, bound in zip(ys, self.true, self.bound, strict=True))
@@ -94,6 +103,43 @@ def test_lora_inside_and_its_counters_after_a_call(config, m, k, n, ranks):
     assert case.is_right(first)
     for y, again in zip(first, second, strict=True):
         np.testing.assert_array_equal(y, again)
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, bias", [
+    (StreamConfig(1, 2, 2, 2, 3, 3), 9, 768, (33, 40), (0, 16), True),
+    (StreamConfig(2, 1, 4, 2, 2, 2), 17, 512, (20, 17), (32, 0), True),
+    (StreamConfig(4, 1, 1, 3, 2, 2), 33, 1024, (16, 32), (16, 128), False),  # all adapters in one CTA
+    (StreamConfig(1, 4, 1, 1, 3, 2, True), 64, 512, (64, 32), (128, 16), True),
+    (StreamConfig(2, 4, 1, 1, 2, 2, True), 33, 768, (64, 31), (0, 32), False),
+    (StreamConfig(4, 4, 1, 1, 2, 2, True, promote=0), 17, 1024, (60,), (32,), False),
+    (StreamConfig(1, 4, 1, 1, 3, 2, True), 9, 512, (48,), (), True),  # x alone
+])  # fmt: skip
+def test_prepared_operands(config, m, k, n, ranks, bias):
+    case = Case(m, k, n, config, ranks, bias)
+    assert case.is_right(case.run(prepared=True)[0])
+
+
+def test_given_h_may_be_several_waves(monkeypatch):
+    case = Case(64, 512, (60, 31), StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2, promote=0), (32, 16))
+    assert case.plan.clusters == 4  # twice those that are resident
+    emulator.without(monkeypatch, "count_up")
+    assert case.is_right(case.run(prepared=True)[0])  # nobody waits for another CTA
+    with pytest.raises(emulator.Deadlock):
+        case.run()
+
+
+def test_given_h_is_waited_for(monkeypatch):
+    case, real = Case(9, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2), (16,)), emulator.make_memory
+
+    def made(machine):
+        memory = real(machine)
+        wait, h_full = memory.barrier_wait, 128
+        memory.barrier_wait = lambda address, parity: address[0] == h_full or wait(address, parity)
+        return memory
+
+    assert all(case.is_right(case.run(prepared=True, seed=seed)[0]) for seed in range(4))
+    monkeypatch.setattr(emulator, "make_memory", made)
+    assert not all(case.is_right(case.run(prepared=True, seed=seed)[0]) for seed in range(4))
 
 
 def test_the_order_of_the_warps_does_not_matter():
