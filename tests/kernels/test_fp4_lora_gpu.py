@@ -7,8 +7,8 @@ import pytest
 from ahead import ahead, packed, shape, start_stream
 from random_weights import poison, random_matrix
 
-from pallas_kernels import KernelWeight, fp4_matmul, stream_kernel, variants
-from pallas_kernels.stream_plan import padded_rank
+from pallas_kernels import KernelWeight, fp4_matmul, fragment_order, lora_down, stream_kernel, variants
+from pallas_kernels.stream_plan import StreamConfig, make_plan, padded_rank
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +19,49 @@ def _start(programs, m, k, ns, ranks):
     config = variants.config_for(m, k, ns, padded)
     assert variants.takes_lora(m, k, ns, config, padded)
     return [start_stream(programs, rows, k, ns, config, padded) for rows in (m, m - 1) if rows]
+
+
+def _call(rng, m, k, ns, ranks):
+    """x, matrices and adapters (or None), and the kernel's operands behind x."""
+    matrices = [random_matrix(rng, n, k, 2688, 0x10, 0x50) for n in ns]
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
+    loras = [
+        None if not r else (
+            jnp.asarray(rng.standard_normal((r, k)) / k**0.5, jnp.bfloat16),
+            jnp.asarray(rng.standard_normal((n, r)), jnp.bfloat16),
+            jnp.float32(0.7),
+        )
+        for r, n in zip(ranks, ns, strict=True)
+    ]  # fmt: skip
+    _, operands = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
+    return x, matrices, loras, [*(w.weight.data for w in matrices), *_scales(matrices), *operands]
+
+
+def _scales(matrices):
+    return [np.full(1, w.global_scale) for w in matrices]
+
+
+def _same_each_time(m, ns, call):
+    """The results of `call`, in float64, which are the same four times."""
+    first = None
+    for _ in range(4):
+        poison(m, sum(ns))
+        ys = [np.asarray(y, np.float64) for y in call()]
+        first = first or ys
+        assert all(np.array_equal(y, f) for y, f in zip(ys, first, strict=True))
+    return first
+
+
+def _assert_right(ys, x, matrices, loras):
+    x64 = np.asarray(x, np.float64)
+    for y, matrix, lora in zip(ys, matrices, loras, strict=True):
+        dense = matrix.dense
+        true, bound = x64 @ dense.T, 1e-5 * (np.abs(x64) @ np.abs(dense).T)
+        if lora is not None:
+            a, b, s = (np.asarray(v, np.float64) for v in lora)
+            hidden = s * (x64 @ a.T)
+            true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
+        assert (np.abs(y - true) <= bound).all()
 
 
 @ahead(_start)
@@ -35,37 +78,53 @@ def _start(programs, m, k, ns, ranks):
     (40, 1280, (40, 33), (32, 24)),
 ])  # fmt: skip
 def test_lora_in_the_kernel(rng, programs, m, k, ns, ranks):
-    matrices = [random_matrix(rng, n, k, 2688, 0x10, 0x50) for n in ns]
-    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
-    loras = [
-        None if not r else (
-            jnp.asarray(rng.standard_normal((r, k)) / k**0.5, jnp.bfloat16),
-            jnp.asarray(rng.standard_normal((n, r)), jnp.bfloat16),
-            jnp.float32(0.7),
-        )
-        for r, n in zip(ranks, ns, strict=True)
-    ]  # fmt: skip
-    _, operands = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
-    operands = [*(w.weight.data for w in matrices), *(np.full(1, w.global_scale) for w in matrices), *operands]
+    x, matrices, loras, operands = _call(rng, m, k, ns, ranks)
     kernel, *fewer = (programs.get(key) for key in _start(programs, m, k, ns, ranks))
-    first = None
-    for _ in range(4):
-        poison(m, sum(ns))
-        ys = [np.asarray(y, np.float64) for y in kernel(x, *operands)]
-        first = first or ys
-        assert all(np.array_equal(y, f) for y, f in zip(ys, first, strict=True))
-    x64 = np.asarray(x, np.float64)
-    for y, matrix, lora in zip(first, matrices, loras, strict=True):
-        dense = matrix.dense
-        true, bound = x64 @ dense.T, 1e-5 * (np.abs(x64) @ np.abs(dense).T)
-        if lora is not None:
-            a, b, s = (np.asarray(v, np.float64) for v in lora)
-            hidden = s * (x64 @ a.T)
-            true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
-        assert (np.abs(y - true) <= bound).all()
+    first = _same_each_time(m, ns, lambda: kernel(x, *operands))
+    _assert_right(first, x, matrices, loras)
     for program in fewer:
         again = program(x[: m - 1], *operands)
         assert all(np.array_equal(np.asarray(y, np.float64), f[: m - 1]) for y, f in zip(again, first, strict=True))
+
+
+def _start_prepared(programs, m, k, ns, ranks, config):
+    """The streaming kernel behind those that make its x and s x A^T; the key."""
+    config = config or variants.config_for(m, k, ns, ranks)
+    plan = make_plan(m, k, ns, config, ranks, prepared=True)
+    kernel = stream_kernel.build(m, k, ns, config, wide_out=True, ranks=ranks, prepared=True)
+    present = [(r, n) for r, n in zip(ranks, ns, strict=True) if r]
+    down = lora_down.build(m, k, tuple(r for r, _ in present))
+
+    def run(x, data, scales, all_a, all_b, of_adapters):
+        ordered = fragment_order.in_fragment_order(x, plan.m_tiles * 8) if config.wgmma else x
+        return kernel(ordered, *data, *scales, down(x, *all_a, *of_adapters), *all_b)
+
+    x, one, data = shape((m, k), jnp.bfloat16), shape((1,), jnp.float32), [packed(n, k) for n in ns]
+    all_a = [shape((r, k), jnp.bfloat16) for r, _ in present]
+    all_b = [shape((n, r), jnp.bfloat16) for r, n in present]
+    key = ("prepared", m, k, ns, ranks, config)
+    programs.start(key, run, x, data, [one] * len(ns), all_a, all_b, [one] * 2 * len(present))
+    return key
+
+
+@ahead(_start_prepared)
+@pytest.mark.parametrize("m, k, ns, ranks, config", [
+    (16, 3584, (3584, 512, 512), (32, 0, 16), None),
+    (9, 5120, (13824, 13824), (32, 32), None),
+    (32, 18944, (3584,), (128,), None),
+    (33, 3584, (3584, 512, 512), (16, 32, 32), None),
+    (64, 18944, (3584,), (32,), None),
+    (64, 1024, (27648, 27648), (32, 32), StreamConfig(1, 16, 1, 1, 3, 3, True, waves=2, promote=0)),
+])  # fmt: skip
+def test_prepared_operands(rng, programs, m, k, ns, ranks, config):
+    x, matrices, loras, _ = _call(rng, m, k, ns, ranks)
+    present = [(*lora, w) for lora, w in zip(loras, matrices, strict=True) if lora is not None]
+    all_a, all_b = [a for a, *_ in present], [b for _, b, *_ in present]
+    of_adapters = [*_scales([w for *_, w in present]), *(stream_kernel.number(s) for _, _, s, _ in present)]
+    data, scales = [w.weight.data for w in matrices], _scales(matrices)
+    program = programs.get(_start_prepared(programs, m, k, ns, ranks, config))
+    ys = _same_each_time(m, ns, lambda: program(x, data, scales, all_a, all_b, of_adapters))
+    _assert_right(ys, x, matrices, loras)
 
 
 def test_lora_gradient_loop_and_vmap(rng):
