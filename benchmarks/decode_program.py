@@ -5,7 +5,8 @@
 No GPU is needed: XLA compiles for an H200 ahead of time (`pip install .[cuda]` brings the compiler; on a machine
 without a driver set JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1). Autotuning is off there, so that which
 tiles a matmul takes may differ from a real run; which kernels there are does not. Programs of two and of three layers
-are compiled, whose difference is a layer, and with --whole the one of all layers.
+are compiled, whose difference is a layer, and with --whole the one of all layers. With --queued the loop is that of
+slots that are filled again.
 """
 
 import argparse
@@ -27,7 +28,10 @@ from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_adapter
+from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
+from qerl_jax.rollout.prepared import made, prepared
+from qerl_jax.rollout.queued import Queue, decode_queue, empty_slots
 
 H200 = """
 gpu_device_info {
@@ -43,6 +47,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
+_LOG_STEPS = 256
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
 
@@ -55,10 +60,11 @@ class Kernel(NamedTuple):
     nbytes: int
 
 
-def loop_body(hlo: str) -> list[Kernel]:
-    """The launches of one turn of the program's longest while loop, in their order."""
-    bodies = (computation(hlo, name) for name in re.findall(r"\bbody=%([\w.\-]+)", hlo))
-    return max((list(map(_kernel, filter(_launches, body))) for body in bodies), key=len)
+def loop_turn(hlo: str) -> list[Kernel]:
+    """The launches of one turn of the program's longest while loop, in order: the body's, then the condition's."""
+    loops = re.findall(r"\bcondition=%([\w.\-]+), body=%([\w.\-]+)", hlo)
+    turns = ([*computation(hlo, body), *computation(hlo, condition)] for condition, body in loops)
+    return max((list(map(_kernel, filter(_launches, turn))) for turn in turns), key=len)
 
 
 def computation(hlo: str, name: str) -> list[str]:
@@ -97,8 +103,9 @@ def _kernel(line: str) -> Kernel:
     return Kernel(opcode, name, nbytes)
 
 
-def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int) -> Any:
-    """The rollout of `batch` completions of one prompt, compiled for an H200."""
+def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool) -> Any:
+    """The rollout of `batch` completions of one prompt, compiled for an H200; or, `queued`, a chunk of steps of as many
+    slots that take samples from a queue."""
     target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
     place = SingleDeviceSharding(target.devices[0])
 
@@ -113,30 +120,44 @@ def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int) 
     def run(model: Any, adapter: Any, prompts: Any, key: jax.Array) -> Any:
         return generate(model, adapter, prompts, key, settings, batch)
 
+    def run_queued(model: Any, adapter: Any, key: jax.Array, slots: Any, queue: Any) -> Any:
+        model, adapter = prepared(model, adapter, made(model, adapter))
+        norms = norms_of(model, adapter)
+        return decode_queue(slots, queue, key, model, adapter, norms, queue.count, 1, settings, _LOG_STEPS)
+
+    key = jax.eval_shape(jax.random.key, 0)
+    program: Any = jax.jit(run)
+    operands = model, adapter, prompts, key
+    if queued:
+        sizes = {"rows": batch, "max_prompt_length": prompt, "slots": batch, "used": batch}
+        slots = jax.eval_shape(lambda model, key: empty_slots(model, settings, key, **sizes), model, key)
+        queue = Queue(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(4 * batch,)] * 5 + [()]))
+        program, operands = jax.jit(run_queued, donate_argnames="slots"), (model, adapter, key, slots, queue)
     with compiling_for(90):
-        lowered = jax.jit(run).lower(*map(on_target, (model, adapter, prompts, jax.eval_shape(jax.random.key, 0))))
+        lowered = program.lower(*map(on_target, operands))
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result row."""
     config = MODELS[arguments.model]
+    shape = arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new, arguments.queued
     steps, seconds = [], []
     for layers in (2, 3):
         shallow = dataclasses.replace(config, num_hidden_layers=layers)
         began = time.perf_counter()
-        program = compiled(shallow, arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new)
+        program = compiled(shallow, *shape)
         seconds.append(round(time.perf_counter() - began, 1))
-        steps.append(loop_body(program.as_text()))
+        steps.append(loop_turn(program.as_text()))
     counts = [collections.Counter(kernel.name for kernel in step) for step in steps]
     layer = counts[1] - counts[0]
     copies = [kernel for kernel in steps[1] if kernel.opcode.startswith("copy")]
     whole = None
     if arguments.whole:
         began = time.perf_counter()
-        program = compiled(config, arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new)
+        program = compiled(config, *shape)
         seconds.append(round(time.perf_counter() - began, 1))
-        step = loop_body(program.as_text())
+        step = loop_turn(program.as_text())
         copies += [kernel for kernel in step if kernel.opcode.startswith("copy")]
         whole = len(step)
     rest = counts[0] - collections.Counter({name: 2 * count for name, count in layer.items()})
@@ -162,6 +183,7 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=32, help="0: no adapter")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--queued", action="store_true", help="slots that are filled again")
     parser.add_argument("--whole", action="store_true", help="compile all layers too")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """What benchmarks.decode_program reads off the text of a compiled program."""
 
-from benchmarks.decode_program import Kernel, loop_body
+from benchmarks.decode_program import Kernel, loop_turn
 
 HLO = """HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 
@@ -12,6 +12,16 @@ HLO = """HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 %short.2 (arg: (s32[])) -> (s32[]) {
   %arg = (s32[]) parameter(0)
   ROOT %tuple.1 = (s32[]) tuple(%arg)
+}
+
+%c.1 (arg.2: (s32[])) -> pred[] {
+  %arg.2 = (s32[]) parameter(0)
+  ROOT %constant.1 = pred[] constant(false)
+}
+
+%c.2 (arg.3: (s32[], f32[4])) -> pred[] {
+  %arg.3 = (s32[], f32[4]{0}) parameter(0)
+  ROOT %compare = pred[] fusion(%arg.3), kind=kLoop, metadata={op_name="jit(<lambda>)/while/cond/gt"}
 }
 
 %region_1.7 (arg.1: (s32[], f32[4])) -> (s32[], f32[4]) {
@@ -32,8 +42,9 @@ ENTRY %main.1 (x: f32[4]) -> f32[4] {
 
 
 def test_the_launches_of_the_longest_loop():
-    assert loop_body(HLO) == [
+    assert loop_turn(HLO) == [
         Kernel("fusion", "add", 16),
         Kernel("custom-call", "nvfp4_decode_matmul", 8 * 32 * 2 + 4),
         Kernel("copy", "?", 16),
+        Kernel("fusion", "gt", 1),
     ]
