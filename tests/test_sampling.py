@@ -7,7 +7,7 @@ import pytest
 from chi_squared import BOUND, exactly, pvalue
 
 from qerl_jax.errors import UserError
-from qerl_jax.rollout.sampling import SamplingSettings, sample, truncate
+from qerl_jax.rollout.sampling import SamplingSettings, chosen_in_one_pass, chosen_in_turn, sample, truncate
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.2, 0.15, 0.1, 0.05]]))
 
@@ -110,3 +110,33 @@ def test_a_row_draws_from_its_own_key():
 def test_bad_settings_are_named(kwargs, message):
     with pytest.raises(UserError, match=message):
         settings(**kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5, "min_p": 0.01}], ids=str)
+def test_one_pass_gives_what_one_for_each_result_gives(kwargs):
+    """GPUs take the one, CPUs the other; 700 logits of size 6, of which the first row has equal ones."""
+    scaled = 6 * jax.random.normal(jax.random.key(0), (16, 700))
+    scaled = scaled.at[0, ::3].set(30.0).at[1].add(1000.0).at[2].add(-1000.0)
+    allowed = truncate(scaled, settings(**kwargs)) if kwargs else None
+    noisy = (scaled if allowed is None else allowed) + jax.random.gumbel(jax.random.key(1), scaled.shape)
+    noisy = noisy.at[0].set(scaled[0])  # where equal ones are the largest
+    tokens, logps, renormalised = jax.jit(chosen_in_one_pass)(noisy, scaled, allowed)
+    expected = chosen_in_turn(noisy, scaled, allowed)
+    assert tokens.dtype == expected[0].dtype == jnp.int32 and tokens[0] == 0
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(logps, expected[1], rtol=1e-5, atol=1e-4)
+    assert (renormalised is None) == (expected[2] is None) == (not kwargs)
+    if kwargs:
+        np.testing.assert_allclose(renormalised, expected[2], rtol=1e-5, atol=1e-4)
+
+
+def test_one_pass_over_excluded_and_broken_logits():
+    """By hand: of 0, ln 3 and two that are excluded, the second has probability 3/4; a NaN is not hidden."""
+    scaled = jnp.array([[-jnp.inf, 0.0, np.log(3.0), -jnp.inf], [0.0, jnp.nan, 1.0, 2.0]])
+    tokens, logps, renormalised = chosen_in_one_pass(scaled, scaled, scaled)
+    assert tokens.tolist() == [2, 1]
+    np.testing.assert_allclose(logps[0], np.log(0.75), rtol=1e-6)
+    np.testing.assert_allclose(renormalised[0], np.log(0.75), rtol=1e-6)
+    assert np.isnan(logps[1])
+    best, [logp], _ = chosen_in_one_pass(scaled[:1, :1], scaled[:1, :1], None)
+    assert best.tolist() == [0] and logp < -1e30  # nothing to choose from: not NaN, and nothing to learn from

@@ -57,10 +57,10 @@ def test_the_kernel_is_in_the_decode_step():
     model = init_model(jax.random.key(0), config, jnp.bfloat16)
     cache = KVCache(empty_kv(model, 2, 16), empty_kv(model, 4, 8), jnp.array([3, 16]))
 
-    def step(tokens_S, cache, of_S, steps_S, live_S):
-        return decode_step(model, None, tokens_S, cache, of_S, steps_S, live_S, norms_of(model, None), 2)
+    def step(tokens_S, cache, of_S, lengths_S, steps_S):
+        return decode_step(model, None, tokens_S, cache, of_S, lengths_S, steps_S, norms_of(model, None), 2)
 
     numbers = jnp.zeros(4, jnp.int32)
     with compiling_for(90):
-        lowered = export.export(jax.jit(step), platforms=["cuda"])(numbers, cache, numbers, numbers, numbers == 0)
+        lowered = export.export(jax.jit(step), platforms=["cuda"])(numbers, cache, numbers, numbers, numbers)
     assert lowered.mlir_module().count("mosaic_gpu") >= config.num_hidden_layers

@@ -42,27 +42,26 @@ def token_attention(
     config: ModelConfig,
     cache: KVCache,
     prompt_of_S: jax.Array,
+    lengths_S: jax.Array,
     steps_S: jax.Array,
-    live_S: jax.Array,
     group: int | None,
 ) -> Callable[[int], Attend]:
     """The attention of layer i for one new token per slot, which also puts the token's key and value in the cache.
 
     Args:
       prompt_of_S: each slot's row of the pool.
-      steps_S: the completion position of the new token.
-      live_S: slots whose result is of interest.
+      lengths_S: tokens of the prompt there.
+      steps_S: the completion position of the new token; -1 in slots whose result is of no interest.
       group: G where slot s is known to read row s // G, so that a row is read once for its whole group; None where
         slots read any row.
     """
-    lengths_S = cache.prompt_lengths_R[prompt_of_S]
     turn = rotation_at(config, (lengths_S + steps_S)[:, None])
     cos_SF, sin_SF = (part[:, 0] for part in turn)
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
     def by_kernel(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
         prompt = PromptKV(*cache.prompt[i], prompt_of_S, lengths_S)
-        own = OwnKV(*cache.completion[i], jnp.where(live_S, steps_S, -1))
+        own = OwnKV(*cache.completion[i], steps_S)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
@@ -76,7 +75,7 @@ def token_attention(
         q, k, v = split_heads(config, layer, q, k, v, turn)
         own = write_token(cache.completion[i], (k[:, 0], v[:, 0]), steps_S)
         q_SKQE = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)
-        out = cached_attention(q_SKQE, cache.prompt[i], own, cache.prompt_lengths_R, prompt_of_S, steps_S, group)
+        out = cached_attention(q_SKQE, cache.prompt[i], own, prompt_of_S, lengths_S, steps_S, group)
         return out.reshape(q.shape[0], 1, -1), own
 
     def of_layer(i: int) -> Attend:
@@ -91,7 +90,7 @@ def token_attention(
 
 
 def write_token(kept: KV, new: KV, steps_S: jax.Array) -> KV:
-    """`kept` with each slot's new key and value [S, K, E] at its own position `steps_S`."""
+    """`kept` with each slot's new key and value [S, K, E] at its own position `steps_S`, -1 being the last one."""
     slots_S = jnp.arange(steps_S.shape[0])
     k, v = (
         old.at[slots_S, steps_S].set(one.astype(old.dtype), unique_indices=True, indices_are_sorted=True)
@@ -104,8 +103,8 @@ def cached_attention(
     q_SKQE: jax.Array,
     prompt: KV,
     completion: KV,
-    lengths_R: jax.Array,
     prompt_of_S: jax.Array,
+    lengths_S: jax.Array,
     steps_S: jax.Array,
     group: int | None,
 ) -> jax.Array:
@@ -114,9 +113,9 @@ def cached_attention(
     Args:
       q_SKQE: rotated queries.
       prompt, completion: one layer's entries of the cache.
-      lengths_R: tokens of the prompts in the pool.
       prompt_of_S: each slot's row of the pool.
-      steps_S: the position of each slot's newest key.
+      lengths_S: tokens of the prompt there.
+      steps_S: the position of each slot's newest key; -1 for none.
       group: G where slot s is known to read row s // G, so that a row is read once for its whole group; None where
         slots read any row, and each then gets a copy.
     """
@@ -131,7 +130,7 @@ def cached_attention(
     grouped = q_SKQE.reshape(N, G, K, Q, E)
     scores_P = jnp.einsum("ngkqe,npke->ngkqp", grouped, prompt_k, preferred_element_type=jnp.float32)
     scores_C = jnp.einsum("skqe,scke->skqc", q_SKQE, own_k, preferred_element_type=jnp.float32)
-    live_P = jnp.arange(P) < lengths_R[prompt_of_S][:, None, None, None]
+    live_P = jnp.arange(P) < lengths_S[:, None, None, None]
     live_C = jnp.arange(own_k.shape[1]) <= steps_S[:, None, None, None]
     scores = [
         jnp.where(live_P, scores_P.reshape(S, K, Q, P), _NEGATIVE),

@@ -100,18 +100,19 @@ def decode_step(
     tokens_S: jax.Array,
     cache: KVCache,
     prompt_of_S: jax.Array,
+    lengths_S: jax.Array,
     steps_S: jax.Array,
-    live_S: jax.Array,
     norms: Norms,
     group: int | None,
 ) -> tuple[jax.Array, KVCache]:
-    """Feeds each live slot's completion token number `steps_S` (0-based); `group` is that of `token_attention`.
+    """Feeds each slot's completion token number `steps_S` (0-based, -1 for none) after a prompt of `lengths_S` tokens;
+    `group` is that of `token_attention`.
 
     Returns:
-      Hidden states after the final norm [S, D], and the cache with the new keys and values; of slots that are not live
-      values of no meaning.
+      Hidden states after the final norm [S, D], and the cache with the new keys and values; of slots without a token
+      values of no meaning, which the cache keeps at a position that is written before it is read.
     """
-    attend = token_attention(model.config, cache, prompt_of_S, steps_S, live_S, group)
+    attend = token_attention(model.config, cache, prompt_of_S, lengths_S, steps_S, group)
     x_SD = embedded(model, tokens_S)
     parts = layer_parts(model, adapter, tokens_S.shape[0])
     if parts is not None:

@@ -9,16 +9,21 @@ Dimension letters: S slots, R rows of the prompt pool, A prompts admitted, Q pla
 prompt positions, C completion positions, D hidden size.
 """
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Model, Norms
+from qerl_jax.models.transformer import KV
+from qerl_jax.rollout import log
 from qerl_jax.rollout.attention import KVCache, empty_kv
+from qerl_jax.rollout.carried import keys_of, more_than, words_of
 from qerl_jax.rollout.decode import decode_step, prefill
 from qerl_jax.rollout.generate import sample_key
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.slots import draw
+from qerl_jax.rollout.slots import draw, token_keys
 
 _FREE, _CLOSED = -1, -2  # in place of a sample's number: of a slot without one, and of one that never takes any
 
@@ -113,6 +118,32 @@ def freed(slots: QueuedSlots, which_S: jax.Array) -> QueuedSlots:
     return slots.replace(samples_S=jnp.where(which_S, _FREE, slots.samples_S))
 
 
+class _Held(NamedTuple):
+    """Samples, in slots or as the queue has them."""
+
+    samples_S: jax.Array
+    prompt_of_S: jax.Array
+    prompt_lengths_S: jax.Array
+    limits_S: jax.Array
+    words: tuple[jax.Array, ...]  # `words_of` their keys
+
+
+class _Loop(NamedTuple):
+    """What a step leaves to the next one; counts are the same in all slots."""
+
+    completion: tuple[KV, ...]  # the cache's
+    log_TKS: jax.Array
+    left_S: jax.Array  # what has not ended in the slots, before those that are free take a sample
+    held: _Held  # and after that
+    first_S: jax.Array  # the step that draws the sample's first token, negative if it was in an earlier loop
+    newest_S: jax.Array
+    places_S: jax.Array  # the newest token's place in the completion, -1 where there is none
+    words: tuple[jax.Array, ...]  # `token_keys` of the next tokens
+    steps_S: jax.Array  # how many steps there were
+    taken_before_S: jax.Array  # how many samples of the queue had been taken with `left_S`,
+    taken_S: jax.Array  # and how many with `held`
+
+
 def decode_queue(
     slots: QueuedSlots,
     queue: Queue,
@@ -136,51 +167,84 @@ def decode_queue(
     Returns:
       The slots, the log, the number of steps made, and how many samples of the queue have been taken.
     """
-    keys_Q = jax.vmap(sample_key, (None, 0, 0))(key, queue.places_Q, queue.indices_Q)
-    State = tuple[QueuedSlots, Log, jax.Array, jax.Array]
-
-    def more(state: State) -> jax.Array:
-        slots, _, steps, taken = state
-        return (steps < max_steps) & ((taken < queue.count) | (jnp.sum(slots.samples_S == _FREE) < stop_at))
-
-    def step(state: State) -> State:
-        slots, log, steps, taken = state
-        slots, taken = _take(slots, queue, keys_Q, taken)
-        live_S, fresh_S = slots.samples_S >= 0, slots.drawn_S == 0
-        hidden_SD, cache = decode_step(
-            model, adapter, slots.newest_S, slots.cache, slots.prompt_of_S, jnp.maximum(slots.drawn_S - 1, 0),
-            live_S & ~fresh_S, norms, None,
-        )  # fmt: skip
-        hidden_SD = jnp.where(fresh_S[:, None], slots.prompt_hidden_RD[slots.prompt_of_S], hidden_SD)
-        tokens_S, logps_S, truncated_S, eos_S = draw(model, hidden_SD, slots.keys_S, slots.drawn_S, settings)
-        drawn = Log(slots.samples_S, tokens_S, logps_S, truncated_S)
-        log = jax.tree.map(lambda rows, row: jax.lax.dynamic_update_index_in_dim(rows, row, steps, 0), log, drawn)
-        drawn_S = slots.drawn_S + live_S
-        slots = slots.replace(cache=cache, drawn_S=drawn_S, newest_S=tokens_S)
-        return freed(slots, live_S & (eos_S | (drawn_S >= slots.limits_S))), log, steps + 1, taken
-
     S = slots.samples_S.shape[0]
-    numbers, logps = jnp.zeros((log_steps, S), jnp.int32), jnp.zeros((log_steps, S), jnp.float32)
-    log = Log(numbers, numbers, logps, logps if settings.truncated else None)
-    slots, log, steps, taken = jax.lax.while_loop(more, step, (slots, log, jnp.int32(0), jnp.int32(0)))
-    return slots, log, steps, taken
+    keys_Q = jax.vmap(sample_key, (None, 0, 0))(key, queue.places_Q, queue.indices_Q)
+    lengths_R = slots.cache.prompt_lengths_R
+    waiting = _Held(queue.samples_Q, queue.prompt_of_Q, lengths_R[queue.prompt_of_Q], queue.limits_Q, words_of(keys_Q))
 
+    def filled(loop: _Loop) -> _Loop:
+        """With the queue's next samples in the free slots, in the slots' order, and what is then to be done."""
+        free_S = loop.left_S == _FREE
+        free_so_far_S = jnp.cumsum(free_S)
+        next_S = loop.taken_before_S + free_so_far_S - 1
+        takes_S = free_S & (next_S < queue.count)
+        entry_S = jnp.clip(next_S, 0, queue.samples_Q.shape[0] - 1)
+        old = loop.held._replace(samples_S=loop.left_S)
+        held = jax.tree.map(lambda new_Q, old_S: jnp.where(takes_S, new_Q[entry_S], old_S), waiting, old)
+        first_S = jnp.where(takes_S, loop.steps_S, loop.first_S)
+        drawn_S = loop.steps_S - first_S
+        return loop._replace(
+            held=held,
+            first_S=first_S,
+            places_S=jnp.where(held.samples_S >= 0, drawn_S - 1, -1),
+            words=token_keys(keys_of(held.words, slots.keys_S), drawn_S),
+            taken_S=jnp.minimum(loop.taken_before_S + free_so_far_S[-1], queue.count),
+        )
 
-def _take(slots: QueuedSlots, queue: Queue, keys_Q: jax.Array, taken: jax.Array) -> tuple[QueuedSlots, jax.Array]:
-    """Puts the queue's next samples into the free slots, in the slots' order."""
-    free_S = slots.samples_S == _FREE
-    next_S = taken + jnp.cumsum(free_S) - 1
-    takes_S = free_S & (next_S < queue.count)
-    entry_S = jnp.clip(next_S, 0, queue.samples_Q.shape[0] - 1)
+    def more(loop: _Loop) -> jax.Array:
+        at_work = jnp.where(loop.taken_before_S[0] < queue.count, -1, S - stop_at)
+        return more_than(jnp.where(loop.steps_S[0] < max_steps, at_work, S), loop.left_S != _FREE)
 
-    def put(values_Q: jax.Array, old_S: jax.Array) -> jax.Array:
-        return jnp.where(takes_S, values_Q[entry_S], old_S)
+    def step(loop: _Loop) -> _Loop:
+        held, drawn_S = loop.held, loop.steps_S - loop.first_S
+        hidden_SD, cache = decode_step(
+            model, adapter, loop.newest_S, slots.cache.replace(completion=loop.completion), held.prompt_of_S,
+            held.prompt_lengths_S, loop.places_S, norms, None,
+        )  # fmt: skip
+        hidden_SD = jnp.where((drawn_S == 0)[:, None], slots.prompt_hidden_RD[held.prompt_of_S], hidden_SD)
+        tokens_S, *logps, eos_S = draw(model, hidden_SD, keys_of(loop.words, slots.keys_S), settings)
+        kinds = held.samples_S, tokens_S, *jax.tree.leaves(logps)
+        ended_S = (held.samples_S >= 0) & (eos_S | (drawn_S + 1 >= held.limits_S))
+        return filled(
+            loop._replace(
+                completion=cache.completion,
+                log_TKS=log.recorded(loop.log_TKS, loop.steps_S[0], *kinds),
+                left_S=jnp.where(ended_S, _FREE, held.samples_S),
+                newest_S=tokens_S,
+                steps_S=loop.steps_S + 1,
+                taken_before_S=loop.taken_S,
+            )
+        )
 
-    slots = slots.replace(
-        samples_S=put(queue.samples_Q, slots.samples_S),
-        prompt_of_S=put(queue.prompt_of_Q, slots.prompt_of_S),
-        keys_S=put(keys_Q, slots.keys_S),
-        limits_S=put(queue.limits_Q, slots.limits_S),
-        drawn_S=jnp.where(takes_S, 0, slots.drawn_S),
+    dtypes = [jnp.int32, jnp.int32, jnp.float32, *([jnp.float32] if settings.truncated else [])]
+    none_S = jnp.zeros(S, jnp.int32)
+    inside = _Held(
+        slots.samples_S, slots.prompt_of_S, lengths_R[slots.prompt_of_S], slots.limits_S, words_of(slots.keys_S)
     )
-    return slots, taken + jnp.sum(takes_S)
+    begin = _Loop(
+        completion=slots.cache.completion,
+        log_TKS=log.empty(log_steps, len(dtypes), S),
+        left_S=slots.samples_S,
+        held=inside,
+        first_S=-slots.drawn_S,
+        newest_S=slots.newest_S,
+        places_S=none_S,
+        words=inside.words,
+        steps_S=none_S,
+        taken_before_S=none_S,
+        taken_S=none_S,
+    )
+    end = jax.lax.while_loop(more, step, filled(begin))
+    # What the last step has put into slots for another one stays in the queue.
+    slots = slots.replace(
+        cache=slots.cache.replace(completion=end.completion),
+        samples_S=end.left_S,
+        prompt_of_S=end.held.prompt_of_S,
+        keys_S=keys_of(end.held.words, slots.keys_S),
+        limits_S=end.held.limits_S,
+        drawn_S=end.steps_S - end.first_S,
+        newest_S=end.newest_S,
+    )
+    samples_TS, tokens_TS, logps_TS, *truncated = log.read(end.log_TKS, dtypes)
+    drawn = Log(samples_TS, tokens_TS, logps_TS, truncated[0] if truncated else None)
+    return slots, drawn, end.steps_S[0], end.taken_before_S[0]

@@ -3,17 +3,24 @@
 A slot whose sample has ended computes on, and nothing of it is kept. Where more samples wait than there are slots, see
 `qerl_jax.rollout.queued`.
 
+Between the layers of one step and those of the next little is computed, and on a GPU each kernel there takes 2-4 us
+for it: so the loop carries what a step needs of a slot as the one before left it, all of which one kernel makes.
+
 Dimension letters: S slots, R prompts, C completion positions, D hidden size.
 """
+
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Model, Norms
-from qerl_jax.models.transformer import head
+from qerl_jax.models.transformer import KV, head
+from qerl_jax.rollout import log
 from qerl_jax.rollout.attention import KVCache
 from qerl_jax.rollout.batch import Rollout
+from qerl_jax.rollout.carried import keys_of, more_than, words_of
 from qerl_jax.rollout.decode import decode_step
 from qerl_jax.rollout.sampling import SamplingSettings, sample
 
@@ -29,6 +36,19 @@ class Slots(flax.struct.PyTreeNode):
     out: Rollout  # rows are slots; lengths is also the number of tokens drawn so far
 
 
+class _Loop(NamedTuple):
+    """What a step leaves to the next one."""
+
+    completion: tuple[KV, ...]  # the cache's
+    log_TKS: jax.Array  # tokens and log-probabilities of each step
+    newest_S: jax.Array  # int32, the last tokens
+    drawn_S: jax.Array  # int32, how many tokens a sample has that goes on
+    places_S: jax.Array  # int32, the newest token's place in the completion, -1 where the sample has ended
+    lengths_S: jax.Array  # int32, how many tokens there are
+    words: tuple[jax.Array, ...]  # `token_keys` of the next tokens
+    terminated_S: jax.Array  # bool
+
+
 def started(
     model: Model,
     prompt_hidden_RD: jax.Array,
@@ -40,22 +60,26 @@ def started(
 ) -> Slots:
     """A sample in every slot with its first token, drawn from the hidden state of its prompt's last one."""
     S, C = prompt_of_S.shape[0], settings.max_completion_length
-    slots = Slots(
+    first_keys_S = jax.vmap(jax.random.fold_in)(keys_S, jnp.zeros(S, jnp.int32))
+    tokens_S, logps_S, truncated_S, eos_S = draw(model, prompt_hidden_RD[prompt_of_S], first_keys_S, settings)
+
+    def first(values_S: jax.Array, fill: int) -> jax.Array:
+        return jnp.full((S, C), fill, values_S.dtype).at[:, 0].set(values_S)
+
+    return Slots(
         cache=cache,
         prompt_of_S=prompt_of_S,
         keys_S=keys_S,
         limits_S=limits_S,
-        live_S=jnp.ones(S, bool),
+        live_S=~eos_S & (limits_S > 1),
         out=Rollout(
-            tokens=jnp.full((S, C), settings.pad_token_id, jnp.int32),
-            lengths=jnp.zeros(S, jnp.int32),
-            terminated=jnp.zeros(S, bool),
-            # Arrays of their own, since slots are donated.
-            logps=jnp.zeros((S, C), jnp.float32),
-            truncated_logps=jnp.zeros((S, C), jnp.float32) if settings.truncated else None,
+            tokens=first(tokens_S, settings.pad_token_id),
+            lengths=jnp.ones(S, jnp.int32),
+            terminated=eos_S,
+            logps=first(logps_S, 0),
+            truncated_logps=None if truncated_S is None else first(truncated_S, 0),
         ),
     )
-    return _draw(slots, model, prompt_hidden_RD[prompt_of_S], slots.live_S, settings)
 
 
 def decode(
@@ -71,56 +95,71 @@ def decode(
     """Draws tokens in all live slots until at most `leave` are live, but at most `max_steps` in each.
 
     Args:
+      leave: 0 or more.
       group: static; G promises that slot s reads prompt s // G.
     """
+    before = slots.out
+    S, C = before.tokens.shape
+    prompt_lengths_S = slots.cache.prompt_lengths_R[slots.prompt_of_S]
 
-    def more(state: tuple[Slots, jax.Array]) -> jax.Array:
-        return (state[1] < max_steps) & (jnp.sum(state[0].live_S) > leave)
+    def more(loop: _Loop) -> jax.Array:
+        goes_on = loop.drawn_S[0] - before.lengths[0] < max_steps
+        return more_than(jnp.where(goes_on, leave, S), loop.places_S >= 0)
 
-    def step(state: tuple[Slots, jax.Array]) -> tuple[Slots, jax.Array]:
-        slots, steps = state
-        newest_S = jnp.maximum(slots.out.lengths - 1, 0)
-        fed_S = jnp.take_along_axis(slots.out.tokens, newest_S[:, None], axis=1)[:, 0]
+    def step(loop: _Loop) -> _Loop:
         hidden_SD, cache = decode_step(
-            model, adapter, fed_S, slots.cache, slots.prompt_of_S, newest_S, slots.live_S, norms, group
+            model, adapter, loop.newest_S, slots.cache.replace(completion=loop.completion), slots.prompt_of_S,
+            prompt_lengths_S, loop.places_S, norms, group,
+        )  # fmt: skip
+        tokens_S, *logps, eos_S = draw(model, hidden_SD, keys_of(loop.words, slots.keys_S), settings)
+        live_S = loop.places_S >= 0
+        drawn_S = loop.drawn_S + 1
+        return _Loop(
+            completion=cache.completion,
+            log_TKS=log.recorded(loop.log_TKS, loop.drawn_S[0] - before.lengths[0], tokens_S, *jax.tree.leaves(logps)),
+            newest_S=tokens_S,
+            drawn_S=drawn_S,
+            places_S=jnp.where(live_S & ~eos_S & (drawn_S < slots.limits_S), drawn_S - 1, -1),
+            lengths_S=jnp.where(live_S, drawn_S, loop.lengths_S),
+            words=token_keys(slots.keys_S, drawn_S),
+            terminated_S=loop.terminated_S | (live_S & eos_S),
         )
-        return _draw(slots.replace(cache=cache), model, hidden_SD, slots.live_S, settings), steps + 1
 
-    slots, _ = jax.lax.while_loop(more, step, (slots, jnp.int32(0)))
-    return slots
+    kinds = [kind for kind in (before.tokens, before.logps, before.truncated_logps) if kind is not None]
+    newest_S = jnp.take_along_axis(before.tokens, before.lengths[:, None] - 1, axis=1)[:, 0]
+    begin = _Loop(
+        completion=slots.cache.completion,
+        log_TKS=log.empty(C, len(kinds), S),
+        newest_S=newest_S,
+        drawn_S=before.lengths,
+        places_S=jnp.where(slots.live_S, before.lengths - 1, -1),
+        lengths_S=before.lengths,
+        words=token_keys(slots.keys_S, before.lengths),
+        terminated_S=before.terminated,
+    )
+    end = jax.lax.while_loop(more, step, begin)
+    step_SC = jnp.arange(C) - before.lengths[:, None]  # that drew the token at a place
+    new_SC = (step_SC >= 0) & (jnp.arange(C) < end.lengths_S[:, None])
+    merged = [
+        jnp.where(new_SC, jnp.take_along_axis(rows_TS.T, jnp.maximum(step_SC, 0), axis=1), old_SC)
+        for old_SC, rows_TS in zip(kinds, log.read(end.log_TKS, [kind.dtype for kind in kinds]), strict=True)
+    ]
+    tokens, logps, *truncated = merged
+    return slots.replace(
+        cache=slots.cache.replace(completion=end.completion),
+        live_S=end.places_S >= 0,
+        out=Rollout(tokens, end.lengths_S, end.terminated_S, logps, truncated[0] if truncated else None),
+    )
+
+
+def token_keys(keys_S: jax.Array, places_S: jax.Array) -> tuple[jax.Array, ...]:
+    """The `words_of` the keys of the tokens at `places_S` (0-based) of samples with these keys."""
+    return words_of(jax.vmap(jax.random.fold_in)(keys_S, places_S))
 
 
 def draw(
-    model: Model, hidden_SD: jax.Array, keys_S: jax.Array, places_S: jax.Array, settings: SamplingSettings
+    model: Model, hidden_SD: jax.Array, token_keys_S: jax.Array, settings: SamplingSettings
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """The tokens at `places_S` (0-based) of samples with these keys: `sample`'s three, and whether each is an EOS."""
-    step_keys_S = jax.vmap(jax.random.fold_in)(keys_S, places_S)
-    tokens_S, logps_S, truncated_S = sample(head(model, hidden_SD), step_keys_S, settings)
+    """Tokens, each from a key of its own: `sample`'s three, and whether each is an EOS."""
+    tokens_S, logps_S, truncated_S = sample(head(model, hidden_SD), token_keys_S, settings)
     return tokens_S, logps_S, truncated_S, jnp.isin(tokens_S, jnp.asarray(settings.eos_token_ids, jnp.int32))
-
-
-def _draw(slots: Slots, model: Model, hidden_SD: jax.Array, which_S: jax.Array, settings: SamplingSettings) -> Slots:
-    """Draws and records the next token of the slots in the mask `which_S`."""
-    out = slots.out
-    S, C = out.tokens.shape
-    tokens_S, logps_S, truncated_S, eos_S = draw(model, hidden_SD, slots.keys_S, out.lengths, settings)
-    ended_S = which_S & eos_S
-    place_S = jnp.where(which_S, out.lengths, C)  # beyond the row: dropped
-
-    def put(array_SC: jax.Array, values_S: jax.Array) -> jax.Array:
-        return array_SC.at[jnp.arange(S), place_S].set(values_S, mode="drop", unique_indices=True)
-
-    truncated_logps = out.truncated_logps
-    if truncated_logps is not None and truncated_S is not None:
-        truncated_logps = put(truncated_logps, truncated_S)
-    lengths = out.lengths + which_S
-    return slots.replace(
-        live_S=slots.live_S & ~ended_S & (lengths < slots.limits_S),
-        out=Rollout(
-            tokens=put(out.tokens, tokens_S),
-            lengths=lengths,
-            terminated=out.terminated | ended_S,
-            logps=put(out.logps, logps_S),
-            truncated_logps=truncated_logps,
-        ),
-    )

@@ -98,11 +98,11 @@ def step():
     adapter = init_adapter(jax.random.key(1), model, 8, 16.0)
     adapter = jax.tree.map(lambda v: v + 0.05 * jax.random.normal(jax.random.key(2), v.shape), adapter)
     cache = KVCache(empty_kv(model, 1, 4), empty_kv(model, 3, 4), jnp.array([2], jnp.int32))
-    tokens, zeros, live = jnp.array([3, 5, 7]), jnp.zeros(3, jnp.int32), jnp.ones(3, bool)
+    tokens, zeros, lengths = jnp.array([3, 5, 7]), jnp.zeros(3, jnp.int32), jnp.full(3, 2, jnp.int32)
 
     def run():
         norms = norms_of(model, adapter)
-        return jax.jit(lambda: decode_step(model, adapter, tokens, cache, zeros, zeros, live, norms, 3))()
+        return jax.jit(lambda: decode_step(model, adapter, tokens, cache, zeros, lengths, zeros, norms, 3))()
 
     return run
 

@@ -96,7 +96,7 @@ def test_a_decode_step_has_four_kernels_a_layer_with_lora_inside_and_no_other_pr
 
     def step(model, cache, adapter, numbers_S):
         norms = norms_of(model, adapter)
-        return decode_step(model, adapter, numbers_S, cache, numbers_S, numbers_S, numbers_S == 0, norms, 2)
+        return decode_step(model, adapter, numbers_S, cache, numbers_S, numbers_S, numbers_S, norms, 2)
 
     model, cache, adapter = jax.eval_shape(trees)
     numbers_S = jax.ShapeDtypeStruct((4,), jnp.int32)
