@@ -140,3 +140,22 @@ def test_one_pass_over_excluded_and_broken_logits():
     assert np.isnan(logps[1])
     best, [logp], _ = chosen_in_one_pass(scaled[:1, :1], scaled[:1, :1], None)
     assert best.tolist() == [0] and logp < -1e30  # nothing to choose from: not NaN, and nothing to learn from
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_a_gpu_samples_what_one_pass_for_each_result_gives(kwargs):
+    logits = 3 * jax.random.normal(jax.random.key(0), (8, 152064))
+    keys = jax.random.split(jax.random.key(1), 8)
+
+    def in_turn(logits, keys):
+        scaled = logits / settings(**kwargs).temperature
+        allowed = truncate(scaled, settings(**kwargs)) if len(kwargs) > 1 else None
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+        return chosen_in_turn((scaled if allowed is None else allowed) + noise, scaled, allowed)
+
+    tokens, *logps = jax.jit(sample, static_argnames="settings")(logits, keys, settings(**kwargs))
+    expected, *expected_logps = jax.jit(in_turn)(logits, keys)
+    np.testing.assert_array_equal(tokens, expected)
+    assert len(jax.tree.leaves(logps)) == (2 if len(kwargs) > 1 else 1)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), logps, expected_logps)
