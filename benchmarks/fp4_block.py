@@ -1,14 +1,15 @@
-"""All that a decode step computes between two attentions, as one kernel: time a layer, beside its floor.
+"""All that a decode step computes between two attentions, as one kernel or by calls: time a layer, beside its floor.
 
-    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8] [--rank 0 32]
+    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8 64] [--rank 0 32]
 
 Layers follow each other in a jitted while loop, q of one as the attention's output of the next, with nothing between.
-`us` is the loop's wall time over layers and steps, `kernels_us` the kernels' own (CUPTI); tb_per_s counts packed bytes
-over `us`. `error` is the largest difference of an output to the reference in plain JAX, over the output's root mean
-square.
+`us` is the loop's wall time over layers and steps, `kernels_us` the kernels' own (CUPTI) and `matmuls_us` those that
+multiply by the weights among them; tb_per_s counts packed bytes over `us`. `error` is the largest difference of an
+output to the reference in plain JAX, over the output's root mean square.
 """
 
 import argparse
+import collections
 import json
 import sys
 
@@ -92,10 +93,14 @@ def measure(name, m, rank, model):
     last = jax.block_until_ready(loop(x, residual, model, STEPS))
     us = turn_us(lambda turns: loop(x, residual, model, turns)) / len(model)
     _, kernels = profiler.measure(loop, aggregate=False)(x, residual, model, 2)
+    took = collections.Counter()
+    for ran, t in kernels:
+        if "nvfp4" in ran or "matmul_inputs" in ran:  # not the loop's own
+            took[ran] += t * 1e3 / (2 * len(model))
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
     return {
         "model": name, "m": m, "rank": rank, "us": float(us), "tb_per_s": float(size / us * 1e-6),
-        "kernels_us": sum(t for kernel, t in kernels if "block" in kernel) * 1e3 / (2 * len(model)),
+        "kernels_us": sum(took.values()), "matmuls_us": sum(t for ran, t in took.items() if "nvfp4" in ran),
         "error": max(errors), "same_again": all(bool((a == b).all()) for a, b in zip(made, again, strict=True)),
         "finite": all(bool(jnp.isfinite(v).all()) for v in last),
     }  # fmt: skip

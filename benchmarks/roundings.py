@@ -1,6 +1,6 @@
 """Which roundings move log-probabilities: a float32 forward pass in which named places are rounded to 16 bits.
 
-    python -m benchmarks.roundings --output benchmarks/results/cpu/roundings.json    # six minutes on two cores
+    python -m benchmarks.roundings --output benchmarks/results/cpu/roundings.json    # fifteen minutes on two cores
 
 A sampler and a learner that round alike still differ: their sums have other orders, so that after a few layers every
 rounding falls independently. Here a random network of Qwen2.5's proportions (and of its gain: std * sqrt(D) as at full
@@ -29,9 +29,10 @@ import numpy as np
 from benchmarks.shapes import MODELS
 from qerl_jax.models.config import ModelConfig
 
-# Inputs of the products: of q, k, v; of the scores; of the weighted sum of values; of o; of gate, up; of down; of the
-# output matrix. q and k are rounded as projections leave them and again after their rotation.
-PLACES = ("norm_1", "q", "k", "v", "probabilities", "attention", "norm_2", "swiglu", "final_norm")
+# Inputs of the products: of q, k, v; of the scores; of the weighted sum of values; of o; of gate, up; of SwiGLU, which
+# the kernel for up to 8 rows does not round; of down; of the output matrix. q and k are rounded as projections leave
+# them and again after their rotation.
+PLACES = ("norm_1", "q", "k", "v", "probabilities", "attention", "norm_2", "gate_up", "swiglu", "final_norm")
 BITS = {"bf16": (8, 7), "fp16": (5, 10)}  # of exponent and mantissa
 _SIGMA, _VOCABULARY, _TOKENS = 1e-2, 8192, (2, 448)
 
@@ -93,7 +94,8 @@ def logps(config: ModelConfig, weights: dict[str, Any], tokens_BT: jax.Array, ro
         mixed = jnp.einsum("bkqts,bske->btkqe", at("probabilities", shares), v).reshape(B, T, H * E)
         x = x + at("attention", mixed) @ w["o"].T
         h = at("norm_2", norm(x, scale_2))
-        return x + at("swiglu", jax.nn.silu(h @ w["gate"].T) * (h @ w["up"].T)) @ w["down"].T, None
+        gate, up = (at("gate_up", h @ w[name].T) for name in ("gate", "up"))
+        return x + at("swiglu", jax.nn.silu(gate) * up) @ w["down"].T, None
 
     x, _ = jax.lax.scan(layer, weights["embed"][tokens_BT], (weights["layers"], norms))
     h = at("final_norm", norm(x, jnp.ones(config.hidden_size)))[:, T // 2 - 1 : -1]
@@ -120,6 +122,7 @@ def measure(name: str, narrower: int, std: float, depth_scaled: bool) -> dict[st
         return float(jnp.abs(run(way(places, number), norms) - exact).mean())
 
     everywhere = {f"all_{kind}": change(PLACES, 1 + i) for i, kind in enumerate(BITS)}
+    everywhere["bf16_but_gate_up"] = change(tuple(place for place in PLACES if place != "gate_up"))
     alone = {place: change((place,)) for place in PLACES}
     row = {"model": name, "narrower": narrower, "depth_scaled": depth_scaled} | everywhere
     return row | {"bf16_at": alone, "aqn": change((), 0, clean + noise)}
@@ -127,7 +130,7 @@ def measure(name: str, narrower: int, std: float, depth_scaled: bool) -> dict[st
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen2.5-7b", "qwen2.5-14b"])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=[f"qwen2.5-{size}b" for size in (7, 14, 32)])
     parser.add_argument("--narrower", type=int, default=7, help="times narrower than the model")
     parser.add_argument("--std", type=float, default=0.02, help="of the weights at full width")
     parser.add_argument("--output", type=Path)

@@ -1,14 +1,9 @@
 """GPU kernels behind plain functions, each with a pure-JAX reference beside it."""
 
 from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference, takes_decode_attention
-from .block import (
-    LayerPart,
-    Projection,
-    between_attentions,
-    between_attentions_reference,
-    takes_between_attentions,
-)
+from .block import between_attentions, between_attentions_reference, takes_between_attentions
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
+from .layer_part import LayerPart, Projection
 from .layout import KernelWeight, dequantize, repack, unpack
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
 from .stream_plan import padded_rank

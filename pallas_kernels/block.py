@@ -1,60 +1,29 @@
-"""between_attentions: what a decode step computes between two attentions, as one kernel (block_kernel.py).
+"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 8 rows.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight, R LoRA's rank.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from . import block_kernel
-from .block_plan import BlockPlan, Part, make_block_plan
+from . import block_kernel, layer_calls
+from .block_plan import MAX_ROWS, BlockPlan, Part, make_block_plan
 from .counters import first_counters
-from .layout import KernelWeight, dequantize
-from .stream_kernel import number
-from .stream_plan import RESIDENT, padded_rank
+from .layer_part import LayerPart, Projection, operands
+from .layout import dequantize
+from .stream_plan import RESIDENT
 from .variants import capability, has_room_for_a_wave
 
 
-class Projection(NamedTuple):
-    """A weight [N, K] and what belongs to it: global scale (a divisor), bias float32 [N], and LoRA's A [R, K], B [N, R]
-    in bfloat16 and scaling."""
-
-    weight: KernelWeight
-    global_scale: jax.Array
-    bias: jax.Array | None = None
-    lora: tuple[jax.Array, jax.Array, jax.Array] | None = None
-
-    @property
-    def rank(self) -> int:
-        """LoRA's, as the kernel takes it; 0 without."""
-        return 0 if self.lora is None else padded_rank(self.lora[0].shape[0])
-
-
-class LayerPart(NamedTuple):
-    """The projections between one attention and the next. `qkv` is the next layer's; empty behind the last layer."""
-
-    o: Projection
-    gate: Projection
-    up: Projection
-    down: Projection
-    qkv: tuple[Projection, ...] = ()
-
-    @property
-    def groups(self) -> tuple[tuple[Projection, ...], ...]:
-        """Those that read the same x, in their order."""
-        return ((self.o,), (self.gate, self.up), (self.down,), *([self.qkv] if self.qkv else []))
-
-
 def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> bool:
-    """Whether the device that is compiled for runs the kernel, and the kernel takes the shape."""
+    """Whether the device that is compiled for runs the kernels, and they take the shape."""
     if capability() != 90 or not has_room_for_a_wave() or dtype != jnp.bfloat16:
         return False
     try:
-        plan_of(rows, layer)
+        plan_of(rows, layer) if rows <= MAX_ROWS else layer_calls.calls_of(rows, layer)
     except ValueError:
         return False
     return True
@@ -84,11 +53,12 @@ def between_attentions(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """residual + o(x); + down(silu(gate(h)) * up(h)) of its norm h; and q, k, v of the norm of that.
 
-    Products are bfloat16's with float32 sums. Not rounded in between: what joins the residual stream, and the division
-    by the root of the mean square, which follows the products.
+    Products are bfloat16's with float32 sums. Not rounded in between: what joins the residual stream. Up to 8 rows all
+    of it is one kernel, in which neither gate and up are rounded, nor the norm before the division by the root of the
+    mean square, which follows the products; from 33 rows on two for each matmul (layer_calls.py).
 
     Args:
-      x: bfloat16 [M, K], the attention's output, M up to 8.
+      x: bfloat16 [M, K], the attention's output, M up to 8 or from 33 to 256.
       residual: float32 [M, D].
       layer: the projections.
       norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.
@@ -98,24 +68,16 @@ def between_attentions(
       The residual stream float32 [M, D], and q, k, v in bfloat16 [M, N].
 
     Raises:
-      ValueError: the kernel does not take the shape (see `takes_between_attentions`).
+      ValueError: the kernels do not take the shape (see `takes_between_attentions`).
     """
+    if x.shape[0] > MAX_ROWS:
+        return layer_calls.between_attentions(x, residual, layer, norms, eps)
     plan = plan_of(x.shape[0], layer)
-    weights = tuple(tuple(map(_operands, group)) for group in layer.groups)
+    weights = tuple(tuple(map(operands, group)) for group in layer.groups)
     scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
     sync = jnp.asarray(first_counters(plan.sync_words))
     outs = block_kernel.build(plan, eps)(block_kernel.Operands(x, residual, weights, scales, sync))
     return outs["residual2"], tuple(outs[f"y{w}"] for w in range(len(layer.qkv)))
-
-
-def _operands(projection: Projection) -> block_kernel.Weight:
-    lora: tuple[jax.Array | None, ...] = (None, None, None)
-    if projection.lora is not None:
-        a, b, scaling = projection.lora
-        more = projection.rank - a.shape[0]
-        a, b = (v.astype(jnp.bfloat16) for v in (a, b))
-        lora = jnp.pad(a, ((0, more), (0, 0))), jnp.pad(b, ((0, 0), (0, more))), number(scaling)
-    return block_kernel.Weight(projection.weight.data, number(projection.global_scale), projection.bias, *lora)
 
 
 def between_attentions_reference(

@@ -37,19 +37,8 @@ from . import ptx_memory as mem
 from .block_compute import ComputeWarps
 from .block_plan import MAX_ROWS, BlockPlan, Part
 from .block_service import ServiceWarps
+from .layer_part import Weight
 from .layout import ROWS
-
-
-class Weight(NamedTuple):
-    """A weight's operands: data uint32 [N/16, K/256, 576] (layout.py), global scale float32 [1], bias float32 [N], and
-    LoRA's A [R, K] and B [N, R] in bfloat16 and scaling float32 [1]; None where it has none."""
-
-    data: Any
-    scale: Any
-    bias: Any = None
-    a: Any = None
-    b: Any = None
-    lora_scale: Any = None
 
 
 class Operands(NamedTuple):

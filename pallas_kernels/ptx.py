@@ -164,6 +164,11 @@ def exp2(x):
     return ptx("ex2.approx.ftz.f32 $0, $1;", x, results=[f32_t()])[0]
 
 
+def reciprocal(x):
+    """1 / x within an ulp; of infinity 0."""
+    return ptx("rcp.approx.ftz.f32 $0, $1;", x, results=[f32_t()])[0]
+
+
 def rsqrt(x):
     """1 / sqrt(x), correctly rounded twice."""
     return ptx("{ .reg .f32 r;\nsqrt.rn.f32 r, $1;\nrcp.rn.f32 $0, r; }", x, results=[f32_t()])[0]
@@ -177,6 +182,12 @@ def shuffle_xor(x, distance: int):
     """The value of the lane whose number differs in the bit `distance`."""
     code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
     return ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0]
+
+
+def exchange(word, distance: int):
+    """The word of the lane whose number differs in the bit `distance`."""
+    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return ptx(code, word, results=[i32_t()], effects=True, convergent=True)[0]
 
 
 def over_lanes(join, x, distances: Sequence[int]):

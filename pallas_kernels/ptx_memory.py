@@ -167,8 +167,12 @@ def load_cluster_f32x2(address):
     return ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
 
 
-def load_cluster_f32x4(address):
-    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
+def store_cluster_f32(address, value):
+    ptx("st.shared::cluster.f32 [$0], $1;", address, value)
+
+
+def store_cluster_f32x4(address, values):
+    ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
 def load_global_f32(address):

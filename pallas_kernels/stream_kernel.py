@@ -226,7 +226,7 @@ def build(
 
     If `prepared`, the caller has done what comes before: x is bf16 of `plan.x_shape`, in fragment order with wgmma, and
     in the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
-    bf16 (lora_down.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
+    bf16 (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
 
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
     `wide_out`. Ranks are multiples of 16.

@@ -188,6 +188,21 @@ def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideC
     return _first([functools.partial(_wide, "dx", m, k, (n,))])
 
 
+def choose_prepared(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> StreamConfig | WideConfig:
+    """The kernel for rows whose inputs another kernel has made (inputs_kernel.py): x A^T costs it nothing, so what is
+    fastest without adapters is. Raises ValueError naming the constraint when none takes the shape."""
+    if m > STREAM_ROWS:
+        return _wide("forward", m, k, n)
+    with contextlib.suppress(ValueError):
+        return few_rows_config(m, k, n, False)
+    entry = config_for(m, k, n)
+    try:
+        make_plan(_range(m), k, n, entry, ranks, prepared=True)
+    except ValueError:  # no room for B and x A^T
+        return config_for(m, k, n, ranks)
+    return entry
+
+
 def _wide(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
     """The wide kernel's configuration for this GPU: CTAs that split D wait for each other."""
     config = wide_config(op, m, k, n)

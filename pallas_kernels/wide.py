@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from . import lora_down, wide_kernel
+from . import inputs_kernel, wide_kernel
+from .inputs_plan import CHUNK, GIVEN, MAX_ROWS
 from .layout import EPILOGUE_FACTOR, KernelWeight
 from .stream_plan import padded_rank
 from .wide_plan import WideConfig
@@ -22,14 +23,20 @@ def matmul_all(
 ) -> list[jax.Array]:
     """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] for
     each weight, `loras` is empty or has (A, B, s) or None for each."""
-    m, k = x_MK.shape
-    wide_out = out_dtype != jnp.bfloat16
     x_MK = x_MK.astype(jnp.bfloat16)
     ranks, lora = _lora_operands(x_MK, global_scales, loras)
-    kernel = wide_kernel.build(m, k, tuple(w.n for w in weights), config, False, bool(biases), wide_out, ranks)
     bias = [b.astype(jnp.float32) for b in biases]
-    ys = kernel(x_MK, *lora, *map(_data, weights), *map(_scale, global_scales), *bias)
-    return [y.astype(out_dtype) for y in ys]
+    data, scales = [_data(w) for w in weights], list(map(_scale, global_scales))
+    n = tuple(w.n for w in weights)
+    return multiply(x_MK, lora, data, scales, bias, n, ranks, config, out_dtype)
+
+
+def multiply(x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype) -> list[jax.Array]:
+    """The same of the kernel's own operands: `lora` is empty, or what `_lora_operands` gives for these ranks."""
+    m, k = x_MK.shape
+    wide_out = out_dtype != jnp.bfloat16
+    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks)
+    return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *data, *scales, *biases)]
 
 
 def _lora_operands(x_MK, global_scales, loras) -> tuple[tuple[int, ...], list[jax.Array]]:
@@ -49,8 +56,8 @@ def _down(x_MK, all_a, scales, scalings) -> jax.Array:
     """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in bfloat16."""
     m, k = x_MK.shape
     ranks = tuple(a.shape[0] for a in all_a)
-    if lora_down.takes(m, k):
-        return lora_down.build(m, k, ranks)(x_MK, *all_a, *map(_scale, scales), *map(_scale, scalings))
+    if m <= MAX_ROWS and k % CHUNK == 0:
+        return inputs_kernel.build(m, k, ranks, GIVEN)(x_MK, *all_a, *map(_scale, scales), *map(_scale, scalings))["h"]
     factors = [s * (scale * (1 / EPILOGUE_FACTOR)) for s, scale in zip(scalings, scales, strict=True)]
     factor, start, column = jnp.float32(0), 0, jnp.arange(sum(ranks))
     for rank, here in zip(ranks, factors, strict=True):

@@ -69,8 +69,13 @@ def make_ptx(m):
     p.div, p.rem = map(binary, (np.floor_divide, np.remainder))
     p.lt, p.eq = binary(np.less, bool), binary(np.equal, bool)
     p.select = lambda c, a, b: np.where(c, _lanes(a), _lanes(b))
+    p.reciprocal = lambda a: (1 / a).astype(F32)
     p.divide = lambda a, b: (a / b).astype(F32)
     p.exp2, p.rsqrt = (lambda a: np.exp2(a).astype(F32)), (lambda a: (1 / np.sqrt(a)).astype(F32))
+
+    p.exchange = lambda word, distance: _lanes(word)[LANES ^ distance]
+    p.unpack_bf16 = lambda word: [v.astype(F32) for v in np.moveaxis(_bf16(word), -1, 0)]
+    p.pack_bf16 = lambda lo, hi: np.stack([lo, hi], 1).astype(ml_dtypes.bfloat16).view(U32)[:, 0]
 
     def over_lanes(join, x, distances):
         for distance in distances:
@@ -186,6 +191,7 @@ def make_memory(m):
     mem.load_fresh_f32x4 = mem.load_global_f32x4 = load_global(4, F32, 16)
     mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
     mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
+    mem.store_global_v4 = lambda a, values, o: store_global(a, bytes_of(values, U32), o)
     mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
     mem.store_global_f32 = lambda a, v: store_global(a, bytes_of((v,), F32))
     mem.store_global_b32 = lambda a, v: store_global(a, bytes_of((v,), U32))
@@ -202,21 +208,23 @@ def make_memory(m):
 
         return load
 
-    def store_shared(address, data, byte_offset):
+    def store_shared(address, data, byte_offset, remote=False):
         cta, byte = _where_shared(m, address)
-        assert (cta == m.now.cta).all() and ((byte + byte_offset) % data.shape[1] == 0).all()
+        assert (remote or (cta == m.now.cta).all()) and ((byte + byte_offset) % data.shape[1] == 0).all()
         for lane in LANES[m.now.mask]:
-            at = byte[lane] + byte_offset
-            assert at + data.shape[1] <= len(m.shared[m.now.cta]), "past the end of shared memory"
-            m.shared[m.now.cta][at : at + data.shape[1]] = data[lane]
+            at, shared = byte[lane] + byte_offset, m.shared[cta[lane]]
+            assert at + data.shape[1] <= len(shared), "past the end of shared memory"
+            shared[at : at + data.shape[1]] = data[lane]
 
     mem.load_shared_v4, mem.load_shared_v2 = load_shared(4, U32), load_shared(2, U32)
     mem.load_shared_f32x4, mem.load_shared_f32x2 = load_shared(4, F32), load_shared(2, F32)
-    mem.load_cluster_f32x2, mem.load_cluster_f32x4 = load_shared(2, F32), load_shared(4, F32)
+    mem.load_cluster_f32x2 = load_shared(2, F32)
     mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
     mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
+    mem.store_cluster_f32x4 = lambda a, values: store_shared(a, bytes_of(values, F32), 0, remote=True)
+    mem.store_cluster_f32 = lambda a, v: store_shared(a, bytes_of((v,), F32), 0, remote=True)
 
     mem.load_shared_address = lambda a: np.stack(load_shared(2, U32)(a), 1).view(U64)[:, 0]
     mem.store_shared_address = lambda a, v: store_shared(a, bytes_of((v,), U64), 0)

@@ -26,13 +26,15 @@ from pallas_kernels import (
     block_outputs,
     block_service,
     fragment_order,
-    lora_down,
+    inputs_kernel,
+    inputs_sources,
     pick,
     stream_compute,
     stream_kernel,
     stream_lora,
     stream_slices,
 )
+from pallas_kernels.inputs_plan import CLUSTER
 
 
 class Deadlock(AssertionError):
@@ -152,8 +154,9 @@ ARITH = types.SimpleNamespace(
 def _emulated(m):
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
-    stream = fragment_order, lora_down, stream_kernel, stream_compute, stream_lora, stream_slices
-    return replaced((*stream, block_compute, block_kernel, block_outputs, block_service, pick), names)
+    stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
+    inputs = inputs_kernel, inputs_sources
+    return replaced((*stream, *inputs, block_compute, block_kernel, block_outputs, block_service, pick), names)
 
 
 def without(monkeypatch, name):
@@ -190,17 +193,17 @@ def run_simple(program, x, out, ctas, warps):
     return m.get(to, out.shape, out.dtype)
 
 
-def run_lora_down(plan, operands, *, seed=0):
-    """s x A^T [M, R] of the kernel of lora_down.py."""
+def run_inputs(plan, operands, *, eps=0.0, seed=0):
+    """What the kernel of inputs_kernel.py writes, by name."""
     m = Machine(seed)
     refs = [m.put(np.asarray(v)) for v in operands]
-    shape, dtype = (plan.m, sum(plan.ranks)), ml_dtypes.bfloat16
-    out = m.put(np.full(shape, np.nan, dtype))
+    shapes = inputs_kernel.inputs_outs(plan)
+    outs = [m.put(np.full(s.shape, np.nan, s.dtype)) for s in shapes.values()]
+    ctas = plan.row_tiles * plan.groups * CLUSTER
     with _emulated(m):
-        ctas = plan.row_tiles * plan.groups * lora_down.CLUSTER
-        program = lora_down._Kernel
-        m.launch(ctas, lora_down.CLUSTER, lora_down.WARPS, plan.total, lambda: program(plan, [*refs, out], None).run())
-    return m.get(out, shape, dtype)
+        program = inputs_kernel._Kernel
+        m.launch(ctas, CLUSTER, plan.warps, plan.total, lambda: program(plan, eps, [*refs, *outs], None).run())
+    return {name: m.get(at, s.shape, s.dtype) for at, (name, s) in zip(outs, shapes.items(), strict=True)}
 
 
 def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):

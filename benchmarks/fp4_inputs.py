@@ -1,0 +1,86 @@
+"""The kernel that makes a matmul's inputs (pallas_kernels/inputs_kernel.py): its time for what a layer's matmuls read.
+
+    python -m benchmarks.fp4_inputs OUT.json [--models 7B 14B 32B] [--m 64 128 256] [--rank 32]
+
+us by CUPTI, of 24 calls that each have adapters of their own. `plain_us` is XLA's for the same in the same run, all of
+its kernels; between kernels it rests about a microsecond each time, which is in neither.
+"""
+
+import argparse
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.fp4_block import EPS, SHAPES
+from benchmarks.fp4_matmul import device_us
+from pallas_kernels import fragment_order, inputs_kernel
+from pallas_kernels.inputs_plan import GIVEN, NORMED, SWIGLU
+
+CALLS = 24
+
+
+def plain(source, ordered, parts, adapters):
+    """What the kernel computes, for XLA."""
+    if source == GIVEN:
+        (x,) = parts
+    elif source == SWIGLU:
+        gate, up = (v.astype(jnp.float32) for v in parts)
+        x = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+    else:
+        flow = parts[0] + parts[1]
+        x = (flow * jax.lax.rsqrt(jnp.mean(flow * flow, -1, keepdims=True) + EPS) * parts[2]).astype(jnp.bfloat16)
+    h = jnp.dot(x, jnp.concatenate(adapters).T, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+    return (fragment_order.in_fragment_order(x, ordered) if ordered else x), h
+
+
+def measure(source, m, k, ranks, ordered):
+    def numbers(seed, *shape, dtype=jnp.bfloat16):
+        return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+    parts = {
+        GIVEN: [numbers(0, m, k)],
+        SWIGLU: [numbers(0, m, k), numbers(1, m, k)],
+        NORMED: [numbers(0, m, k, dtype=jnp.float32), numbers(1, m, k, dtype=jnp.float32), jnp.ones(k)],
+    }[source]
+    adapters = [[numbers(10 * i + j, rank, k) for j, rank in enumerate(ranks)] for i in range(CALLS)]
+    kernel, one = inputs_kernel.build(m, k, ranks, source, ordered, EPS), [jnp.ones(1)] * (2 * len(ranks))
+    ours = jax.jit(lambda parts, adapters: [kernel(*parts, *a, *one) for a in adapters])
+    theirs = jax.jit(lambda parts, adapters: [plain(source, ordered, _own(parts, a), a) for a in adapters])
+    return {
+        "source": source, "m": m, "k": k, "ranks": ranks, "ordered": ordered,
+        "us": device_us(ours, parts, adapters) / CALLS, "plain_us": device_us(theirs, parts, adapters) / CALLS,
+    }  # fmt: skip
+
+
+def _own(parts, adapters):
+    """The parts as if they were this call's own: else XLA computes x once for all."""
+    return jax.lax.optimization_barrier((parts, adapters))[0]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--models", nargs="+", default=list(SHAPES))
+    parser.add_argument("--m", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--rank", type=int, default=32)
+    args = parser.parse_args()
+    rows = []
+    for name in args.models:
+        hidden, inner, heads, _ = SHAPES[name]
+        for m in args.m:
+            ordered = m if m <= 64 else 0  # as o and q, k, v of 7B do not want it
+            for source, k, count, order in (
+                (GIVEN, heads, 1, 0), (NORMED, hidden, 2, ordered), (SWIGLU, inner, 1, ordered), (NORMED, hidden, 3, 0)
+            ):  # fmt: skip
+                row = measure(source, m, k, (args.rank,) * count, order)
+                rows.append({"model": name, **row})
+                print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    with open(args.out, "w") as f:
+        json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

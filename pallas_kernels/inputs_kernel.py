@@ -1,0 +1,199 @@
+"""What a matmul reads, made by one launch for up to 256 rows: x, and s x A^T of all its adapters in bfloat16.
+
+Letters: M rows, K inputs, R ranks of all adapters together; fragments of 16 ranks x 8 rows, as m16n8k16 leaves them.
+
+x is given; or it is RMSNorm of the residual stream, to which another matmul's result is added here; or silu(gate) * up.
+By XLA each of these is a launch or two, s x A^T two or three (a product, the sum over its slices of K, the rounding),
+where adapters share x one more that puts their A one below the other, and the order of x that wgmma reads
+(fragment_order.py) another. The work is small; what takes time is latency, so that all of the GPU should ask at once.
+
+A cluster of 8 CTAs has a *tile*: 8 to 32 rows, and up to 96 ranks. Its warps cut K into runs of chunks of 64 columns.
+Lane (g, t) has two *pieces* of row g of each eight of rows: columns 8 t and 32 + 8 t, and the seven behind. That is how
+m16n8k16 takes them if A comes in the same order of columns. What CTAs have for each other they put into each other's
+shared memory. Sums are added in a fixed order: those of a CTA's warps first, then those of the cluster's CTAs. A row's
+x and s x A^T depend on K and the ranks' order alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
+
+from . import lane_level
+from . import ptx as p
+from . import ptx_memory as mem
+from .inputs_plan import CHUNK, CLUSTER, FRAGMENT, GIVEN, NORMED, SWIGLU, InputsPlan, make_inputs_plan
+from .inputs_sources import Sources, pieces
+from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .pick import pick
+
+SOURCES = {GIVEN: 1, NORMED: 3, SWIGLU: 2}  # arrays of which x is made
+
+
+class _Kernel(Sources):
+    """One CTA's program. The operands: what x is made of, A, the global scale and LoRA's scaling of each adapter; the
+    results that `inputs_outs` names."""
+
+    def __init__(self, plan: InputsPlan, eps: float, refs, shared):
+        self.plan, self.eps, count = plan, eps, len(plan.ranks)
+        given = [mem.global_address(ref) for ref in refs]
+
+        def take(number):
+            taken, given[:] = given[:number], given[number:]
+            return taken
+
+        self.source = take(SOURCES[plan.source])
+        self.a, self.scale, self.scaling = take(count), take(count), take(count)
+        self.outs = dict(zip(inputs_outs(plan), given, strict=True))
+        self.base = mem.shared_address(shared)
+        self.tid, cta = p.sreg("tid.x"), p.sreg("ctaid.x")
+        self.lane, self.warp = p.and_(self.tid, 31), p.uniform(p.shr(self.tid, 5))
+        self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
+        self.rank, cluster = p.rem(cta, CLUSTER), p.div(cta, CLUSTER)
+        group = p.div(cluster, plan.row_tiles)
+        self.first_row = p.mul(p.rem(cluster, plan.row_tiles), plan.rows)
+        self.first_tile = p.mul(group, plan.tiles)
+        self.first_group = p.eq(group, 0)  # which writes x
+        self.rows = [p.add(p.add(self.first_row, 8 * j), self.g) for j in range(plan.eights)]
+        self.known = [p.minimum(row, plan.m - 1) for row in self.rows]  # rows behind M repeat the last one
+        place = p.add(p.mul(self.rank, plan.warps), self.warp)
+        self.begin, self.end = (p.div(p.mul(i, plan.chunks), plan.runs) for i in (place, p.add(place, 1)))
+        self.own = p.add(p.add(self.base, p.add(p.mul(self.warp, plan.own), plan.own_at)), p.mul(self.lane, 16))
+        self.a_rows = [mem.offset(self.a_row(n), p.mul(self.t, 16)) for n in range(plan.tiles)]
+
+    def run(self):
+        acc = self.normed() if self.plan.source == NORMED else self.streamed()
+        if self.plan.ranks:
+            self.finish(acc)
+
+    # ---- A ----------------------------------------------------------------------------------------------------------
+
+    def a_row(self, n: int):
+        """Row g of the tile's n-th sixteen ranks; behind the last sixteen it repeats."""
+        tiles_of = self.plan.tiles_of
+        tile = p.minimum(p.add(self.first_tile, n), sum(tiles_of) - 1)
+        (a,), local = pick(tiles_of, tile, [(a,) for a in self.a])
+        return mem.wide_offset(a, p.add(p.mul(local, ROWS), self.g), 2 * self.plan.k)
+
+    def load_a(self, chunk, has):
+        """A's columns of a chunk, rows g and g + 8 of each sixteen; zeros where the run has no such chunk."""
+        at = p.mul(chunk, 2 * CHUNK)
+        rows = [[pieces(mem.offset(row, at), 64, h * 16 * self.plan.k) for h in range(2)] for row in self.a_rows]
+        return [[[p.select(has, word, 0) for word in half] for half in pair] for pair in rows]
+
+    def products(self, acc, halves, xs):
+        """acc + A x^T of a chunk's columns: four m16n8k16 a fragment."""
+        acc = list(acc)
+        for n, (low, high) in enumerate(halves):
+            for j, x in enumerate(xs):
+                f = slice(4 * (n * len(xs) + j), 4 * (n * len(xs) + j) + 4)
+                for i in (0, 2, 4, 6):
+                    acc[f] = p.mma_bf16(acc[f], (low[i], high[i], low[i + 1], high[i + 1]), x[i], x[i + 1])
+        return acc
+
+    # ---- s x A^T --------------------------------------------------------------------------------------------------
+
+    def finish(self, acc):
+        """The warps' sums added up, scaled and stored; each CTA of the cluster does this for some fragments."""
+        plan = self.plan
+        for f in range(plan.fragments):
+            mem.store_shared_f32x4(self.own, acc[4 * f : 4 * f + 4], f * FRAGMENT)
+        p.cta_sync()
+        of_lane = p.add(self.base, p.mul(self.lane, 16))
+
+        def give(f):
+            at = p.add(of_lane, p.mul(f, FRAGMENT))
+            parts = [mem.load_shared_f32x4(at, plan.own_at + warp * plan.own) for warp in range(plan.warps)]
+            slot = p.add(p.mul(self.rank, plan.slots), p.div(f, CLUSTER))
+            to = mem.map_rank(p.add(of_lane, p.add(p.mul(slot, FRAGMENT), plan.sums_at)), p.rem(f, CLUSTER))
+            mem.store_cluster_f32x4(to, _total(parts))
+
+        p.for_range(self.warp, plan.fragments, plan.warps, [], lambda f, _: give(f) or [])
+        p.cluster_sync()
+
+        def take(slot):
+            at = p.add(of_lane, p.mul(slot, FRAGMENT))
+            strides = range(0, CLUSTER * plan.slots * FRAGMENT, plan.slots * FRAGMENT)
+            self.store(self.fragment(slot), _total([mem.load_shared_f32x4(at, plan.sums_at + s) for s in strides]))
+
+        def some(slot):
+            p.when(p.lt(self.fragment(slot), plan.fragments), lambda: take(slot))
+            return []
+
+        p.for_range(self.warp, plan.slots, plan.warps, [], lambda slot, _: some(slot))
+
+    def fragment(self, slot):
+        return p.add(p.mul(slot, CLUSTER), self.rank)
+
+    def store(self, f, sums):
+        """A fragment of s x A^T: ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)."""
+        plan = self.plan
+        tile, j = p.add(self.first_tile, p.div(f, plan.eights)), p.rem(f, plan.eights)
+        known = p.minimum(tile, sum(plan.tiles_of) - 1)
+        (scale, scaling), _ = pick(plan.tiles_of, known, list(zip(self.scale, self.scaling, strict=True)))
+        factor = arith.mulf(mem.load_global_f32(scale), mem.load_global_f32(scaling))
+        factor = arith.mulf(factor, p.f32(1 / EPILOGUE_FACTOR))
+        values = [arith.mulf(v, factor) for v in sums]
+        first = p.add(p.add(self.first_row, p.mul(j, 8)), p.mul(self.t, 2))
+        column = p.add(p.mul(tile, ROWS), self.g)
+        for e in range(4):
+            row, rank = p.add(first, e % 2), p.add(column, 8 * (e // 2))
+            to = mem.offset(self.outs["h"], p.mul(p.add(p.mul(row, sum(plan.ranks)), rank), 2))
+            exists = arith.andi(p.lt(row, plan.m), p.lt(tile, sum(plan.tiles_of)))
+            p.when(exists, lambda to=to, e=e: mem.store_global_bf16(to, values[e]))
+
+
+def _total(parts):
+    """Sums of the parts' elements, in their order."""
+    return functools.reduce(lambda a, b: [arith.addf(x, y) for x, y in zip(a, b, strict=True)], parts)
+
+
+def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the kernel writes: the `residual` stream [M, K], `x` [M, K] or in fragment order, and `h`, which is
+    s x A^T scale / EPILOGUE_FACTOR of all adapters [M, R]."""
+    outs = {}
+    if plan.source == NORMED:
+        outs["residual"] = jax.ShapeDtypeStruct((plan.m, plan.k), jnp.float32)
+    if plan.writes_x:
+        shape = (plan.k // COLS, plan.ordered * COLS) if plan.ordered else (plan.m, plan.k)
+        outs["x"] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    if plan.ranks:
+        outs["h"] = jax.ShapeDtypeStruct((plan.m, sum(plan.ranks)), jnp.bfloat16)
+    return outs
+
+
+@functools.cache
+def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0, eps: float = 0.0):
+    """The kernel as a function (what x is made of, A bf16 [R_i, K]..., global scale float32 [1]..., LoRA's scaling
+    float32 [1]...) -> `inputs_outs` arrays by name.
+
+    x is made of itself, bfloat16 [M, K]; of the residual stream float32 [M, K], what is added to it, alike, and the
+    norm's scale float32 [K]; or of gate and up, bfloat16 [M, K]. Raises ValueError naming the constraint when the
+    kernel does not take the shape.
+    """
+    plan = make_inputs_plan(m, k, ranks, source, ordered)
+    outs = inputs_outs(plan)
+
+    def matmul_inputs(*refs):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def body(ctx, *refs):
+            *refs, shared = refs
+            _Kernel(plan, eps, refs, shared).run()
+
+        body(*refs)
+
+    call = plgpu.kernel(
+        matmul_inputs,
+        out_type=list(outs.values()),
+        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
+        grid=(plan.row_tiles * plan.groups,),
+        grid_names=("tiles",),
+        cluster=(CLUSTER,),
+        cluster_names=("rank",),
+        num_threads=plan.warps // 4,
+        thread_name="warpgroup",
+        compiler_params=lane_level.PARAMS,
+    )
+    return jax.jit(lambda *operands: dict(zip(outs, call(*operands), strict=True)))

@@ -1,0 +1,118 @@
+"""What one decode step computes between two attentions for 33-256 rows: two launches for each matmul.
+
+The first makes what the matmul reads (inputs_kernel.py): x, and s x A^T of its adapters. The second multiplies: the
+streaming or the wide kernel, by the table. With fewer rows the streaming kernel's own LoRA is faster than a launch.
+
+Letters: M rows, D hidden size, K inputs and N outputs of a weight.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import inputs_kernel, stream_kernel, wide
+from .inputs_plan import GIVEN, NORMED, SWIGLU, make_inputs_plan
+from .layer_part import LayerPart, Projection, operands
+from .layout import COLS
+from .stream_plan import StreamConfig, make_plan
+from .variants import choose_prepared
+from .wide_plan import WideConfig
+
+FEWEST_ROWS = 33
+
+
+class Call(NamedTuple):
+    """One matmul of projections that read the same x.
+
+    Attributes:
+      m, k, n: rows, inputs, outputs of each projection.
+      ranks: padded ranks of their adapters, 0 for none.
+      source: what x is, see inputs_plan.py.
+      config: the kernel that multiplies, with its configuration.
+      ordered: rows of x in fragment order, or 0.
+    """
+
+    m: int
+    k: int
+    n: tuple[int, ...]
+    ranks: tuple[int, ...]
+    source: str
+    config: StreamConfig | WideConfig
+    ordered: int
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.ranks if rank)
+
+    @property
+    def reads_given(self) -> bool:
+        """Whether there is nothing to make."""
+        return self.source == GIVEN and not self.present and not self.ordered
+
+
+def calls_of(m: int, layer: LayerPart) -> list[Call]:
+    """The matmuls, in their order; raises ValueError naming the constraint when a kernel does not take the shape."""
+    if m < FEWEST_ROWS:
+        raise ValueError(f"M must be at least {FEWEST_ROWS}, got {m}")
+    return [
+        _call(m, group, source) for group, source in zip(layer.groups, (GIVEN, NORMED, SWIGLU, NORMED), strict=False)
+    ]
+
+
+def _call(m: int, group: Sequence[Projection], source: str) -> Call:
+    (k,) = {projection.weight.k for projection in group}
+    n = tuple(projection.weight.n for projection in group)
+    ranks = tuple(projection.rank for projection in group)
+    if k % COLS:
+        raise ValueError(f"K must be a multiple of {COLS}, got {k}")
+    config = choose_prepared(m, k, n, ranks)
+    streams = isinstance(config, StreamConfig)
+    ordered = 8 * make_plan(m, k, n, config, ranks, prepared=True).m_tiles if streams and config.wgmma else 0
+    call = Call(m, k, n, ranks, source, config, ordered)
+    if not call.reads_given:
+        make_inputs_plan(m, k, call.present, source, ordered)
+    return call
+
+
+def between_attentions(
+    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`block.between_attentions` for more rows than its kernel takes."""
+    calls = calls_of(x.shape[0], layer)
+    scales = [jnp.asarray(scale, jnp.float32) for scale in norms]
+    _, (y,) = _run(calls[0], layer.groups[0], (x,), jnp.float32, eps)
+    residual, gate_up = _run(calls[1], layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)
+    _, (y,) = _run(calls[2], layer.groups[2], tuple(gate_up), jnp.float32, eps)
+    if not layer.qkv:
+        return residual + y, ()
+    residual, qkv = _run(calls[3], layer.groups[3], (residual, y, scales[1]), jnp.bfloat16, eps)
+    return residual, tuple(qkv)
+
+
+def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float):
+    """The residual stream, if x is its norm, and the results [M, N] of one call."""
+    weights = list(map(operands, group))
+    present = [weight for weight in weights if weight.a is not None]
+    made = {"x": source[0]}
+    if not call.reads_given:
+        kernel = inputs_kernel.build(call.m, call.k, call.present, call.source, call.ordered, eps)
+        adapters = [getattr(weight, name) for name in ("a", "scale", "lora_scale") for weight in present]
+        made |= kernel(*source, *adapters)
+    lora = [made["h"], *[weight.b for weight in present]] if present else []
+    data, scales = [weight.data for weight in weights], [weight.scale for weight in weights]
+    biases: list[jax.Array] = []
+    if any(weight.bias is not None for weight in weights):
+        biases = [jnp.zeros(n) if w.bias is None else w.bias for n, w in zip(call.n, weights, strict=True)]
+    ranks = call.ranks if present else ()
+    if isinstance(call.config, WideConfig):
+        data = [d.reshape(d.shape[0], -1) for d in data]
+        ys = wide.multiply(made["x"], lora, data, scales, biases, call.n, ranks, call.config, out_dtype)
+    else:
+        wide_out = out_dtype != jnp.bfloat16
+        multiply = stream_kernel.build(
+            call.m, call.k, call.n, call.config, bool(biases), wide_out=wide_out, ranks=ranks, prepared=True
+        )
+        ys = multiply(made["x"], *data, *scales, *biases, *lora)
+    return made.get("residual"), ys

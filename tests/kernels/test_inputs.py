@@ -1,0 +1,215 @@
+"""The kernel that makes a matmul's inputs: its program run in NumPy, its lowering, and the kernel on a GPU."""
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from pallas_kernels import KernelWeight, compiling_for, fp4_matmul, fragment_order, inputs_kernel
+from pallas_kernels.inputs_plan import GIVEN, NORMED, SWIGLU, make_inputs_plan
+from pallas_kernels.layout import EPILOGUE_FACTOR
+from pallas_kernels.stream_plan import RESIDENT
+
+EPS = 1e-6
+
+
+def operands(seed, m, k, ranks, source):
+    """The kernel's; what x is to be in float64 and, of its elements, an unrounded size; the adapters in float64."""
+    keys = iter(jax.random.split(jax.random.key(seed), len(ranks) + 3))
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, dtype)
+
+    if source == GIVEN:
+        parts = [normal(m, k)]
+    elif source == SWIGLU:
+        parts = [2 * normal(m, k), normal(m, k)]
+    else:
+        parts = [normal(m, k, dtype=jnp.float32), normal(m, k, dtype=jnp.float32), 1 + normal(k, dtype=jnp.float32)]
+    a = [normal(rank, k) for rank in ranks]
+    scales = [np.full(1, 300.0 + 7 * i, np.float32) for i in range(len(ranks))]
+    scalings = [np.full(1, 0.25 * (i + 1), np.float32) for i in range(len(ranks))]
+    return [*parts, *a, *scales, *scalings]
+
+
+def expected(given, ranks, source):
+    """The residual stream, x before it is rounded, in float64; and a function of x that gives s x A^T and the size of
+    its terms."""
+    count = {GIVEN: 1, NORMED: 3, SWIGLU: 2}[source]
+    parts = [np.asarray(v, np.float64) for v in given[:count]]
+    residual = None
+    if source == GIVEN:
+        (x,) = parts
+    elif source == SWIGLU:
+        x = parts[0] / (1 + np.exp(-parts[0])) * parts[1]
+    else:
+        residual = np.asarray(given[0]) + np.asarray(given[1])
+        wide = residual.astype(np.float64)
+        x = wide / np.sqrt(np.mean(wide**2, 1, keepdims=True) + EPS) * parts[2]
+    a, rest = given[count : count + len(ranks)], given[count + len(ranks) :]
+    factors = [
+        np.full(rank, s[0] * t[0] / EPILOGUE_FACTOR)
+        for rank, s, t in zip(ranks, rest, rest[len(ranks) :], strict=False)
+    ]
+
+    def h(x):
+        x, wide_a = np.asarray(x, np.float64), np.concatenate([np.asarray(v, np.float64) for v in a])
+        factor = np.concatenate(factors)
+        return (x @ wide_a.T) * factor, (abs(x) @ abs(wide_a).T) * factor
+
+    return residual, x, h
+
+
+def check(got, given, m, ranks, source, ordered=0):
+    """That the results are right: x once rounded, s x A^T that of the x which the kernel made."""
+    residual, x, h = expected(given, ranks, source)
+    if residual is not None:
+        assert np.array_equal(got["residual"], residual)
+    made = x
+    if "x" in got:
+        made = np.asarray(got["x"], np.float64)
+        if ordered:
+            want = fragment_order.reference(jnp.asarray(x, jnp.float32), ordered)  # the order alone
+            made = made.reshape(-1, 4, 4, 2, ordered, 4, 2)[..., :m, :, :]  # rows behind M have no meaning
+            want = np.asarray(want, np.float64).reshape(-1, 4, 4, 2, ordered, 4, 2)[..., :m, :, :]
+            assert (abs(made - want) <= 2.0**-8 * abs(want) + 1e-30).all()
+            made = made.transpose(4, 0, 1, 5, 2, 3, 6).reshape(m, -1)  # rows Q unit t j h c
+        assert (abs(made - x) <= 2.0**-8 * abs(x) + 1e-30).all()
+    if ranks:
+        true, size = h(made)
+        error = abs(np.asarray(got["h"], np.float64) - true) - 2.0**-8 * abs(true)
+        assert (error <= 1e-5 * size).all()
+
+
+def run(plan, given, **more):
+    return emulator.run_inputs(plan, given, eps=EPS, **more)
+
+
+@pytest.mark.parametrize("source, m, k, ranks, ordered", [
+    (GIVEN, 17, 1088, (32,), 0),  # 17 chunks for 64 warps: most have none
+    (GIVEN, 70, 576, (16, 48, 32), 0),  # 16 rows a tile
+    (GIVEN, 129, 576, (64,), 0),  # 32 rows a tile
+    (GIVEN, 20, 512, (128, 16), 0),  # nine sixteens of ranks in two tiles of five
+    (GIVEN, 20, 1024, (16,), 32),
+    (GIVEN, 9, 512, (), 16),
+    (SWIGLU, 17, 1024, (32,), 32),
+    (SWIGLU, 70, 576, (16,), 0),
+    (SWIGLU, 12, 512, (), 0),
+    (NORMED, 9, 1024, (32, 16), 16),
+    (NORMED, 70, 576, (16, 48, 32), 0),
+    (NORMED, 130, 576, (16,), 0),
+    (NORMED, 5, 4352, (112, 32), 8),  # 68 chunks: runs of two, A early for one of them; two tiles of ranks
+    (NORMED, 12, 512, (), 16),
+])  # fmt: skip
+def test_the_program_gives_them(source, m, k, ranks, ordered):
+    given = operands(m, m, k, ranks, source)
+    plan = make_inputs_plan(m, k, ranks, source, ordered)
+    check(run(plan, given, seed=m), given, m, ranks, source, ordered)
+
+
+def test_runs_of_several_batches():
+    # three chunks a warp, of which two are loaded together: the second batch ends behind the run
+    given, plan = operands(1, 3, 128 * 192, (16,), GIVEN), make_inputs_plan(3, 128 * 192, (16,), GIVEN)
+    assert plan.batch == 2 and plan.run == 3
+    check(run(plan, given), given, 3, (16,), GIVEN)
+
+
+def test_shapes_of_models_load_a_early_or_not():
+    def plan(m, k):
+        return make_inputs_plan(m, k, (32, 32, 32), NORMED)
+
+    assert (plan(64, 3584).run, plan(64, 3584).early) == (1, 1)
+    assert (plan(64, 5120).run, plan(64, 5120).early) == (2, 1)
+
+
+@pytest.mark.parametrize("k, source", [(3584, NORMED), (18944, SWIGLU), (18944, GIVEN)])
+def test_a_wave_holds_all_clusters(k, source):
+    for m in range(1, 257):
+        plan = make_inputs_plan(m, k, (32,), source)
+        assert plan.row_tiles * plan.groups <= RESIDENT[8]
+
+
+@pytest.mark.parametrize("source", [GIVEN, NORMED, SWIGLU])
+def test_a_row_depends_on_nothing_else(source):
+    ranks = (32, 16)
+    given = operands(5, 20, 512, ranks, source)
+    whole = run(make_inputs_plan(20, 512, ranks, source), given, seed=1)
+    rows = {GIVEN: 1, NORMED: 2, SWIGLU: 2}[source]
+    few = [v[9:16] for v in given[:rows]] + given[rows:]
+    few = run(make_inputs_plan(7, 512, ranks, source), few, seed=2)
+    for name, values in few.items():
+        assert np.array_equal(whole[name][9:16].view(np.uint8), values.view(np.uint8)), name
+
+
+@pytest.mark.parametrize("name", ["cta_sync", "cluster_sync"])
+def test_without_a_barrier_the_sums_are_wrong(monkeypatch, name):
+    given, plan = operands(3, 8, 1024, (32,), NORMED), make_inputs_plan(8, 1024, (32,), NORMED)
+    true = run(plan, given)
+    real = emulator.make_ptx
+
+    def made(machine):
+        p = real(machine)
+        setattr(p, name, lambda: None)
+        return p
+
+    monkeypatch.setattr(emulator, "make_ptx", made)
+    for result in ("x", "h"):
+        got = [np.asarray(run(plan, given, seed=s)[result], np.float64) for s in range(3)]
+        want = np.asarray(true[result], np.float64)
+        assert any(not np.allclose(y, want, rtol=0.1, atol=0.1 * abs(want).max()) for y in got), result
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ((257, 1024, (16,), GIVEN), "M must be in 1..256"),
+    ((16, 1040, (16,), GIVEN), "K must be a multiple of 64"),
+    ((16, 1024, (8,), GIVEN), "ranks must be multiples of 16"),
+    ((16, 1024, (), GIVEN), "nothing to do"),
+    ((16, 1088, (), SWIGLU, 16), "multiples of 256"),
+    ((16, 1024, (), SWIGLU, 8), "fragment order"),
+    ((256, 1 << 16, (16,), NORMED), "shared memory"),
+])  # fmt: skip
+def test_what_it_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        inputs_kernel.build(*arguments)
+
+
+@pytest.mark.parametrize("m, kernels", [(128, 2), (300, 1)])
+def test_the_wide_kernels_adapters_go_through_it(m, kernels):
+    n, k, rank = 3584, 3584, 32
+    weight = KernelWeight(jax.ShapeDtypeStruct((n // 16, k // 256, 576), jnp.uint32), n, k)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (rank, k), (n, rank))]
+
+    def run(x, a, b, w):
+        return fp4_matmul(x, w, 300.0, lora=(a, b, 0.5))
+
+    with compiling_for(90):
+        module = export.export(jax.jit(run), platforms=["cuda"])(*shapes, weight).mlir_module()
+    assert module.count("stablehlo.custom_call @mosaic_gpu") == kernels
+    assert ("stablehlo.dot_general" in module) == (kernels == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source, m, k, ranks, ordered", [
+    (GIVEN, 128, 3584, (32, 32, 32), 0),
+    (GIVEN, 256, 18944, (32,), 0),
+    (GIVEN, 17, 512, (16,), 32),
+    (GIVEN, 200, 5120, (128, 128, 128), 0),
+    (NORMED, 64, 3584, (32, 32), 64),
+    (NORMED, 12, 3584, (), 16),
+    (NORMED, 256, 5120, (32, 32, 32), 0),
+    (NORMED, 100, 8192, (128, 128), 0),
+    (SWIGLU, 64, 18944, (32,), 64),
+    (SWIGLU, 9, 27648, (128,), 16),
+    (SWIGLU, 256, 18944, (), 0),
+])  # fmt: skip
+def test_the_kernel_on_a_gpu(source, m, k, ranks, ordered):
+    given = operands(m, m, k, ranks, source)
+    kernel = jax.jit(inputs_kernel.build(m, k, ranks, source, ordered, EPS))
+    first = kernel(*given)
+    check({name: np.asarray(v) for name, v in first.items()}, given, m, ranks, source, ordered)
+    for _ in range(20):
+        again = kernel(*given)
+        for name in ("residual", "h") if ordered else first:
+            assert name not in first or bool((again[name] == first[name]).all())

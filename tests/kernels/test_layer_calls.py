@@ -1,0 +1,169 @@
+"""What is between two attentions for 33 rows and more: which kernels run, and what they are given."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from test_block import shapes_of
+
+from benchmarks.fp4_block import EPS, SHAPES, random_layer
+from pallas_kernels import (
+    LayerPart,
+    Projection,
+    between_attentions,
+    between_attentions_reference,
+    compiling_for,
+    fragment_order,
+    inputs_kernel,
+    layer_calls,
+    repack,
+    stream_kernel,
+    takes_between_attentions,
+    wide,
+)
+from pallas_kernels.inputs_plan import GIVEN, SWIGLU
+from pallas_kernels.layout import EPILOGUE_FACTOR, KernelWeight, dequantize
+from pallas_kernels.stream_plan import StreamConfig
+
+
+@pytest.mark.parametrize("rows", [33, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("name", SHAPES)
+def test_takes_the_models_shapes(name, rows):
+    with compiling_for(90):
+        assert takes_between_attentions(rows, jnp.bfloat16, shapes_of(name, 32))
+        assert not any(takes_between_attentions(m, jnp.bfloat16, shapes_of(name, 32)) for m in (9, 32, 257))
+
+
+@pytest.mark.parametrize("rank, rows, launches", [(32, 64, 8), (8, 200, 8), (0, 64, 7), (0, 200, 6)])
+def test_two_launches_for_each_matmul(rank, rows, launches):
+    """Without adapters, and without an order that wgmma needs, o reads what it is given; and the two norms are one
+    function of the module, called twice."""
+    D, _, heads, _ = SHAPES["7B"]
+    x, residual = jax.ShapeDtypeStruct((rows, heads), jnp.bfloat16), jax.ShapeDtypeStruct((rows, D), jnp.float32)
+    norms = (jax.ShapeDtypeStruct((D,), jnp.float32),) * 2
+    with compiling_for(90):
+        run = jax.jit(lambda *operands: between_attentions(*operands, EPS))
+        module = export.export(run, platforms=["cuda"])(x, residual, shapes_of("7B", rank), norms).mlir_module()
+    assert module.count("stablehlo.custom_call @mosaic_gpu") == launches
+    assert "stablehlo.dot_general" not in module
+
+
+def inputs_reference(m, k, ranks, source, ordered, eps):
+    """inputs_kernel.build in plain JAX."""
+
+    def run(*given):
+        count = inputs_kernel.SOURCES[source]
+        parts, given = given[:count], given[count:]
+        a, scales, scalings = (given[i * len(ranks) : (i + 1) * len(ranks)] for i in range(3))
+        made = {}
+        if source == GIVEN:
+            (x,) = parts
+        elif source == SWIGLU:
+            gate, up = (v.astype(jnp.float32) for v in parts)
+            x = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+        else:
+            made["residual"] = flow = parts[0] + parts[1]
+            mean = jnp.mean(jnp.square(flow), -1, keepdims=True)
+            x = (flow * jax.lax.rsqrt(mean + eps) * parts[2]).astype(jnp.bfloat16)
+        made["x"] = fragment_order.reference(x, ordered) if ordered else x
+        if ranks:
+            h = [
+                jnp.dot(x, a.T, preferred_element_type=jnp.float32) * (scale * scaling / EPILOGUE_FACTOR)
+                for a, scale, scaling in zip(a, scales, scalings, strict=True)
+            ]
+            made["h"] = jnp.concatenate(h, -1).astype(jnp.bfloat16)
+        return made
+
+    return run
+
+
+def products(x, data, scales, biases, n, ranks, lora, out_dtype):
+    """What both kernels that multiply compute."""
+    h, b = (lora[0], list(lora[1:])) if lora else (None, [])
+    first, ys = 0, []
+    for i, (words, scale, outputs) in enumerate(zip(data, scales, n, strict=True)):
+        weight = KernelWeight(words.reshape(words.shape[0], -1, 576), outputs, x.shape[1])
+        y = jnp.dot(x.astype(jnp.float32), dequantize(weight, scale, jnp.float32).T)
+        if ranks and ranks[i]:
+            part = h[:, first : first + ranks[i]].astype(jnp.float32)
+            y, first = y + part @ b.pop(0).astype(jnp.float32).T * (EPILOGUE_FACTOR / scale), first + ranks[i]
+        ys.append((y + biases[i] if biases else y).astype(out_dtype))
+    return ys
+
+
+def stream_reference(m, k, n, config, has_bias, *, wide_out, ranks, prepared):
+    assert prepared
+
+    def run(x, *operands):
+        data, scales, rest = operands[: len(n)], operands[len(n) : 2 * len(n)], operands[2 * len(n) :]
+        biases, lora = (rest[: len(n)], rest[len(n) :]) if has_bias else ((), rest)
+        if config.wgmma:
+            x = x.reshape(k // 256, 4, 4, 2, -1, 4, 2).transpose(4, 0, 1, 5, 2, 3, 6).reshape(-1, k)[:m]
+        return products(x, data, scales, biases, n, ranks, lora, jnp.float32 if wide_out else jnp.bfloat16)
+
+    return run
+
+
+def wide_reference(x, lora, data, scales, biases, n, ranks, config, out_dtype):
+    return products(x, data, scales, biases, n, ranks, lora, out_dtype)
+
+
+def tiny_layer(rank, qkv=True):
+    keys = map(functools.partial(jax.random.fold_in, jax.random.key(rank)), range(100))
+
+    def projection(n, k, biased, adapted):
+        packed = jax.random.randint(next(keys), (n, k // 2), 0, 256).astype(jnp.uint8)
+        weight = repack(packed, jax.random.randint(next(keys), (n, k // 16), 40, 60).astype(jnp.uint8))
+        a, b = (jax.random.normal(next(keys), s, jnp.bfloat16) / s[1] ** 0.5 for s in ((rank, k), (n, rank)))
+        bias = jax.random.normal(next(keys), (n,)) if biased else None
+        return Projection(weight, jnp.float32(30), bias, (a, b, jnp.float32(0.5)) if adapted else None)
+
+    return LayerPart(
+        projection(256, 512, False, True),
+        projection(512, 256, False, True),
+        projection(512, 256, False, False),
+        projection(256, 512, True, True),
+        tuple(projection(n, 256, True, n != 128) for n in (256, 128, 64)) if qkv else (),
+    )
+
+
+@pytest.mark.parametrize("rows, qkv", [(40, True), (100, True), (70, False)])
+def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv):
+    monkeypatch.setattr(inputs_kernel, "build", inputs_reference)
+    monkeypatch.setattr(stream_kernel, "build", stream_reference)
+    monkeypatch.setattr(wide, "multiply", wide_reference)
+    layer = tiny_layer(16, qkv)
+    x = jax.random.normal(jax.random.key(1), (rows, 512), jnp.bfloat16)
+    residual = jax.random.normal(jax.random.key(2), (rows, 256))
+    norms = [1 + 0.1 * jax.random.normal(jax.random.key(i), (256,)) for i in (3, 4)]
+    with compiling_for(90):
+        calls = layer_calls.calls_of(rows, layer)
+        made = between_attentions(x, residual, layer, norms, EPS)
+    assert {isinstance(call.config, StreamConfig) for call in calls} == {rows <= 64}
+    true = between_attentions_reference(x, residual, layer, norms, EPS)
+    leaves = zip(jax.tree.leaves(made), jax.tree.leaves(true), strict=True)
+    for a, b in leaves:
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert a.shape == b.shape and np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, rank, rows", [("7B", 32, 33), ("7B", 0, 64), ("7B", 128, 100), ("14B", 64, 48), ("32B", 32, 130)]
+)
+def test_on_a_gpu(rng, name, rank, rows):
+    layer, norms = random_layer(jax.random.key(0), SHAPES[name], rank)
+    x = jnp.asarray(rng.standard_normal((rows, layer.o.weight.k)), jnp.bfloat16)
+    residual = jnp.asarray(rng.standard_normal((rows, layer.o.weight.n)), jnp.float32)
+    run = jax.jit(functools.partial(between_attentions, eps=EPS))
+    made = jax.tree.leaves(run(x, residual, layer, norms))
+    true = jax.tree.leaves(jax.jit(functools.partial(between_attentions_reference, eps=EPS))(x, residual, layer, norms))
+    for a, b in zip(made, true, strict=True):
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())
+    for _ in range(10):
+        again = jax.tree.leaves(run(x, residual, layer, norms))
+        assert all(bool((a == b).all()) for a, b in zip(again, made, strict=True))
