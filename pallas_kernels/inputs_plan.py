@@ -13,8 +13,8 @@ MAX_ROWS = 256  # beyond, a wave does not hold the tiles, and launches matter le
 # Most rows, and for so many the eights of rows in a tile. An H200 holds 15 clusters of 8 CTAs at once: of the cuts that
 # make no more, with up to 96 ranks, the fastest.
 EIGHTS = {False: ((64, 1), (128, 2), (MAX_ROWS, 4)), True: ((64, 1), (128, 2), (MAX_ROWS, 3))}
-LOADS = 24  # of 16 bytes a lane, that a warp of few has under way together, and
-LOADS_OF_MANY = 16  # one of many, with half of the registers
+LOADS = 24  # of 16 bytes a lane, that a warp has under way together, and
+LOADS_OF_LONG = 16  # where there are 16 warps, which have half of the registers each
 FRAGMENT = 16 * 8 * 4
 
 
@@ -47,13 +47,16 @@ class InputsPlan:
 
     @property
     def warps(self) -> int:
-        """Of a CTA."""
-        return 16 if self.long else 8
+        """Of a CTA. A norm's take one chunk each, where there are warps enough: a second one's A would come when the norm
+        is known, and waits for the memory then."""
+        if self.source != NORMED:
+            return 16 if self.long else 8
+        return min(16, max(8, 4 * -(-self.chunks // (4 * CLUSTER))))
 
     @property
     def loads(self) -> int:
         """Of 16 bytes a lane that are under way together."""
-        return LOADS_OF_MANY if self.long else LOADS
+        return LOADS_OF_LONG if self.long else LOADS
 
     @property
     def runs(self) -> int:

@@ -14,6 +14,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib.resources
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -196,11 +197,13 @@ def choose_prepared(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) 
     with contextlib.suppress(ValueError):
         return few_rows_config(m, k, n, False)
     entry = config_for(m, k, n)
-    try:
-        make_plan(_range(m), k, n, entry, ranks, prepared=True)
-    except ValueError:  # no room for B and x A^T
-        return config_for(m, k, n, ranks)
-    return entry
+    rings = itertools.product(range(entry.depth, 1, -1), range(entry.x_depth, 1, -1))
+    for depth, x_depth in rings:  # which have the room that B and x A^T need
+        with contextlib.suppress(ValueError):
+            shorter = dataclasses.replace(entry, depth=depth, x_depth=x_depth)
+            make_plan(_range(m), k, n, shorter, ranks, prepared=True)
+            return shorter
+    raise ValueError(f"{entry} has no room for adapters of the ranks {ranks} at M = {m}, K = {k}, N = {n}")
 
 
 def _wide(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:

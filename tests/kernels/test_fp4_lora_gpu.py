@@ -7,7 +7,8 @@ import pytest
 from ahead import ahead, packed, shape, start_stream
 from random_weights import poison, random_matrix
 
-from pallas_kernels import KernelWeight, fp4_matmul, fragment_order, lora_down, stream_kernel, variants
+from pallas_kernels import KernelWeight, fp4_matmul, fragment_order, inputs_kernel, stream_kernel, variants
+from pallas_kernels.inputs_plan import GIVEN
 from pallas_kernels.stream_plan import StreamConfig, make_plan, padded_rank
 
 pytestmark = pytest.mark.gpu
@@ -93,11 +94,11 @@ def _start_prepared(programs, m, k, ns, ranks, config):
     plan = make_plan(m, k, ns, config, ranks, prepared=True)
     kernel = stream_kernel.build(m, k, ns, config, wide_out=True, ranks=ranks, prepared=True)
     present = [(r, n) for r, n in zip(ranks, ns, strict=True) if r]
-    down = lora_down.build(m, k, tuple(r for r, _ in present))
+    down = inputs_kernel.build(m, k, tuple(r for r, _ in present), GIVEN)
 
     def run(x, data, scales, all_a, all_b, of_adapters):
         ordered = fragment_order.in_fragment_order(x, plan.m_tiles * 8) if config.wgmma else x
-        return kernel(ordered, *data, *scales, down(x, *all_a, *of_adapters), *all_b)
+        return kernel(ordered, *data, *scales, down(x, *all_a, *of_adapters)["h"], *all_b)
 
     x, one, data = shape((m, k), jnp.bfloat16), shape((1,), jnp.float32), [packed(n, k) for n in ns]
     all_a = [shape((r, k), jnp.bfloat16) for r, _ in present]

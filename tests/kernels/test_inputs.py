@@ -100,7 +100,8 @@ def run(plan, given, **more):
     (NORMED, 9, 1024, (32, 16), 16),
     (NORMED, 70, 576, (16, 48, 32), 0),
     (NORMED, 130, 576, (16,), 0),
-    (NORMED, 5, 4352, (112, 32), 8),  # 68 chunks: runs of two, A early for one of them; two tiles of ranks
+    (NORMED, 5, 4352, (112, 32), 8),  # 68 chunks for 96 warps; two tiles of ranks
+    (NORMED, 2, 8448, (32, 16), 8),  # 132 for 128: runs of two, A early for one of them
     (NORMED, 12, 512, (), 16),
 ])  # fmt: skip
 def test_the_program_gives_them(source, m, k, ranks, ordered):
@@ -116,12 +117,10 @@ def test_runs_of_several_batches():
     check(run(plan, given), given, 3, (16,), GIVEN)
 
 
-def test_shapes_of_models_load_a_early_or_not():
-    def plan(m, k):
-        return make_inputs_plan(m, k, (32, 32, 32), NORMED)
-
-    assert (plan(64, 3584).run, plan(64, 3584).early) == (1, 1)
-    assert (plan(64, 5120).run, plan(64, 5120).early) == (2, 1)
+@pytest.mark.parametrize("k, warps", [(512, 8), (3584, 8), (5120, 12), (8192, 16)])
+def test_a_norms_warps_have_one_chunk_each(k, warps):
+    plan = make_inputs_plan(64, k, (32, 32, 32), NORMED)
+    assert (plan.warps, plan.run, plan.early) == (warps, 1, 1)
 
 
 @pytest.mark.parametrize("k, source", [(3584, NORMED), (18944, SWIGLU), (18944, GIVEN)])

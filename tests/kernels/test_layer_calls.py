@@ -1,5 +1,6 @@
 """What is between two attentions for 33 rows and more: which kernels run, and what they are given."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,6 +36,23 @@ def test_takes_the_models_shapes(name, rows):
     with compiling_for(90):
         assert takes_between_attentions(rows, jnp.bfloat16, shapes_of(name, 32))
         assert not any(takes_between_attentions(m, jnp.bfloat16, shapes_of(name, 32)) for m in (9, 32, 257))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rings_make_room_for_adapters(name):
+    """Up to rank 64; beyond, the plain way is taken at 33-64 rows."""
+    with compiling_for(90):
+        without, given = (layer_calls.calls_of(48, shapes_of(name, rank)) for rank in (0, 64))
+        assert not takes_between_attentions(48, jnp.bfloat16, shapes_of(name, 128))
+        assert takes_between_attentions(100, jnp.bfloat16, shapes_of(name, 128))
+    shorter = 0
+    for a, b in zip(without, given, strict=True):
+        if isinstance(a.config, StreamConfig):
+            assert dataclasses.replace(a.config, depth=b.config.depth, x_depth=b.config.x_depth) == b.config
+            shorter += (b.config.depth, b.config.x_depth) < (a.config.depth, a.config.x_depth)
+        else:
+            assert a.config == b.config
+    assert shorter
 
 
 @pytest.mark.parametrize("rank, rows, launches", [(32, 64, 8), (8, 200, 8), (0, 64, 7), (0, 200, 6)])
