@@ -47,8 +47,8 @@ class InputsPlan:
 
     @property
     def warps(self) -> int:
-        """Of a CTA. A norm's take one chunk each, where there are warps enough: a second one's A would come when the norm
-        is known, and waits for the memory then."""
+        """Of a CTA. A norm's have one chunk each, where there can be so many: a second one's A would be asked for when
+        the norm is known, and waits for the memory then."""
         if self.source != NORMED:
             return 16 if self.long else 8
         return min(16, max(8, 4 * -(-self.chunks // (4 * CLUSTER))))
