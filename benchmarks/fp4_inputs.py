@@ -2,11 +2,12 @@
 
     python -m benchmarks.fp4_inputs OUT.json [--models 7B 14B 32B] [--m 64 128 256] [--rank 32]
 
-us by CUPTI, of 24 calls that each have adapters of their own. `plain_us` is XLA's for the same in the same run, all of
-its kernels; between kernels it rests about a microsecond each time, which is in neither.
+us by CUPTI, of 24 calls that each have adapters of their own. `plain_us` is XLA's for the reference in the same run,
+all of its kernels; between kernels it rests about a microsecond each time, which is in neither.
 """
 
 import argparse
+import functools
 import json
 import sys
 
@@ -15,24 +16,10 @@ import jax.numpy as jnp
 
 from benchmarks.fp4_block import EPS, SHAPES
 from benchmarks.fp4_matmul import device_us
-from pallas_kernels import fragment_order, inputs_kernel
-from pallas_kernels.inputs_plan import GIVEN, NORMED, SWIGLU
+from pallas_kernels import inputs_kernel
+from pallas_kernels.inputs_plan import GIVEN, NORMED, SWIGLU, make_inputs_plan
 
 CALLS = 24
-
-
-def plain(source, ordered, parts, adapters):
-    """What the kernel computes, for XLA."""
-    if source == GIVEN:
-        (x,) = parts
-    elif source == SWIGLU:
-        gate, up = (v.astype(jnp.float32) for v in parts)
-        x = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
-    else:
-        flow = parts[0] + parts[1]
-        x = (flow * jax.lax.rsqrt(jnp.mean(flow * flow, -1, keepdims=True) + EPS) * parts[2]).astype(jnp.bfloat16)
-    h = jnp.dot(x, jnp.concatenate(adapters).T, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
-    return (fragment_order.in_fragment_order(x, ordered) if ordered else x), h
 
 
 def measure(source, m, k, ranks, ordered):
@@ -46,8 +33,9 @@ def measure(source, m, k, ranks, ordered):
     }[source]
     adapters = [[numbers(10 * i + j, rank, k) for j, rank in enumerate(ranks)] for i in range(CALLS)]
     kernel, one = inputs_kernel.build(m, k, ranks, source, ordered, EPS), [jnp.ones(1)] * (2 * len(ranks))
+    plain = functools.partial(inputs_kernel.reference, make_inputs_plan(m, k, ranks, source, ordered), EPS)
     ours = jax.jit(lambda parts, adapters: [kernel(*parts, *a, *one) for a in adapters])
-    theirs = jax.jit(lambda parts, adapters: [plain(source, ordered, _own(parts, a), a) for a in adapters])
+    theirs = jax.jit(lambda parts, adapters: [plain(*_own(parts, a), *a, *one) for a in adapters])
     return {
         "source": source, "m": m, "k": k, "ranks": ranks, "ordered": ordered,
         "us": device_us(ours, parts, adapters) / CALLS, "plain_us": device_us(theirs, parts, adapters) / CALLS,

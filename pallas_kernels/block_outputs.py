@@ -4,7 +4,6 @@ A tile's outputs are held as a product leaves them: lane (g, t) has rows 2 t (el
 outputs g (0, 1) and g + 8 (2, 3).
 """
 
-import functools
 import types
 
 from jaxlib.mlir.dialects import arith
@@ -110,7 +109,7 @@ class OutputTiles:
         at = mem.wide_offset(self.outs[f"sums{i}"], p.add(self.shares[i].first, tile), 512)
         at = mem.offset(at, p.mul(self.lane, 16))
         parts = [mem.load_fresh_f32x4(at, n * part.entries * 512) for n in range(part.slices)]
-        return functools.reduce(lambda a, b: [arith.addf(x, y) for x, y in zip(a, b, strict=True)], parts)
+        return p.total(parts)
 
     def needs(self, i: int, at):
         """What the outputs of tile (or pair of tiles) `at` need besides sums: of each of its weights, and in the

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from . import lane_level
+from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .inputs_plan import CHUNK, CLUSTER, FRAGMENT, GIVEN, NORMED, SWIGLU, InputsPlan, make_inputs_plan
@@ -108,7 +108,7 @@ class _Kernel(Sources):
             parts = [mem.load_shared_f32x4(at, plan.own_at + warp * plan.own) for warp in range(plan.warps)]
             slot = p.add(p.mul(self.rank, plan.slots), p.div(f, CLUSTER))
             to = mem.map_rank(p.add(of_lane, p.add(p.mul(slot, FRAGMENT), plan.sums_at)), p.rem(f, CLUSTER))
-            mem.store_cluster_f32x4(to, _total(parts))
+            mem.store_cluster_f32x4(to, p.total(parts))
 
         p.for_range(self.warp, plan.fragments, plan.warps, [], lambda f, _: give(f) or [])
         p.cluster_sync()
@@ -116,7 +116,7 @@ class _Kernel(Sources):
         def take(slot):
             at = p.add(of_lane, p.mul(slot, FRAGMENT))
             strides = range(0, CLUSTER * plan.slots * FRAGMENT, plan.slots * FRAGMENT)
-            self.store(self.fragment(slot), _total([mem.load_shared_f32x4(at, plan.sums_at + s) for s in strides]))
+            self.store(self.fragment(slot), p.total([mem.load_shared_f32x4(at, plan.sums_at + s) for s in strides]))
 
         def some(slot):
             p.when(p.lt(self.fragment(slot), plan.fragments), lambda: take(slot))
@@ -143,11 +143,6 @@ class _Kernel(Sources):
             to = mem.offset(self.outs["h"], p.mul(p.add(p.mul(row, sum(plan.ranks)), rank), 2))
             exists = arith.andi(p.lt(row, plan.m), p.lt(tile, sum(plan.tiles_of)))
             p.when(exists, lambda to=to, e=e: mem.store_global_bf16(to, values[e]))
-
-
-def _total(parts):
-    """Sums of the parts' elements, in their order."""
-    return functools.reduce(lambda a, b: [arith.addf(x, y) for x, y in zip(a, b, strict=True)], parts)
 
 
 def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
@@ -197,3 +192,28 @@ def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0,
         compiler_params=lane_level.PARAMS,
     )
     return jax.jit(lambda *operands: dict(zip(outs, call(*operands), strict=True)))
+
+
+def reference(plan: InputsPlan, eps: float, *operands: jax.Array) -> dict[str, jax.Array]:
+    """The same in plain JAX."""
+    count, ranks = SOURCES[plan.source], len(plan.ranks)
+    parts, rest = operands[:count], operands[count:]
+    a, scales, scalings = (rest[i * ranks : (i + 1) * ranks] for i in range(3))
+    outs, x = {}, parts[0]
+    if plan.source == SWIGLU:
+        gate, up = (part.astype(jnp.float32) for part in parts)
+        x = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+    elif plan.source == NORMED:
+        outs["residual"] = flow = parts[0] + parts[1]
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(flow), -1, keepdims=True) + eps)
+        x = (flow * inverse * parts[2]).astype(jnp.bfloat16)
+    if plan.writes_x:
+        outs["x"] = fragment_order.reference(x, plan.ordered) if plan.ordered else x
+    if plan.ranks:
+        h = jnp.dot(x, jnp.concatenate(a).T, preferred_element_type=jnp.float32)
+        factors = [
+            jnp.broadcast_to(s * t / EPILOGUE_FACTOR, rank)
+            for s, t, rank in zip(scales, scalings, plan.ranks, strict=True)
+        ]
+        outs["h"] = (h * jnp.concatenate(factors)).astype(jnp.bfloat16)
+    return outs

@@ -37,7 +37,7 @@ class InputsPlan:
 
     @property
     def long(self) -> bool:
-        """Whether there is so much to multiply that all of the GPU is wanted: what goes into down."""
+        """Whether there is much to make: what goes into down."""
         return self.k >= 8192 and self.source != NORMED
 
     @property

@@ -3,6 +3,7 @@
 What orders something has side effects and keeps its place; pure arithmetic has none. Memory is in ptx_memory.py.
 """
 
+import functools
 from collections.abc import Sequence
 
 from jax.experimental.mosaic.gpu import utils
@@ -200,6 +201,11 @@ def over_lanes(join, x, distances: Sequence[int]):
 def over_quad(join, x):
     """`join` of a value over the four lanes 4 g .. 4 g + 3; every one of them gets it."""
     return over_lanes(join, x, (1, 2))
+
+
+def total(parts: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
+    """Lists of float32 values added up element by element, in their order."""
+    return functools.reduce(lambda a, b: [arith.addf(x, y) for x, y in zip(a, b, strict=True)], parts)
 
 
 def unpack_bf16(word):

@@ -14,10 +14,6 @@ not run at the same time. A counter counts parts that have stored, and then part
 last of those clears it.
 """
 
-import functools
-
-from jaxlib.mlir.dialects import arith
-
 from . import ptx as p
 from . import ptx_memory as mem
 from .wide_plan import TILE, WidePlan
@@ -87,4 +83,4 @@ class SplitTiles:
             else [v for i in mine for v in mem.load_fresh_f32x4(at, i * EIGHT_BYTES)]
             for q, at in enumerate(places)
         ]
-        return functools.reduce(lambda a, b: [arith.addf(x, y) for x, y in zip(a, b, strict=True)], sums)
+        return p.total(sums)

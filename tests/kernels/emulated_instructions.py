@@ -1,5 +1,6 @@
 """What `ptx`, `ptx_memory` and `fragments` do, in NumPy, for the emulator: values are vectors of a warp's 32 lanes."""
 
+import functools
 import types
 
 import ml_dtypes
@@ -76,6 +77,11 @@ def make_ptx(m):
     p.exchange = lambda word, distance: _lanes(word)[LANES ^ distance]
     p.unpack_bf16 = lambda word: [v.astype(F32) for v in np.moveaxis(_bf16(word), -1, 0)]
     p.pack_bf16 = lambda lo, hi: np.stack([lo, hi], 1).astype(ml_dtypes.bfloat16).view(U32)[:, 0]
+
+    def total(parts):
+        return functools.reduce(lambda a, b: [(x + y).astype(F32) for x, y in zip(a, b, strict=True)], parts)
+
+    p.total = total
 
     def over_lanes(join, x, distances):
         for distance in distances:

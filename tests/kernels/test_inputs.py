@@ -87,7 +87,7 @@ def run(plan, given, **more):
     return emulator.run_inputs(plan, given, eps=EPS, **more)
 
 
-@pytest.mark.parametrize("source, m, k, ranks, ordered", [
+CASES = pytest.mark.parametrize("source, m, k, ranks, ordered", [
     (GIVEN, 17, 1088, (32,), 0),  # 17 chunks for 64 warps: most have none
     (GIVEN, 70, 576, (16, 48, 32), 0),  # 16 rows a tile
     (GIVEN, 129, 576, (64,), 0),  # 32 rows a tile
@@ -104,6 +104,16 @@ def run(plan, given, **more):
     (NORMED, 2, 8448, (32, 16), 8),  # 132 for 128: runs of two, A early for one of them
     (NORMED, 12, 512, (), 16),
 ])  # fmt: skip
+
+
+@CASES
+def test_the_reference_gives_them(source, m, k, ranks, ordered):
+    given = operands(m, m, k, ranks, source)
+    made = inputs_kernel.reference(make_inputs_plan(m, k, ranks, source, ordered), EPS, *given)
+    check({name: np.asarray(v) for name, v in made.items()}, given, m, ranks, source, ordered)
+
+
+@CASES
 def test_the_program_gives_them(source, m, k, ranks, ordered):
     given = operands(m, m, k, ranks, source)
     plan = make_inputs_plan(m, k, ranks, source, ordered)

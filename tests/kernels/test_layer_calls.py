@@ -17,7 +17,6 @@ from pallas_kernels import (
     between_attentions,
     between_attentions_reference,
     compiling_for,
-    fragment_order,
     inputs_kernel,
     layer_calls,
     repack,
@@ -25,7 +24,7 @@ from pallas_kernels import (
     takes_between_attentions,
     wide,
 )
-from pallas_kernels.inputs_plan import GIVEN, SWIGLU
+from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.layout import EPILOGUE_FACTOR, KernelWeight, dequantize
 from pallas_kernels.stream_plan import StreamConfig
 
@@ -69,33 +68,10 @@ def test_two_launches_for_each_matmul(rank, rows, launches):
     assert "stablehlo.dot_general" not in module
 
 
-def inputs_reference(m, k, ranks, source, ordered, eps):
+def inputs_reference(*shape_and_eps):
     """inputs_kernel.build in plain JAX."""
-
-    def run(*given):
-        count = inputs_kernel.SOURCES[source]
-        parts, given = given[:count], given[count:]
-        a, scales, scalings = (given[i * len(ranks) : (i + 1) * len(ranks)] for i in range(3))
-        made = {}
-        if source == GIVEN:
-            (x,) = parts
-        elif source == SWIGLU:
-            gate, up = (v.astype(jnp.float32) for v in parts)
-            x = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
-        else:
-            made["residual"] = flow = parts[0] + parts[1]
-            mean = jnp.mean(jnp.square(flow), -1, keepdims=True)
-            x = (flow * jax.lax.rsqrt(mean + eps) * parts[2]).astype(jnp.bfloat16)
-        made["x"] = fragment_order.reference(x, ordered) if ordered else x
-        if ranks:
-            h = [
-                jnp.dot(x, a.T, preferred_element_type=jnp.float32) * (scale * scaling / EPILOGUE_FACTOR)
-                for a, scale, scaling in zip(a, scales, scalings, strict=True)
-            ]
-            made["h"] = jnp.concatenate(h, -1).astype(jnp.bfloat16)
-        return made
-
-    return run
+    *shape, eps = shape_and_eps
+    return functools.partial(inputs_kernel.reference, make_inputs_plan(*shape), eps)
 
 
 def products(x, data, scales, biases, n, ranks, lora, out_dtype):
