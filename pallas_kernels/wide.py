@@ -1,11 +1,13 @@
 """x W^T and dy W through the wide kernel: arguments in the shapes that it takes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from . import inputs_kernel, wide_kernel
-from .inputs_plan import CHUNK, GIVEN, MAX_ROWS
-from .layout import EPILOGUE_FACTOR, KernelWeight
+from .inputs_plan import CHUNK, GIVEN, MAX_ROWS, InputsPlan
+from .layout import KernelWeight
 from .stream_plan import padded_rank
 from .wide_plan import WideConfig
 
@@ -54,16 +56,12 @@ def _lora_operands(x_MK, global_scales, loras) -> tuple[tuple[int, ...], list[ja
 
 def _down(x_MK, all_a, scales, scalings) -> jax.Array:
     """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in bfloat16."""
-    m, k = x_MK.shape
-    ranks = tuple(a.shape[0] for a in all_a)
+    (m, k), ranks = x_MK.shape, tuple(a.shape[0] for a in all_a)
     if m <= MAX_ROWS and k % CHUNK == 0:
-        return inputs_kernel.build(m, k, ranks, GIVEN)(x_MK, *all_a, *map(_scale, scales), *map(_scale, scalings))["h"]
-    factors = [s * (scale * (1 / EPILOGUE_FACTOR)) for s, scale in zip(scalings, scales, strict=True)]
-    factor, start, column = jnp.float32(0), 0, jnp.arange(sum(ranks))
-    for rank, here in zip(ranks, factors, strict=True):
-        factor, start = jnp.where(column < start, factor, here), start + rank
-    joint = all_a[0] if len(all_a) == 1 else jnp.concatenate(all_a)
-    return (jnp.dot(x_MK, joint.T, preferred_element_type=jnp.float32) * factor).astype(jnp.bfloat16)
+        make = inputs_kernel.build(m, k, ranks, GIVEN)
+    else:
+        make = functools.partial(inputs_kernel.reference, InputsPlan(m, k, ranks, GIVEN), 0.0)
+    return make(x_MK, *all_a, *map(_scale, scales), *map(_scale, scalings))["h"]
 
 
 def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:

@@ -1,12 +1,15 @@
 """The wide kernel's program run in NumPy (see wide_emulator.py): products, dx, biases, LoRA, and how CTAs share."""
 
+import functools
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import wide_emulator
 
-from pallas_kernels import layout, repack, wide, wide_plan
+from pallas_kernels import inputs_kernel, layout, repack, wide, wide_plan
+from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 SCALES = [np.float32(2688.0), np.float32(900.0)]
@@ -15,6 +18,16 @@ SCALES = [np.float32(2688.0), np.float32(900.0)]
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch):
     monkeypatch.setattr(wide_plan, "RESIDENT", {1: 3, 2: 2, 4: 1})
+
+
+@pytest.fixture
+def plain_inputs(monkeypatch):
+    """x A^T without the kernel that makes it on a GPU."""
+
+    def build(m, k, ranks, source):
+        return functools.partial(inputs_kernel.reference, make_inputs_plan(m, k, ranks, source), 0.0)
+
+    monkeypatch.setattr(inputs_kernel, "build", build)
 
 
 def _weight(rng, n, k):
@@ -55,7 +68,7 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
     (WideConfig(32, 2, 1, 3, 2, promote=16), 20, 512, (128, 128), (32, 48), False),
     (WideConfig(160, 1, 1, 3, 2, promote=16), 20, 768, (128, 128), (0, 16), True),  # totals in memory, two items a CTA
 ])  # fmt: skip
-def test_products(config, m, k, n, ranks, bias):
+def test_products(plain_inputs, config, m, k, n, ranks, bias):
     rng = np.random.default_rng(k + m)
     x = rng.standard_normal((m, k)).astype(ml_dtypes.bfloat16)
     weights, scales = [_weight(rng, n_i, k) for n_i in n], SCALES[: len(n)]
