@@ -1,6 +1,6 @@
 """Which roundings move log-probabilities: a float32 forward pass in which named places are rounded to 16 bits.
 
-    python -m benchmarks.roundings --output benchmarks/results/cpu/roundings.json    # fifteen minutes on two cores
+    python -m benchmarks.roundings --output benchmarks/results/cpu/roundings.json    # half an hour on two cores
 
 A sampler and a learner that round alike still differ: their sums have other orders, so that after a few layers every
 rounding falls independently. Here a random network of Qwen2.5's proportions (and of its gain: std * sqrt(D) as at full

@@ -1,4 +1,5 @@
-"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 8 rows.
+"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 8 rows, from 33
+rows on by two for each matmul.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight, R LoRA's rank.
 """
@@ -22,8 +23,9 @@ def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> b
     """Whether the device that is compiled for runs the kernels, and they take the shape."""
     if capability() != 90 or not has_room_for_a_wave() or dtype != jnp.bfloat16:
         return False
+    check = plan_of if rows <= MAX_ROWS else layer_calls.calls_of
     try:
-        plan_of(rows, layer) if rows <= MAX_ROWS else layer_calls.calls_of(rows, layer)
+        check(rows, layer)
     except ValueError:
         return False
     return True

@@ -15,7 +15,6 @@ from .layout import EPILOGUE_FACTOR, ROWS
 from .pick import pick
 
 FINISHED = 1  # named barrier of the compute warps; 0 is the whole CTA's
-LOG2_E = 1.4426950408889634
 
 
 class OutputTiles:
@@ -176,7 +175,7 @@ class OutputTiles:
             tiles = entry, p.add(entry, share.entries)
             gate, up = (self.output(part, w, self.tile_sum(i, tile)) for w, tile in zip(weights, tiles, strict=True))
             swish = [
-                arith.mulf(p.divide(v, arith.addf(p.f32(1.0), p.exp2(arith.mulf(v, p.f32(-LOG2_E))))), u)
+                arith.mulf(p.divide(v, arith.addf(p.f32(1.0), p.exp2(arith.mulf(v, p.f32(-p.LOG2_E))))), u)
                 for v, u in zip(gate, up, strict=True)
             ]
             self.store_rows(weights[0].out, weights[0].n, weights[0].tile, swish)

@@ -156,10 +156,7 @@ def _base(route, out_dtype):
         ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
         variant = variants.choose(m, k, n, route.backend, ranks)
         if isinstance(variant, WideConfig):
-            some = any(b is not None for b in biases)
-            all_biases = [jnp.zeros((w.n,)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            all_biases = all_biases if some else ()
-            return tuple(wide.matmul_all(x, weights, scales, all_biases, variant, out_dtype, loras))
+            return tuple(wide.matmul_all(x, weights, scales, biases, variant, out_dtype, loras))
         if variant == "reference":
             ys = [fp4_matmul_reference(x.astype(jnp.float32), w, s) for w, s in zip(weights, scales, strict=True)]
         elif variant == "triton":
@@ -236,15 +233,14 @@ def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):
     columns = ((0, 0), (0, -k % COLS))
     x = jnp.pad(x.astype(jnp.bfloat16), columns)
     rest = [*[w.data for w in weights], *map(stream_kernel.number, scales)]
-    if has_bias := any(b is not None for b in biases):
-        zeros = [jnp.zeros((w.n,), jnp.float32) for w in weights]
-        rest += [z if b is None else b.astype(jnp.float32) for z, b in zip(zeros, biases, strict=True)]
+    own = stream_kernel.all_biases(biases, [w.n for w in weights])
+    rest += own
     ranks, lora_operands = stream_kernel.lora_operands(loras, columns)
     rest += lora_operands
     parts = []
     for start in range(0, m, stream_kernel.MAX_ROWS):
         rows = x[start : start + stream_kernel.MAX_ROWS]
         n = tuple(w.n for w in weights)
-        kernel = stream_kernel.build(rows.shape[0], k, n, config, has_bias, wide_out=wide_out, ranks=ranks)
+        kernel = stream_kernel.build(rows.shape[0], k, n, config, bool(own), wide_out=wide_out, ranks=ranks)
         parts.append(kernel(rows, *rest))
     return tuple(parts[0]) if len(parts) == 1 else tuple(jnp.concatenate(ys) for ys in zip(*parts, strict=True))

@@ -80,7 +80,7 @@ class _Kernel(Sources):
     def load_a(self, chunk, has):
         """A's columns of a chunk, rows g and g + 8 of each sixteen; zeros where the run has no such chunk."""
         at = p.mul(chunk, 2 * CHUNK)
-        rows = [[pieces(mem.offset(row, at), 64, h * 16 * self.plan.k) for h in range(2)] for row in self.a_rows]
+        rows = [[pieces(mem.offset(row, at), h * 16 * self.plan.k) for h in range(2)] for row in self.a_rows]
         return [[[p.select(has, word, 0) for word in half] for half in pair] for pair in rows]
 
     def products(self, acc, halves, xs):

@@ -8,6 +8,7 @@ from .stream_plan import SMEM_LIMIT
 GIVEN, NORMED, SWIGLU = "given", "normed", "swiglu"  # what x is
 CLUSTER = 8
 CHUNK = 64  # columns: for each of four lanes two pieces of 16 bytes of a row, the second half a chunk behind the first
+APART = 64  # bytes from the first to the second
 TILE_RANKS = 6  # sixteens of ranks in a tile, at most
 MAX_ROWS = 256  # beyond, a wave does not hold the tiles, and launches matter less
 # Most rows, and for so many the eights of rows in a tile. An H200 holds 15 clusters of 8 CTAs at once: of the cuts that

@@ -6,9 +6,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .inputs_plan import CHUNK, CLUSTER, GIVEN, InputsPlan
-
-LOG2_E = 1.4426950408889634
+from .inputs_plan import APART, CHUNK, CLUSTER, GIVEN, InputsPlan
 
 
 class Sources:
@@ -31,7 +29,7 @@ class Sources:
                 has = p.lt(p.add(start, b), self.end)
                 chunk = p.minimum(p.add(start, b), p.sub(self.end, 1))
                 at = p.mul(chunk, 2 * CHUNK)
-                words = [[pieces(mem.offset(row, at), 64) for row in of] for of in rows]
+                words = [[pieces(mem.offset(row, at)) for row in of] for of in rows]
                 loaded.append((has, chunk, self.load_a(chunk, has), words))
             for has, chunk, halves, words in loaded:
                 xs = words[0] if plan.source == GIVEN else [_swiglu(*pair) for pair in zip(*words, strict=True)]
@@ -143,7 +141,7 @@ class Sources:
                 first = p.add(p.mul(chunk, 8), p.add(p.mul(p.and_(self.t, 1), 4), p.and_(self.t, 2)))
                 to = mem.offset(mem.wide_offset(out, first, strides), p.mul(self.known[j], 16))
             else:
-                fours, strides = (words[:4], words[4:]), 64
+                fours, strides = (words[:4], words[4:]), APART
                 at = p.add(p.mul(chunk, 2 * CHUNK), p.mul(self.t, 16))
                 to = mem.offset(mem.wide_offset(out, self.known[j], 2 * plan.k), at)
 
@@ -169,9 +167,9 @@ class Sources:
         return out
 
 
-def pieces(row, apart: int, byte_offset: int = 0):
+def pieces(row, byte_offset: int = 0):
     """A lane's two pieces of 16 bytes."""
-    return [word for i in range(2) for word in mem.load_global_v4(row, byte_offset + i * apart)]
+    return [word for i in range(2) for word in mem.load_global_v4(row, byte_offset + i * APART)]
 
 
 def _sixteen(row, at):
@@ -184,7 +182,7 @@ def _swiglu(gate, up):
     """silu(gate) * up of pairs of bfloat16 numbers, word by word."""
 
     def one(g, u):
-        share = p.reciprocal(arith.addf(p.f32(1.0), p.exp2(arith.mulf(g, p.f32(-LOG2_E)))))
+        share = p.reciprocal(arith.addf(p.f32(1.0), p.exp2(arith.mulf(g, p.f32(-p.LOG2_E)))))
         return arith.mulf(arith.mulf(g, share), u)
 
     pairs = [zip(p.unpack_bf16(a), p.unpack_bf16(b), strict=True) for a, b in zip(gate, up, strict=True)]

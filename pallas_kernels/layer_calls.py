@@ -102,12 +102,9 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float)
         made |= kernel(*source, *adapters)
     lora = [made["h"], *[weight.b for weight in present]] if present else []
     data, scales = [weight.data for weight in weights], [weight.scale for weight in weights]
-    biases: list[jax.Array] = []
-    if any(weight.bias is not None for weight in weights):
-        biases = [jnp.zeros(n) if w.bias is None else w.bias for n, w in zip(call.n, weights, strict=True)]
+    biases = stream_kernel.all_biases([weight.bias for weight in weights], call.n)
     ranks = call.ranks if present else ()
     if isinstance(call.config, WideConfig):
-        data = [d.reshape(d.shape[0], -1) for d in data]
         ys = wide.multiply(made["x"], lora, data, scales, biases, call.n, ranks, call.config, out_dtype)
     else:
         wide_out = out_dtype != jnp.bfloat16

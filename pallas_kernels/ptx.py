@@ -161,6 +161,9 @@ def mma_bf16(acc, a, b0, b1):
     )
 
 
+LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E)
+
+
 def exp2(x):
     return ptx("ex2.approx.ftz.f32 $0, $1;", x, results=[f32_t()])[0]
 

@@ -292,3 +292,10 @@ def number(value) -> jax.Array:
     """A number as the kernel takes it, float32 [1]. What is computed from it the kernel computes: every operation on a
     scalar outside it would be a launch."""
     return jnp.asarray(value, jnp.float32).reshape(1)
+
+
+def all_biases(biases, n) -> list[jax.Array]:
+    """Biases as the kernels take them: one in float32 for each weight, of n_i outputs, or none at all."""
+    if all(bias is None for bias in biases):
+        return []
+    return [jnp.zeros(n_i) if bias is None else bias.astype(jnp.float32) for bias, n_i in zip(biases, n, strict=True)]

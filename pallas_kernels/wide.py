@@ -8,29 +8,26 @@ import jax.numpy as jnp
 from . import inputs_kernel, wide_kernel
 from .inputs_plan import CHUNK, GIVEN, MAX_ROWS, InputsPlan
 from .layout import KernelWeight
+from .stream_kernel import all_biases, number
 from .stream_plan import padded_rank
 from .wide_plan import WideConfig
 
 
-def _data(weight: KernelWeight) -> jax.Array:
-    return weight.data.reshape(weight.data.shape[0], -1)
-
-
-def _scale(value) -> jax.Array:
-    return jnp.asarray(value, jnp.float32).reshape(1)
+def _flat(data: jax.Array) -> jax.Array:
+    """A KernelWeight's data as the kernel takes it, a row for each row tile."""
+    return data.reshape(data.shape[0], -1)
 
 
 def matmul_all(
     x_MK, weights, global_scales, biases, config: WideConfig, out_dtype=jnp.bfloat16, loras=()
 ) -> list[jax.Array]:
-    """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] for
-    each weight, `loras` is empty or has (A, B, s) or None for each."""
+    """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] or
+    None for each weight, `loras` is empty or has (A, B, s) or None for each."""
     x_MK = x_MK.astype(jnp.bfloat16)
     ranks, lora = _lora_operands(x_MK, global_scales, loras)
-    bias = [b.astype(jnp.float32) for b in biases]
-    data, scales = [_data(w) for w in weights], list(map(_scale, global_scales))
+    data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)
-    return multiply(x_MK, lora, data, scales, bias, n, ranks, config, out_dtype)
+    return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype)
 
 
 def multiply(x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype) -> list[jax.Array]:
@@ -38,7 +35,7 @@ def multiply(x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
     kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks)
-    return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *data, *scales, *biases)]
+    return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *map(_flat, data), *scales, *biases)]
 
 
 def _lora_operands(x_MK, global_scales, loras) -> tuple[tuple[int, ...], list[jax.Array]]:
@@ -61,7 +58,7 @@ def _down(x_MK, all_a, scales, scalings) -> jax.Array:
         make = inputs_kernel.build(m, k, ranks, GIVEN)
     else:
         make = functools.partial(inputs_kernel.reference, InputsPlan(m, k, ranks, GIVEN), 0.0)
-    return make(x_MK, *all_a, *map(_scale, scales), *map(_scale, scalings))["h"]
+    return make(x_MK, *all_a, *map(number, scales), *map(number, scalings))["h"]
 
 
 def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:
@@ -74,5 +71,5 @@ def matmul_dx(dy_MN, weight: KernelWeight, global_scale, config: WideConfig, out
     m, n = dy_MN.shape
     wide_out = out_dtype != jnp.bfloat16
     kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out)
-    y = kernel(dy_MN.astype(jnp.bfloat16), _data(weight), _scale(global_scale))[0]
+    y = kernel(dy_MN.astype(jnp.bfloat16), _flat(weight.data), number(global_scale))[0]
     return y.astype(out_dtype)

@@ -6,7 +6,7 @@ import types
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import layout
+from pallas_kernels import layout, ptx
 
 LANES = np.arange(32)
 U32, U64, F32 = np.uint32, np.uint64, np.float32
@@ -70,6 +70,7 @@ def make_ptx(m):
     p.div, p.rem = map(binary, (np.floor_divide, np.remainder))
     p.lt, p.eq = binary(np.less, bool), binary(np.equal, bool)
     p.select = lambda c, a, b: np.where(c, _lanes(a), _lanes(b))
+    p.LOG2_E = ptx.LOG2_E
     p.reciprocal = lambda a: (1 / a).astype(F32)
     p.divide = lambda a, b: (a / b).astype(F32)
     p.exp2, p.rsqrt = (lambda a: np.exp2(a).astype(F32)), (lambda a: (1 / np.sqrt(a)).astype(F32))

@@ -62,7 +62,7 @@ def expected(given, ranks, source):
     return residual, x, h
 
 
-def check(got, given, m, ranks, source, ordered=0):
+def assert_right(got, given, m, ranks, source, ordered=0):
     """That the results are right: x once rounded, s x A^T that of the x which the kernel made."""
     residual, x, h = expected(given, ranks, source)
     if residual is not None:
@@ -110,7 +110,7 @@ CASES = pytest.mark.parametrize("source, m, k, ranks, ordered", [
 def test_the_reference_gives_them(source, m, k, ranks, ordered):
     given = operands(m, m, k, ranks, source)
     made = inputs_kernel.reference(make_inputs_plan(m, k, ranks, source, ordered), EPS, *given)
-    check({name: np.asarray(v) for name, v in made.items()}, given, m, ranks, source, ordered)
+    assert_right({name: np.asarray(v) for name, v in made.items()}, given, m, ranks, source, ordered)
 
 
 @CASES
@@ -120,14 +120,14 @@ def test_the_program_gives_them(monkeypatch, source, m, k, ranks, ordered):
     given = operands(m, m, k, ranks, source)
     plan = make_inputs_plan(m, k, ranks, source, ordered)
     assert plan.eights == (1 if m <= 20 else 2 if m <= 32 else 4)
-    check(run(plan, given, seed=m), given, m, ranks, source, ordered)
+    assert_right(run(plan, given, seed=m), given, m, ranks, source, ordered)
 
 
 def test_runs_of_several_batches():
     # three chunks a warp, of which two are loaded together: the second batch ends behind the run
     given, plan = operands(1, 3, 128 * 192, (16,), GIVEN), make_inputs_plan(3, 128 * 192, (16,), GIVEN)
     assert plan.batch == 2 and plan.run == 3
-    check(run(plan, given), given, 3, (16,), GIVEN)
+    assert_right(run(plan, given), given, 3, (16,), GIVEN)
 
 
 @pytest.mark.parametrize("k, warps", [(512, 8), (3584, 8), (5120, 12), (8192, 16)])
@@ -220,7 +220,7 @@ def test_the_kernel_on_a_gpu(source, m, k, ranks, ordered):
     given = operands(m, m, k, ranks, source)
     kernel = jax.jit(inputs_kernel.build(m, k, ranks, source, ordered, EPS))
     first = kernel(*given)
-    check({name: np.asarray(v) for name, v in first.items()}, given, m, ranks, source, ordered)
+    assert_right({name: np.asarray(v) for name, v in first.items()}, given, m, ranks, source, ordered)
     for _ in range(20):
         again = kernel(*given)
         for name in ("residual", "h") if ordered else first:
