@@ -48,7 +48,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
         "optimizer.max_steps": arguments.steps,
         "optimizer.per_device_train_batch_size": arguments.micro_batch,
         "optimizer.gradient_accumulation_steps": arguments.num_generations * arguments.prompts // arguments.micro_batch,
-        "optimizer.gradient_checkpointing": "true",
+        "optimizer.gradient_checkpointing": str(arguments.gradient_checkpointing).lower(),
         "noise.num_stages": max(2, arguments.steps),
         "evaluation.num_problems": arguments.num_generations,
         "evaluation.batch_size": arguments.num_generations,
@@ -79,7 +79,8 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=1, help="of a step")
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--completion", type=int, default=2048, help="tokens of a completion")
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)

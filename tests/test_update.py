@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,12 @@ import optax
 import pytest
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.models.transformer import in_turn
 from qerl_jax.noise import NoiseSchedule
+from qerl_jax.rl import update as update_module
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
-from qerl_jax.rl.losses import LossSpec
+from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout_norms, sample_rollout, with_policies
 from qerl_jax.rl.update import UpdateSettings, init_state, update_step
 from qerl_jax.rollout import Prompts, SamplingSettings
@@ -71,11 +75,42 @@ def test_accumulation_equals_the_full_batch(loss_type, level):
     batch = batch.replace(mask=batch.mask.at[4:6].set(False).at[9].set(False))
     assert len(set(np.asarray(batch.completion_lengths).tolist())) > 2
     whole, whole_metrics = update(state, batch, settings)
-    for size in (2, 4):
-        cut, metrics = update(state, batch, dataclasses.replace(settings, micro_batch_size=size))
+    for size, loss_fn in itertools.product((2, 4, 12), (None, functools.partial(policy_loss, settings.loss))):
+        cut, metrics = update(state, batch, dataclasses.replace(settings, micro_batch_size=size), loss_fn)
         assert_trees_close(cut.adapter, whole.adapter, rtol=1e-4, atol=1e-6)
         assert_trees_close(metrics, whole_metrics, rtol=1e-4, atol=1e-6)
     assert moved(state, whole) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "size", "passes"),
+    [(None, 4, 1), (None, 12, 1), (functools.partial(policy_loss, LossSpec()), 12, 1),
+     (functools.partial(policy_loss, LossSpec()), 4, 2)],
+)  # fmt: skip
+def test_only_a_loss_of_ones_own_in_several_micro_batches_takes_a_second_pass(monkeypatch, loss_fn, size, passes):
+    traced = []
+
+    def counting(*args):
+        traced.append(args)
+        return completion_logps(*args)
+
+    monkeypatch.setattr(update_module, "completion_logps", counting)
+    settings = dataclasses.replace(UPDATE, micro_batch_size=size)
+    run = functools.partial(update_step, optimizer=SGD, settings=settings, loss_fn=loss_fn)
+    jax.eval_shape(run, state_of(), MODEL, batch_of())
+    assert len(traced) == passes
+
+
+def test_a_layers_gradients_are_there_before_the_layers_below_begin():
+    """In the program that goes to the compiler each layer's gradients, of its pairs and of the stream, pass a barrier
+    together."""
+    state, batch = state_of(), batch_of()
+    run = functools.partial(update_step, optimizer=SGD, settings=UPDATE)
+    barriers = re.findall(r":(\d+) = stablehlo.optimization_barrier", jax.jit(run).lower(state, MODEL, batch).as_text())
+    gradients = len(jax.tree.leaves(state.adapter.lora[0])) + 3  # and those of two norms and of the stream
+    assert barriers.count(str(gradients)) == MODEL.config.num_hidden_layers
+    value, gradient = jax.value_and_grad(lambda tree: jnp.sum(in_turn(tree)[0] * 2 + in_turn(tree)[1]))((1.0, 3.0))
+    assert float(value) == 5.0 and jax.tree.map(float, gradient) == (2.0, 1.0)
 
 
 def test_first_update_has_ratio_exactly_one_under_top_p():

@@ -8,7 +8,6 @@ Dimension letters: B rows of the optimizer batch, C completion slots.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -61,6 +60,7 @@ def policy_loss(
     ref_logp_BC: jax.Array | None,
     advantages_BC: jax.Array,
     mask_BC: jax.Array,
+    weights_BC: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Clipped surrogate -min(r A, clip(r) A) with r = exp(logp - old_logp), plus beta times the k3 estimate of KL.
 
@@ -70,6 +70,7 @@ def policy_loss(
       old_logp_BC, ref_logp_BC: the old and the reference policy's, constants. The reference is needed if beta != 0.
       advantages_BC: per token (a row's advantage times the sampler correction); [B, 1] broadcasts.
       mask_BC: true for sampled completion tokens that count.
+      weights_BC: `token_weights` of the batch of which these are some rows; None where they are the batch.
 
     Returns:
       The scalar loss, and the metrics kl (if beta != 0), clip_ratio/low_mean, clip_ratio/high_mean,
@@ -99,9 +100,6 @@ def policy_loss(
         kl_BC = jnp.exp(gap_BC) - gap_BC - 1
         token_loss_BC += spec.beta * kl_BC
         metrics["kl"] = mean(kl_BC)
-    return jnp.sum(token_weights(mask_BC, spec.loss_type) * token_loss_BC), metrics
-
-
-def loss_by(spec: LossSpec) -> LossFn:
-    """The loss function of a configured run."""
-    return functools.partial(policy_loss, spec)
+    if weights_BC is None:
+        weights_BC = token_weights(mask_BC, spec.loss_type)
+    return jnp.sum(weights_BC * token_loss_BC), metrics

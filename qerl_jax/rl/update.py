@@ -1,15 +1,16 @@
 """One optimizer step from a batch of scored completions.
 
-The loss is a function of the whole optimizer batch's log-probabilities, while the network runs in micro-batches: a
-first pass collects log-probabilities [B, C], the loss and its gradient with respect to them are taken at once, and a
-second pass carries that gradient back through the network, micro-batch by micro-batch. So accumulation equals the
-full batch for every loss, also one whose normalisation or clipping looks across rows. With one micro-batch the first
-pass is the forward half of the second.
+The loss is a function of the whole optimizer batch's log-probabilities [B, C], while the network runs in micro-batches,
+and accumulation equals the full batch for every loss. A configured loss is a sum over tokens with weights that depend
+on the batch's mask alone: they are all that a micro-batch has to know of the others, and it goes through the network
+once, forward and back. Any other function may normalise or clip across rows, so with several micro-batches a first
+pass collects log-probabilities, the gradient with respect to them is taken at once, and a second pass carries it back.
 
 Dimension letters: B rows of the optimizer batch, N groups of G completions, P prompt slots, C completion slots.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import flax.struct
@@ -21,10 +22,12 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
-from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, loss_by
+from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
 
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# What the loss needs of them besides: sampled, old and reference log-probabilities, advantages [B, 1], mask.
+Constants = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array]
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -67,7 +70,8 @@ class UpdateSettings:
       old_logprobs: `learner`, the clean policy at the time of the rollout (the first update has a ratio of exactly 1),
         or `sampler`, what the rollout recorded.
       loss, correction: see there.
-      gradient_checkpointing: keep one activation per layer instead of all.
+      gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
+        micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
     """
 
     num_generations: int
@@ -88,15 +92,19 @@ def _micro_batches(tree: Any, size: int) -> Any:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
 
 
+def _joined(tree: Any) -> Any:
+    """Micro-batches in one again."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
 
     def run(rows: Rows) -> tuple[jax.Array, jax.Array]:
         return completion_logps(model, adapter, *rows, settings.temperature)
 
-    rows = _micro_batches(_rows(batch), settings.micro_batch_size)
-    logps, entropies = jax.lax.map(run, rows)
-    return logps.reshape(batch.completion.shape), entropies.reshape(batch.completion.shape)
+    logps_BC, entropies_BC = _joined(jax.lax.map(run, _micro_batches(_rows(batch), settings.micro_batch_size)))
+    return logps_BC, entropies_BC
 
 
 def _rows(batch: Batch) -> Rows:
@@ -122,7 +130,7 @@ def update_step(
       optimizer: any optax transformation over the adapter.
       settings: static choices.
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
-        the default is `settings.loss`.
+        the default is `settings.loss`. With several micro-batches another costs a forward pass more than the default.
       advantage_fn: rewards [N, G] -> advantages [N, G].
 
     Returns:
@@ -136,41 +144,57 @@ def update_step(
     for name, size in (("num_generations", settings.num_generations), ("micro_batch_size", settings.micro_batch_size)):
         if B % size:
             raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
-    loss_fn = loss_by(settings.loss) if loss_fn is None else loss_fn
     mask_BC = batch.mask.astype(bool)
     advantages_B1 = advantage_fn(batch.rewards.reshape(-1, settings.num_generations)).reshape(B, 1)
+    on_policy = state.step == batch.rollout_step
 
-    def learner(adapter: Adapter, rows: Rows) -> tuple[jax.Array, jax.Array]:
-        return completion_logps(model, adapter, *rows, settings.temperature, settings.gradient_checkpointing)
-
-    def loss_of(logp_BC: jax.Array) -> tuple[jax.Array, Metrics]:
-        now_BC = jax.lax.stop_gradient(logp_BC)
+    def loss_of(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
+        sampled, old, ref, advantages, mask = of_rows
+        now = jax.lax.stop_gradient(logp)
         if settings.old_logprobs == "sampler":
-            old_BC = batch.sampled_logps
-        elif batch.old_logps is None:
-            old_BC = now_BC
+            old = sampled
+        elif old is None:
+            old = now
         else:  # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
-            old_BC = jnp.where(state.step == batch.rollout_step, now_BC, batch.old_logps)
-        weights_BC, metrics = correction_weights(settings.correction, old_BC, batch.sampled_logps, mask_BC)
-        loss, loss_metrics = loss_fn(logp_BC, old_BC, batch.ref_logps, advantages_B1 * weights_BC, mask_BC)
+            old = jnp.where(on_policy, now, old)
+        weights, metrics = correction_weights(settings.correction, old, sampled, mask)
+        loss, loss_metrics = loss_fn(logp, old, ref, advantages * weights, mask)
         return loss, metrics | loss_metrics
 
-    rows = _rows(batch)
-    if settings.micro_batch_size == B:
-        logp_BC, backward, entropy_BC = jax.vjp(lambda a: learner(a, rows), state.adapter, has_aux=True)
-        (loss, metrics), dlogp_BC = jax.value_and_grad(loss_of, has_aux=True)(logp_BC)
-        (grads,) = backward(dlogp_BC)
+    def gradient(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> jax.Array:
+        return jax.grad(loss_of, has_aux=True)(logp, of_rows, loss_fn)[0]
+
+    # `known` is what a micro-batch is given of the whole: its tokens' weights, or its gradient.
+    constants: Constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages_B1, mask_BC
+    known: jax.Array | None
+    if loss_fn is None:
+        known = token_weights(mask_BC, settings.loss.loss_type)
+    elif settings.micro_batch_size == B:
+        known = None
     else:
-        logp_BC, entropy_BC = score(model, state.adapter, batch, settings)
-        (loss, metrics), dlogp_BC = jax.value_and_grad(loss_of, has_aux=True)(logp_BC)
+        known = gradient(score(model, state.adapter, batch, settings)[0], constants, loss_fn)
 
-        def accumulate(total: Adapter, micro: tuple[Rows, jax.Array]) -> tuple[Adapter, None]:
-            micro_rows, dlogp = micro
-            _, backward, _ = jax.vjp(lambda a: learner(a, micro_rows), state.adapter, has_aux=True)
-            return jax.tree.map(jnp.add, total, backward(dlogp)[0]), None
+    def dlogp_of(logp: jax.Array, of_rows: Constants, known: jax.Array | None) -> jax.Array:
+        if loss_fn is None:
+            return gradient(logp, of_rows, functools.partial(policy_loss, settings.loss, weights_BC=known))
+        return gradient(logp, of_rows, loss_fn) if known is None else known
 
-        zeros = jax.tree.map(jnp.zeros_like, state.adapter)
-        grads, _ = jax.lax.scan(accumulate, zeros, _micro_batches((rows, dlogp_BC), settings.micro_batch_size))
+    def accumulate(total: Adapter, micro: tuple[Rows, Constants, jax.Array | None]) -> tuple[Adapter, Any]:
+        rows, of_rows, known = micro
+
+        def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
+            return completion_logps(model, adapter, *rows, settings.temperature, settings.gradient_checkpointing)
+
+        logp, backward, entropy = jax.vjp(learner, state.adapter, has_aux=True)
+        (grads,) = backward(dlogp_of(logp, of_rows, known))
+        return jax.tree.map(jnp.add, total, grads), (logp, entropy)
+
+    zeros = jax.tree.map(jnp.zeros_like, state.adapter)
+    micro_batches = _micro_batches((_rows(batch), constants, known), settings.micro_batch_size)
+    grads, results = jax.lax.scan(accumulate, zeros, micro_batches)
+    logp_BC, entropy_BC = _joined(results)
+    of_whole = functools.partial(policy_loss, settings.loss) if loss_fn is None else loss_fn
+    loss, metrics = loss_of(logp_BC, constants, of_whole)
 
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.adapter)
