@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead import ahead
 from jax import export
 from test_block import shapes_of
 
@@ -144,17 +145,32 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv):
         assert a.shape == b.shape and np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())
 
 
+drawn = jax.jit(random_layer, static_argnums=(1, 2))
+
+
+def start(programs, name, rank, rows):
+    """The layer by its kernels, and its reference."""
+    layer, norms = jax.eval_shape(lambda: random_layer(jax.random.key(0), SHAPES[name], rank))
+    x = jax.ShapeDtypeStruct((rows, layer.o.weight.k), jnp.bfloat16)
+    residual = jax.ShapeDtypeStruct((rows, layer.o.weight.n), jnp.float32)
+    keys = []
+    for f in (between_attentions, between_attentions_reference):
+        keys.append((f, name, rank, rows))
+        programs.start(keys[-1], functools.partial(f, eps=EPS), x, residual, layer, norms)
+    return keys
+
+
+@ahead(start)
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name, rank, rows", [("7B", 32, 33), ("7B", 0, 64), ("7B", 128, 100), ("14B", 64, 48), ("32B", 32, 130)]
 )
-def test_on_a_gpu(rng, name, rank, rows):
-    layer, norms = random_layer(jax.random.key(0), SHAPES[name], rank)
+def test_on_a_gpu(programs, rng, name, rank, rows):
+    run, reference = map(programs.get, start(programs, name, rank, rows))
+    layer, norms = drawn(jax.random.key(0), SHAPES[name], rank)
     x = jnp.asarray(rng.standard_normal((rows, layer.o.weight.k)), jnp.bfloat16)
     residual = jnp.asarray(rng.standard_normal((rows, layer.o.weight.n)), jnp.float32)
-    run = jax.jit(functools.partial(between_attentions, eps=EPS))
-    made = jax.tree.leaves(run(x, residual, layer, norms))
-    true = jax.tree.leaves(jax.jit(functools.partial(between_attentions_reference, eps=EPS))(x, residual, layer, norms))
+    made, true = (jax.tree.leaves(f(x, residual, layer, norms)) for f in (run, reference))
     for a, b in zip(made, true, strict=True):
         a, b = (np.asarray(v, np.float64) for v in (a, b))
         assert np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())
