@@ -39,10 +39,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.shapes import MODELS, compute_dtype, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.formats import FORMATS
-from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps
@@ -88,9 +87,7 @@ class Case(NamedTuple):
 
 def make_case(model: Model, rank: int, batch: int, num_generations: int, prompt: int, new: int) -> Case:
     G = math.gcd(batch, num_generations)
-    adapter = init_adapter(jax.random.key(1), model, rank, 2.0 * rank)
-    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(adapter))))
-    adapter = jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(next(keys), leaf.shape), adapter)
+    adapter = random_adapter(model, rank)
     noisy = perturb_norms(norms_of(model, adapter), _SIGMA, jax.random.key(3))
     N = batch // G
     tokens = jax.random.randint(jax.random.key(4), (N, prompt), 0, model.config.vocab_size)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.init import for_kernels, init_layer, init_model, quantize_layer
-from qerl_jax.models.params import Base, Layer, Model
+from qerl_jax.models.init import for_kernels, init_adapter, init_layer, init_model, quantize_layer
+from qerl_jax.models.params import Adapter, Base, Layer, Model
 
 MODELS = {
     "tiny": ModelConfig("qwen2", 512, 64, 128, 2, 4, 2, 16, 1e-6, 1e6, True, True, 4096),
@@ -46,3 +46,10 @@ def random_model(config: ModelConfig, dtype: jnp.dtype, weight_format: str = "nv
     layers = tuple(draw(jax.random.key(1 + i)) for i in range(config.num_hidden_layers))
     model = Model(Base(embed, layers, outer.final_norm, outer.lm_head), config)
     return for_kernels(model) if kernels else model
+
+
+def random_adapter(model: Model, rank: int) -> Adapter:
+    """LoRA on all linears, with a B that is not zero; float32."""
+    adapter = init_adapter(jax.random.key(1), model, rank, 2.0 * rank)
+    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(adapter))))
+    return jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(next(keys), leaf.shape), adapter)

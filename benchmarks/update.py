@@ -1,0 +1,142 @@
+"""An optimizer step at size: seconds, beside what its products alone would take, and memory, by micro-batch.
+
+    python -m benchmarks.update --model qwen2.5-7b --completion 2048 --micro-batch 1 2 --checkpointed 4 8 \\
+        --output benchmarks/results/h200/update_qwen2.5-7b.json
+
+Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens, no padding.
+What is timed is `update_step`, compiled, from call to result; `seconds` is the median of --repeats after one that warms
+up. floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward
+once more), and of the output matrix's three, at the rate of a product of 8192^3 in that run. temporary_gb is what the
+compiled step needs beside weights, adapter and optimizer state.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
+from pallas_kernels import has_kernels
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import PROJECTIONS, projection_shape
+from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
+from qerl_jax.rl.update import Batch, UpdateSettings, init_state, update_step
+
+_OPTIMIZER = make_optimizer(OptimizerSpec(1e-5, 100))
+
+
+def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int) -> Batch:
+    """Full rows, whose rewards are all different."""
+    tokens = jax.random.randint(jax.random.key(3), (rows, prompt + completion), 0, config.vocab_size)
+    return Batch(
+        prompt=tokens[:, :prompt],
+        prompt_lengths=jnp.full(rows, prompt),
+        completion=tokens[:, prompt:],
+        completion_lengths=jnp.full(rows, completion),
+        mask=jnp.ones((rows, completion), bool),
+        rewards=jnp.arange(rows) / rows,
+        sampled_logps=jnp.zeros((rows, completion)),
+        rollout_step=jnp.int32(0),
+    )
+
+
+def products_flops(config: ModelConfig, tokens: int, completion_tokens: int, checkpoints: bool) -> float:
+    """Of the frozen weights, forward and for dx (no gradient of a weight is taken), and of the output matrix, which
+    goes forward twice: its logits are not kept."""
+    sizes = (projection_shape(config, name) for name in PROJECTIONS)
+    layers = config.num_hidden_layers * sum(N * K for N, K in sizes)
+    return 2.0 * (
+        tokens * layers * (3 if checkpoints else 2) + completion_tokens * config.vocab_size * config.hidden_size * 3
+    )
+
+
+def bf16_rate(size: int) -> float:
+    """FLOPs a second of a product of `size`^3 in the compute dtype, by the host's clock over ten in a row."""
+    x = jnp.ones((size, size), compute_dtype())
+    product = jax.jit(jnp.dot)
+    product(x, x).block_until_ready()
+    began = time.perf_counter()
+    jax.block_until_ready([product(x, x) for _ in range(10)])
+    return 10 * 2.0 * size**3 / (time.perf_counter() - began)
+
+
+def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: int) -> dict[str, Any]:
+    seconds = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        _, metrics = jax.block_until_ready(program(*operands))
+        seconds.append(time.perf_counter() - began)
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "seconds_of_repeats": seconds[1:],
+        "temporary_gb": program.memory_analysis().temp_size_in_bytes / 1e9,
+        "grad_norm": float(metrics["grad_norm"]),
+        "nonfinite": int(metrics["nonfinite"]),
+    }
+
+
+def arguments_of(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=8, help="completions of a step, one group")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--completion", type=int, default=2048, help="tokens of a completion")
+    parser.add_argument("--micro-batch", type=int, nargs="*", default=[1, 2], help="without gradient checkpointing")
+    parser.add_argument("--checkpointed", type=int, nargs="*", default=[4], help="micro-batches with it")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = arguments_of(words)
+    config, B = MODELS[arguments.model], arguments.rows
+    model = random_model(config, compute_dtype(), kernels=has_kernels())
+    state = init_state(random_adapter(model, arguments.lora_rank), _OPTIMIZER)
+    operands = state, model, random_batch(config, B, arguments.prompt, arguments.completion)
+    cases = [(size, False) for size in arguments.micro_batch] + [(size, True) for size in arguments.checkpointed]
+    rate = bf16_rate(256 if jax.default_backend() == "cpu" else 8192)
+
+    def build(case: tuple[int, bool]) -> tuple[jax.stages.Compiled, float]:
+        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
+        run = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
+        lowered, began = jax.jit(run).lower(*operands), time.perf_counter()
+        return lowered.compile(), time.perf_counter() - began
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = list(pool.map(build, cases))
+    tokens = B * (arguments.prompt + arguments.completion)
+    rows = []
+    for (size, checkpoints), (program, compile_seconds) in zip(cases, built, strict=True):
+        flops = products_flops(config, tokens, B * arguments.completion, checkpoints)
+        row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
+        row |= measure(program, operands, arguments.repeats) | {"compile_seconds": compile_seconds}
+        rows.append(row)
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    if arguments.output is not None:
+        settings = ("lora_rank", "rows", "prompt", "completion", "repeats")
+        result = {
+            "model": arguments.model,
+            "settings": {name: getattr(arguments, name) for name in settings},
+            "device": jax.devices()[0].device_kind,
+            "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
+            "bf16_tflop_per_s": rate * 1e-12,
+            "rows": rows,
+        }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(row["nonfinite"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

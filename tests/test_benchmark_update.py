@@ -1,0 +1,27 @@
+"""The benchmark of an optimizer step on a tiny network."""
+
+import json
+
+import pytest
+
+from benchmarks import update
+from benchmarks.shapes import MODELS
+
+
+def test_products_by_hand():
+    """2 layers of q, k, v, o (64 x 64, 32 x 64 twice, 64 x 64) and three of 128 x 64; a vocabulary of 512."""
+    layers, head = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64), 512 * 64
+    assert update.products_flops(MODELS["tiny"], 10, 7, False) == 2 * (2 * 10 * layers + 3 * 7 * head)
+    assert update.products_flops(MODELS["tiny"], 10, 7, True) == 2 * (3 * 10 * layers + 3 * 7 * head)
+
+
+def test_every_cut_is_the_same_step(tmp_path):
+    output = tmp_path / "update.json"
+    words = (
+        "--model tiny --lora-rank 4 --rows 4 --prompt 3 --completion 9 --micro-batch 1 4 --checkpointed 2 --repeats 1"
+    )
+    assert update.main([*words.split(), "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["micro_batch"], row["gradient_checkpointing"]) for row in rows] == [(1, False), (4, False), (2, True)]
+    assert rows[0]["grad_norm"] > 0 and all(row["seconds"] > 0 and row["temporary_gb"] > 0 for row in rows)
+    assert all(row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4) for row in rows)
