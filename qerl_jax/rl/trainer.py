@@ -41,7 +41,8 @@ from qerl_jax.rl.assembly import Experiment, assemble, decode_completions, sampl
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import DRAWS, make_batch, reward_metrics, rollout_norms, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
-from qerl_jax.rollout import Prompts
+from qerl_jax.rl.update_memory import refuse_what_does_not_fit
+from qerl_jax.rollout import Prompts, Rollout
 from qerl_jax.summary import report
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
@@ -88,7 +89,7 @@ class _Run:
     def __init__(self, experiment: Experiment, folder: Path, interrupt: list[bool], profile: str | None) -> None:
         self.experiment, self.folder, self.interrupt, self.profile = experiment, folder, interrupt, profile
         self.config = experiment.config
-        settings, optimizer = experiment.settings, experiment.optimizer
+        settings = experiment.settings
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
         self.norms_fn = jax.jit(functools.partial(rollout_norms, settings=settings))
         slots = self.config.generation.max_slots
@@ -97,15 +98,6 @@ class _Run:
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
         self.metrics_fn = jax.jit(reward_metrics)
-        self.update_fn = jax.jit(
-            functools.partial(
-                update_step,
-                optimizer=optimizer,
-                settings=settings.update,
-                advantage_fn=advantages_by(self.config.grpo.scale_rewards),
-            ),
-            donate_argnums=0,
-        )
         self._begin_or_resume()
 
     def _begin_or_resume(self) -> None:
@@ -128,6 +120,34 @@ class _Run:
         self.root = saved.key
         self.saved_at = int(self.state.step) if found is not None else -1
 
+    def _compiled_update(self) -> jax.stages.Compiled:
+        """The program of all updates, for what a rollout will hand it."""
+        config, experiment = self.config, self.experiment
+        shape: Any = jax.ShapeDtypeStruct
+        N, B = config.prompts_per_rollout, config.completions_per_rollout
+        P, C = config.data.max_prompt_length, config.generation.max_completion_length
+        prompts = Prompts(shape((N, P), jnp.int32), shape((N,), jnp.int32), shape((N,), jnp.int32))
+        completions = Rollout(
+            tokens=shape((B, C), jnp.int32),
+            lengths=shape((B,), jnp.int32),
+            terminated=shape((B,), jnp.bool),
+            logps=shape((B, C), jnp.float32),
+            truncated_logps=None,
+        )
+        rewards, model, adapter = shape((B,), jnp.float32), experiment.policy.model, self.state.adapter
+        batch = jax.eval_shape(self.batch_fn, prompts, completions, rewards, self.state.step)
+        batch = jax.eval_shape(self.policies_fn, model, adapter, batch)
+        part = jax.eval_shape(lambda batch: next(self._parts(batch)), batch)
+        update = functools.partial(
+            update_step,
+            optimizer=experiment.optimizer,
+            settings=experiment.settings.update,
+            advantage_fn=advantages_by(config.grpo.scale_rewards),
+        )
+        program = jax.jit(update, donate_argnums=0).lower(self.state, model, part).compile()
+        refuse_what_does_not_fit(program, config)
+        return program
+
     def run(self) -> Path:
         config, total = self.config, self.experiment.total_steps
         writer = MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step))
@@ -136,6 +156,9 @@ class _Run:
             live.note(pallas_kernels.describe())
         with RewardFunctions(config.reward) as rewards, contextlib.closing(writer), contextlib.closing(live):
             self.rewards, self.writer, self.live = rewards, writer, live
+            if int(self.state.step) < total:
+                live.note("compiling an update")
+                self.update_fn = self._compiled_update()
             if self.progress["before"] is None:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:
