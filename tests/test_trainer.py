@@ -389,10 +389,10 @@ def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_st
 
 
 def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_path, monkeypatch, capsys):
-    compiled = trainer._Run._compiled_update
+    compiled = trainer.compiled_update
 
-    def with_a_bad_update(self):
-        update = compiled(self)
+    def with_a_bad_update(*arguments):
+        update = compiled(*arguments)
 
         def refuse_the_second(state, model, batch):
             if int(state.step) != 1 or int(batch.rollout_step) != 0:
@@ -402,7 +402,7 @@ def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_p
 
         return refuse_the_second
 
-    monkeypatch.setattr(trainer._Run, "_compiled_update", with_a_bad_update)
+    monkeypatch.setattr(trainer, "compiled_update", with_a_bad_update)
     run = train(config, tmp_path / "run")
     assert [(row["rollout"], row["step"], row["nonfinite"]) for row in rows(run)] == [
         (0, 1, 0), (0, 2, 1), (1, 2, 0), (1, 3, 0), (2, 4, 0), (2, 5, 0), (3, 6, 0)

@@ -36,13 +36,12 @@ from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, decode_completions, sampling_engine
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import DRAWS, make_batch, reward_metrics, rollout_norms, with_policies
-from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
-from qerl_jax.rl.update_memory import refuse_what_does_not_fit
-from qerl_jax.rollout import Prompts, Rollout
+from qerl_jax.rl.update import Batch, TrainState, init_state
+from qerl_jax.rl.update_program import compiled_update
+from qerl_jax.rollout import Prompts
 from qerl_jax.summary import report
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
@@ -120,34 +119,6 @@ class _Run:
         self.root = saved.key
         self.saved_at = int(self.state.step) if found is not None else -1
 
-    def _compiled_update(self) -> jax.stages.Compiled:
-        """The program of all updates, for what a rollout will hand it."""
-        config, experiment = self.config, self.experiment
-        shape: Any = jax.ShapeDtypeStruct
-        N, B = config.prompts_per_rollout, config.completions_per_rollout
-        P, C = config.data.max_prompt_length, config.generation.max_completion_length
-        prompts = Prompts(shape((N, P), jnp.int32), shape((N,), jnp.int32), shape((N,), jnp.int32))
-        completions = Rollout(
-            tokens=shape((B, C), jnp.int32),
-            lengths=shape((B,), jnp.int32),
-            terminated=shape((B,), jnp.bool),
-            logps=shape((B, C), jnp.float32),
-            truncated_logps=None,
-        )
-        rewards, model, adapter = shape((B,), jnp.float32), experiment.policy.model, self.state.adapter
-        batch = jax.eval_shape(self.batch_fn, prompts, completions, rewards, self.state.step)
-        batch = jax.eval_shape(self.policies_fn, model, adapter, batch)
-        part = jax.eval_shape(lambda batch: next(self._parts(batch)), batch)
-        update = functools.partial(
-            update_step,
-            optimizer=experiment.optimizer,
-            settings=experiment.settings.update,
-            advantage_fn=advantages_by(config.grpo.scale_rewards),
-        )
-        program = jax.jit(update, donate_argnums=0).lower(self.state, model, part).compile()
-        refuse_what_does_not_fit(program, config)
-        return program
-
     def run(self) -> Path:
         config, total = self.config, self.experiment.total_steps
         writer = MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step))
@@ -158,7 +129,7 @@ class _Run:
             self.rewards, self.writer, self.live = rewards, writer, live
             if int(self.state.step) < total:
                 live.note("compiling an update")
-                self.update_fn = self._compiled_update()
+                self.update_fn = compiled_update(self.experiment, self.state)
             if self.progress["before"] is None:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:

@@ -9,7 +9,7 @@ from run_harness import checkpoints, one_layer_policy, rows, small_config
 from qerl_jax.config import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rl import trainer
-from qerl_jax.rl.update_memory import refuse_what_does_not_fit
+from qerl_jax.rl.update_program import refuse_what_does_not_fit
 
 
 class Device:

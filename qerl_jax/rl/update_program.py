@@ -1,0 +1,92 @@
+"""The program of a run's updates, compiled before anything is sampled: whether it fits in memory is known then."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.config import Config
+from qerl_jax.errors import UserError
+from qerl_jax.rl.advantages import advantages_by
+from qerl_jax.rl.assembly import Experiment
+from qerl_jax.rl.step import make_batch, with_policies
+from qerl_jax.rl.update import Batch, TrainState, update_step
+from qerl_jax.rollout import Prompts, Rollout
+
+
+def compiled_update(experiment: Experiment, state: TrainState) -> jax.stages.Compiled:
+    """`update_step` of a run, (state, model, batch) -> (state, metrics), which takes the state's arrays over.
+
+    Raises:
+      UserError: the device has less memory than it needs.
+    """
+    config = experiment.config
+    update = functools.partial(
+        update_step,
+        optimizer=experiment.optimizer,
+        settings=experiment.settings.update,
+        advantage_fn=advantages_by(config.grpo.scale_rewards),
+    )
+    lowered = jax.jit(update, donate_argnums=0).lower(state, experiment.policy.model, batch_shapes(experiment, state))
+    program = lowered.compile()
+    refuse_what_does_not_fit(program, config)
+    return program
+
+
+def batch_shapes(experiment: Experiment, state: TrainState) -> Batch:
+    """Shapes and dtypes of one update's batch."""
+    config, settings = experiment.config, experiment.settings
+    P, C = config.data.max_prompt_length, config.generation.max_completion_length
+    B = config.optimizer.per_device_train_batch_size * config.optimizer.gradient_accumulation_steps
+    N = B // config.generation.num_generations
+    shape: Any = jax.ShapeDtypeStruct
+
+    def batch(prompts: Prompts, completions: Rollout, rewards_B: jax.Array, state: TrainState) -> Batch:
+        batch = make_batch(prompts, completions, rewards_B, state.step, settings)
+        several = config.updates_per_rollout > 1
+        return with_policies(experiment.policy.model, state.adapter, batch, settings.update, several)
+
+    prompts = Prompts(shape((N, P), jnp.int32), shape((N,), jnp.int32), shape((N,), jnp.int32))
+    completions = Rollout(
+        tokens=shape((B, C), jnp.int32),
+        lengths=shape((B,), jnp.int32),
+        terminated=shape((B,), jnp.bool),
+        logps=shape((B, C), jnp.float32),
+        truncated_logps=None,
+    )
+    shapes: Batch = jax.eval_shape(batch, prompts, completions, shape((B,), jnp.float32), state)
+    return shapes
+
+
+def refuse_what_does_not_fit(program: jax.stages.Compiled, config: Config) -> None:
+    """Holds the compiled update against the device's limit, where both say what they take and have.
+
+    Raises:
+      UserError: it needs more, with the numbers and the options that change them.
+    """
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    sizes = program.memory_analysis()
+    if limit is None or sizes is None:
+        return
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    if kept + sizes.temp_size_in_bytes <= limit:
+        return
+    optimizer = config.optimizer
+    size = optimizer.per_device_train_batch_size
+    tokens = config.data.max_prompt_length + config.generation.max_completion_length
+    ways = []
+    if size > 1:
+        ways.append(
+            "lower optimizer.per_device_train_batch_size, and raise gradient_accumulation_steps (now "
+            f"{optimizer.gradient_accumulation_steps}) as much: the step stays the same"
+        )
+    if not optimizer.gradient_checkpointing:
+        ways.append("set optimizer.gradient_checkpointing=true")
+    ways.append("shorten generation.max_completion_length")
+    raise UserError(
+        f"an update does not fit in memory: weights, adapter and optimizer need {kept / 1e9:.1f} GB, and "
+        f"{size} {'row' if size == 1 else 'rows'} of {tokens} tokens at once (optimizer.per_device_train_batch_size) "
+        f"{sizes.temp_size_in_bytes / 1e9:.1f} GB; the device has {limit / 1e9:.1f} GB. To change that, "
+        + ", or ".join(ways)
+    )
