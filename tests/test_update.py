@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 
 import jax
@@ -75,7 +74,8 @@ def test_accumulation_equals_the_full_batch(loss_type, level):
     batch = batch.replace(mask=batch.mask.at[4:6].set(False).at[9].set(False))
     assert len(set(np.asarray(batch.completion_lengths).tolist())) > 2
     whole, whole_metrics = update(state, batch, settings)
-    for size, loss_fn in itertools.product((2, 4, 12), (None, functools.partial(policy_loss, settings.loss))):
+    given = functools.partial(policy_loss, settings.loss)
+    for size, loss_fn in ((2, None), (4, None), (4, given), (12, given)):
         cut, metrics = update(state, batch, dataclasses.replace(settings, micro_batch_size=size), loss_fn)
         assert_trees_close(cut.adapter, whole.adapter, rtol=1e-4, atol=1e-6)
         assert_trees_close(metrics, whole_metrics, rtol=1e-4, atol=1e-6)

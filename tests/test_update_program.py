@@ -22,16 +22,15 @@ class Device:
         return {"bytes_limit": self.limit}
 
 
-def refused(monkeypatch, limit, argument, temporary, **optimizer):
+def refused(monkeypatch, limit, kept, temporary, *words):
     """The check of a program of these GB on a device with `limit` GB."""
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(limit * 1e9)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(limit * 10**9)])
     sizes = types.SimpleNamespace(
-        argument_size_in_bytes=argument * 1e9,
-        output_size_in_bytes=1e9,
-        alias_size_in_bytes=1e9,
-        temp_size_in_bytes=temporary * 1e9,
+        argument_size_in_bytes=kept * 10**9,
+        output_size_in_bytes=10**9,
+        alias_size_in_bytes=10**9,
+        temp_size_in_bytes=temporary * 10**9,
     )
-    words = [f"optimizer.{name}={value}" for name, value in optimizer.items()]
     config = load_config("quickstart", ["generation.max_completion_length=60", *words])
     refuse_what_does_not_fit(types.SimpleNamespace(memory_analysis=lambda: sizes), config)
 
@@ -39,27 +38,29 @@ def refused(monkeypatch, limit, argument, temporary, **optimizer):
 def test_what_fits_exactly_fits(monkeypatch):
     refused(monkeypatch, 100, 40, 60)
     with pytest.raises(UserError, match="does not fit in memory"):
-        refused(monkeypatch, 99.9, 40, 60)
+        refused(monkeypatch, 99, 40, 60)
 
 
 def test_the_message_names_the_numbers_and_every_way_out(monkeypatch):
     with pytest.raises(UserError) as caught:
-        refused(monkeypatch, 100, 40, 60.5)
+        refused(monkeypatch, 100, 40, 320)
     assert str(caught.value) == (
         "an update does not fit in memory: weights, adapter and optimizer need 40.0 GB, and 32 rows of 100 tokens at "
-        "once (optimizer.per_device_train_batch_size) 60.5 GB; the device has 100.0 GB. To change that, lower "
-        "optimizer.per_device_train_batch_size, and raise gradient_accumulation_steps (now 4) as much: the step stays "
-        "the same, or set optimizer.gradient_checkpointing=true, or shorten generation.max_completion_length"
+        "once (optimizer.per_device_train_batch_size) 320.0 GB; the device has 100.0 GB. Try "
+        "optimizer.per_device_train_batch_size=4 optimizer.gradient_accumulation_steps=32 "
+        "grpo.steps_per_generation=32, which is the same step and may fit; or optimizer.gradient_checkpointing=true; "
+        "or a lower generation.max_completion_length"
     )
-    with pytest.raises(
-        UserError, match=r"1 row of 100 tokens .* change that, shorten generation.max_completion_length$"
-    ):
-        smallest = {
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 8,
-            "gradient_checkpointing": "true",
-        }
-        refused(monkeypatch, 100, 40, 60.5, **smallest)
+    with pytest.raises(UserError, match=r"_accumulation_steps=16 grpo.steps_per_generation=32, which is"):
+        refused(monkeypatch, 100, 40, 180, "grpo.steps_per_generation=8")
+
+
+@pytest.mark.parametrize("kept, words", [
+    (40, ["optimizer.per_device_train_batch_size=1", "optimizer.gradient_accumulation_steps=8"]), (101, [])
+])  # fmt: skip
+def test_fewer_rows_are_no_way_out_where_there_are_none(monkeypatch, kept, words):
+    with pytest.raises(UserError, match=r"GB\. Try a lower generation.max_completion_length$"):
+        refused(monkeypatch, 100, kept, 61, "optimizer.gradient_checkpointing=true", *words)
 
 
 def test_a_run_is_refused_before_it_samples_and_goes_on_with_less(tmp_path, monkeypatch):

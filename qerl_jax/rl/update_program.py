@@ -75,18 +75,24 @@ def refuse_what_does_not_fit(program: jax.stages.Compiled, config: Config) -> No
     optimizer = config.optimizer
     size = optimizer.per_device_train_batch_size
     tokens = config.data.max_prompt_length + config.generation.max_completion_length
-    ways = []
-    if size > 1:
-        ways.append(
-            "lower optimizer.per_device_train_batch_size, and raise gradient_accumulation_steps (now "
-            f"{optimizer.gradient_accumulation_steps}) as much: the step stays the same"
-        )
-    if not optimizer.gradient_checkpointing:
-        ways.append("set optimizer.gradient_checkpointing=true")
-    ways.append("shorten generation.max_completion_length")
+    fewer = size * (limit - kept) // sizes.temp_size_in_bytes  # as if all of it went with the rows
+    divisor = max((n for n in range(1, size) if size % n == 0 and n <= fewer), default=None)
+    ways = [] if divisor is None else [f"{_in_smaller_parts(config, divisor)}, which is the same step and may fit"]
+    ways += [] if optimizer.gradient_checkpointing else ["optimizer.gradient_checkpointing=true"]
+    ways.append("a lower generation.max_completion_length")
     raise UserError(
         f"an update does not fit in memory: weights, adapter and optimizer need {kept / 1e9:.1f} GB, and "
         f"{size} {'row' if size == 1 else 'rows'} of {tokens} tokens at once (optimizer.per_device_train_batch_size) "
-        f"{sizes.temp_size_in_bytes / 1e9:.1f} GB; the device has {limit / 1e9:.1f} GB. To change that, "
-        + ", or ".join(ways)
+        f"{sizes.temp_size_in_bytes / 1e9:.1f} GB; the device has {limit / 1e9:.1f} GB. Try {'; or '.join(ways)}"
     )
+
+
+def _in_smaller_parts(config: Config, size: int) -> str:
+    """The options that make the same step of micro-batches of `size`."""
+    times = config.optimizer.per_device_train_batch_size // size
+    options = {
+        "optimizer.per_device_train_batch_size": size,
+        "optimizer.gradient_accumulation_steps": times * config.optimizer.gradient_accumulation_steps,
+        "grpo.steps_per_generation": times * config.steps_per_generation,
+    }
+    return " ".join(f"{name}={value}" for name, value in options.items())
