@@ -90,9 +90,9 @@ def test_accumulation_equals_the_full_batch(loss_type, level):
 def test_only_a_loss_of_ones_own_in_several_micro_batches_takes_a_second_pass(monkeypatch, loss_fn, size, passes):
     traced = []
 
-    def counting(*args):
+    def counting(*args, **options):
         traced.append(args)
-        return completion_logps(*args)
+        return completion_logps(*args, **options)
 
     monkeypatch.setattr(update_module, "completion_logps", counting)
     settings = dataclasses.replace(UPDATE, micro_batch_size=size)

@@ -171,6 +171,7 @@ def assemble(config: Config) -> Experiment:
         loss=LossSpec(grpo.loss_type, grpo.beta, grpo.epsilon, grpo.epsilon_high),
         correction=correction,
         gradient_checkpointing=optimizer.gradient_checkpointing,
+        length_buckets=optimizer.length_buckets,
     )
     schedule = None
     if noise.num_stages > 1:

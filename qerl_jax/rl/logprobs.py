@@ -1,6 +1,7 @@
 """Log-probabilities of sampled completions under the learner: one forward pass over prompt + completion.
 
-Dimension letters: B rows, P prompt slots, C completion slots, T = P + C, D hidden size, V vocabulary, M tokens.
+Dimension letters: B rows, P prompt slots, C completion slots, T token slots (P + C, or fewer), S completion slots that
+are computed, D hidden size, V vocabulary, M tokens.
 """
 
 import jax
@@ -60,15 +61,19 @@ def completion_logps(
     completion_lengths_B: jax.Array,
     temperature: float,
     gradient_checkpointing: bool = False,
+    width: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The learner's log-probability and entropy at every completion slot, float32 [B, C]; slots past the end hold
-    values of no meaning, to be masked by length."""
+    values of no meaning, to be masked by length. No row is longer than `width`, the token slots that are computed;
+    None is P + C."""
     P, C = prompt_BP.shape[1], completion_BC.shape[1]
-    tokens_BT = joined_rows(prompt_BP, prompt_lengths_B, completion_BC, completion_lengths_B)
+    T = P + C if width is None else width
+    slots = min(C, T)  # S
+    tokens_BT = joined_rows(prompt_BP, prompt_lengths_B, completion_BC, completion_lengths_B)[:, :T]
     hidden_BTD, _ = forward(model, adapter, tokens_BT, gradient_checkpointing=gradient_checkpointing)
-    before_BC = jnp.minimum(prompt_lengths_B[:, None] - 1 + jnp.arange(C), P + C - 1)
-    hidden_BCD = jnp.take_along_axis(hidden_BTD, before_BC[:, :, None], axis=1)
-    logps_M, entropies_M = token_logps(
-        model, hidden_BCD.reshape(-1, hidden_BCD.shape[-1]), completion_BC.reshape(-1), temperature
-    )
-    return logps_M.reshape(completion_BC.shape), entropies_M.reshape(completion_BC.shape)
+    before_BS = jnp.minimum(prompt_lengths_B[:, None] - 1 + jnp.arange(slots), T - 1)
+    hidden_BSD = jnp.take_along_axis(hidden_BTD, before_BS[:, :, None], axis=1)
+    targets_M = completion_BC[:, :slots].reshape(-1)
+    found = token_logps(model, hidden_BSD.reshape(-1, hidden_BSD.shape[-1]), targets_M, temperature)
+    logps_BC, entropies_BC = (jnp.pad(x_M.reshape(-1, slots), ((0, 0), (0, C - slots))) for x_M in found)
+    return logps_BC, entropies_BC

@@ -23,6 +23,7 @@ from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
+from qerl_jax.rl.micro_batches import Body, in_micro_batches, put
 
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -70,6 +71,9 @@ class UpdateSettings:
       old_logprobs: `learner`, the clean policy at the time of the rollout (the first update has a ratio of exactly 1),
         or `sampler`, what the rollout recorded.
       loss, correction: see there.
+      length_buckets: widths that micro-batches may have: with 1 all have prompt and completion slots together, with 4
+        also a half, a quarter and an eighth, and as many rows more, for rows that are no longer (see `micro_batches`).
+        The step is the same up to rounding; its program has a copy of the network for each.
       gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
         micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
     """
@@ -81,6 +85,7 @@ class UpdateSettings:
     loss: LossSpec = dataclasses.field(default_factory=LossSpec)
     correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
+    length_buckets: int = 1
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
@@ -88,22 +93,26 @@ def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> Tra
     return TrainState(jnp.int32(0), adapter, optimizer.init(adapter))
 
 
-def _micro_batches(tree: Any, size: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
-
-
-def _joined(tree: Any) -> Any:
-    """Micro-batches in one again."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+def _in_micro_batches(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
+    return in_micro_batches(
+        body,
+        carry,
+        rows,
+        batch.prompt_lengths + batch.completion_lengths,
+        size=settings.micro_batch_size,
+        longest=batch.prompt.shape[1] + batch.completion.shape[1],
+        buckets=settings.length_buckets,
+    )
 
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
 
-    def run(rows: Rows) -> tuple[jax.Array, jax.Array]:
-        return completion_logps(model, adapter, *rows, settings.temperature)
+    def run(found: Any, rows: Rows, places: jax.Array, width: int) -> Any:
+        return put(found, places, completion_logps(model, adapter, *rows, settings.temperature, width=width))
 
-    logps_BC, entropies_BC = _joined(jax.lax.map(run, _micro_batches(_rows(batch), settings.micro_batch_size)))
+    zeros_BC = jnp.zeros(batch.completion.shape)
+    logps_BC, entropies_BC = _in_micro_batches(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
     return logps_BC, entropies_BC
 
 
@@ -179,20 +188,22 @@ def update_step(
             return gradient(logp, of_rows, functools.partial(policy_loss, settings.loss, weights_BC=known))
         return gradient(logp, of_rows, loss_fn) if known is None else known
 
-    def accumulate(total: Adapter, micro: tuple[Rows, Constants, jax.Array | None]) -> tuple[Adapter, Any]:
-        rows, of_rows, known = micro
+    def accumulate(carry: Any, part: tuple[Rows, Constants, jax.Array | None], places: jax.Array, width: int) -> Any:
+        total, found = carry
+        rows, of_rows, known = part
 
         def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
-            return completion_logps(model, adapter, *rows, settings.temperature, settings.gradient_checkpointing)
+            checkpoints = settings.gradient_checkpointing
+            return completion_logps(model, adapter, *rows, settings.temperature, checkpoints, width)
 
         logp, backward, entropy = jax.vjp(learner, state.adapter, has_aux=True)
         (grads,) = backward(dlogp_of(logp, of_rows, known))
-        return jax.tree.map(jnp.add, total, grads), (logp, entropy)
+        return jax.tree.map(jnp.add, total, grads), put(found, places, (logp, entropy))
 
-    zeros = jax.tree.map(jnp.zeros_like, state.adapter)
-    micro_batches = _micro_batches((_rows(batch), constants, known), settings.micro_batch_size)
-    grads, results = jax.lax.scan(accumulate, zeros, micro_batches)
-    logp_BC, entropy_BC = _joined(results)
+    zeros_BC = jnp.zeros(batch.completion.shape)
+    none_yet = jax.tree.map(jnp.zeros_like, state.adapter), (zeros_BC, zeros_BC)
+    gathered = _in_micro_batches(accumulate, none_yet, (_rows(batch), constants, known), batch, settings)
+    grads, (logp_BC, entropy_BC) = gathered
     of_whole = functools.partial(policy_loss, settings.loss) if loss_fn is None else loss_fn
     loss, metrics = loss_of(logp_BC, constants, of_whole)
 

@@ -1,0 +1,81 @@
+"""The rows of an optimizer batch in micro-batches, as many at once as fit in memory.
+
+Dimension letters: B rows of the batch, R rows of a micro-batch, T token slots of the longest possible row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_MULTIPLE = 16  # of a width that is not T itself
+
+# Of what has been gathered so far, rows [R, ...], their places in the batch [R] (B where there is none) and the static
+# width: what has been gathered then.
+Body = Callable[[Any, Any, jax.Array, int], Any]
+
+
+def in_micro_batches(
+    body: Body, carry: Any, rows: Any, lengths_B: jax.Array, *, size: int, longest: int, buckets: int
+) -> Any:
+    """Calls `body(carry, rows, places, width)` for micro-batches until every row has been in one.
+
+    With one bucket, `size` rows at a time in the order of the batch, all of width T. With several, the rows go by
+    length, the longest first, and a micro-batch is as wide as its first row asks for: T, or about T / 2, T / 4, ..
+    With half the width it has twice the rows, so all take the same memory, and there are never more than with one.
+
+    Args:
+      body: traced once for each width.
+      carry: any pytree.
+      rows: a pytree of arrays [B, ...]. Rows that fill a last micro-batch up are zeros.
+      lengths_B: tokens of each row, at most `longest`.
+      size: rows of width T at a time; divides B.
+      longest: T.
+      buckets: widths to choose from.
+
+    Returns:
+      The last carry.
+    """
+    B = lengths_B.shape[0]
+    if buckets == 1:
+
+        def in_order(i: jax.Array, carry: Any) -> Any:
+            part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * size, size), rows)
+            return body(carry, part, i * size + jnp.arange(size), longest)
+
+        return jax.lax.fori_loop(0, B // size, in_order, carry)
+
+    widths = widths_of(longest, buckets)
+    counts = [min(B, size * 2**k) for k in range(len(widths))]
+    order = jnp.argsort(-lengths_B, stable=True)
+    places_filled = jnp.concatenate([order, jnp.full(counts[-1], B)])
+
+    def of_width(k: int, at: jax.Array, carry: Any) -> Any:
+        places_R = jax.lax.dynamic_slice_in_dim(places_filled, at, counts[k])
+        part = jax.tree.map(lambda leaf: leaf.at[places_R].get(mode="fill", fill_value=0), rows)
+        return body(carry, part, places_R, widths[k])
+
+    def step(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        at, carry = state
+        k = jnp.sum(lengths_B[order[at]] <= jnp.array(widths[1:]))
+        branches = [lambda at, carry, k=k: of_width(k, at, carry) for k in range(len(widths))]
+        return at + jnp.array(counts)[k], jax.lax.switch(k, branches, at, carry)
+
+    return jax.lax.while_loop(lambda state: state[0] < B, step, (jnp.int32(0), carry))[1]
+
+
+def widths_of(longest: int, buckets: int) -> tuple[int, ...]:
+    """T, T / 2, T / 4, .. up to a multiple of 16, without those that are no narrower than the one before."""
+    widths = [longest]
+    for k in range(1, buckets):
+        width = -(-longest // (2**k * _MULTIPLE)) * _MULTIPLE
+        if width >= widths[-1]:
+            break
+        widths.append(width)
+    return tuple(widths)
+
+
+def put(whole: Any, places_R: jax.Array, part: Any) -> Any:
+    """`whole` [B, ...] with a micro-batch's rows at their places."""
+    return jax.tree.map(lambda all_rows, new: all_rows.at[places_R].set(new, mode="drop"), whole, part)

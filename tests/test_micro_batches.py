@@ -1,0 +1,132 @@
+"""Micro-batches by length: every row once, never wider than asked for, never more of them, and the same update."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_adapter, tiny_model
+
+from qerl_jax.rl.correction import SamplerCorrection
+from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.micro_batches import in_micro_batches, widths_of
+from qerl_jax.rl.update import Batch, UpdateSettings, init_state, score, update_step
+
+MODEL = tiny_model()
+P, C = 6, 58
+SGD = optax.sgd(0.1)
+LENGTHS = {
+    "a long tail": [3, 5, 58, 4, 9, 2, 30, 1, 12, 7, 6, 20],
+    "all full": [58] * 12,
+    "all short": [2] * 12,
+    "one at each limit": [10, 26, 58, 11, 27, 57, 9, 25, 58, 1, 42, 12],
+}
+
+
+def batch_of(lengths):
+    """Rows of 2 to 6 prompt tokens; rewards and old log-probabilities of their own."""
+    B, keys = len(lengths), iter(jax.random.split(jax.random.key(0), 9))
+    completion_lengths = jnp.array(lengths, jnp.int32)
+    mask = jnp.arange(C) < completion_lengths[:, None]
+    tokens = jax.random.randint(next(keys), (B, P + C), 0, MODEL.config.vocab_size)
+    logps = -4 + 0.1 * jax.random.normal(next(keys), (3, B, C))
+    return Batch(
+        prompt=tokens[:, :P],
+        prompt_lengths=2 + jnp.arange(B) % 5,
+        completion=jnp.where(mask, tokens[:, P:], 0),
+        completion_lengths=completion_lengths,
+        mask=mask.at[1].set(False),
+        rewards=jax.random.uniform(next(keys), (B,)),
+        sampled_logps=logps[0],
+        rollout_step=jnp.int32(7),
+        old_logps=logps[1],
+        ref_logps=logps[2],
+    )
+
+
+def settings_of(size, buckets, level="none"):
+    loss, correction = LossSpec("grpo", beta=0.05), SamplerCorrection(level, "truncate", 2.0)
+    return UpdateSettings(4, 1.0, size, loss=loss, correction=correction, length_buckets=buckets)
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "loss_fn"))
+def update(state, batch, settings, loss_fn=None):
+    return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
+
+
+def test_widths():
+    assert widths_of(2112, 4) == (2112, 1056, 528, 272) and widths_of(2112, 1) == (2112,)
+    assert widths_of(88, 9) == (88, 48, 32, 16)  # the next would be no narrower
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("size", [1, 3, 12])
+@pytest.mark.parametrize("buckets", [1, 2, 4])
+def test_every_row_once_and_never_more_micro_batches_or_tokens_than_with_one_width(name, size, buckets):
+    lengths, T = jnp.array(LENGTHS[name]), 64
+    B = len(lengths)
+
+    def body(carry, rows, places, width):
+        seen, runs, tokens, too_long, wrong = carry
+        live = places < B
+        seen = seen.at[places].add(1, mode="drop")
+        wrong += jnp.sum(jnp.where(live, rows != 100 + places, rows != 0))
+        too_long += jnp.sum(live & (lengths[jnp.minimum(places, B - 1)] > width))
+        return seen, runs + 1, tokens + width * places.shape[0], too_long, wrong
+
+    none = jnp.zeros(B, jnp.int32), *(jnp.int32(0) for _ in range(4))
+    run = functools.partial(in_micro_batches, body, size=size, longest=T, buckets=buckets)
+    seen, runs, tokens, too_long, wrong = jax.jit(run)(none, 100 + jnp.arange(B), lengths)
+    assert seen.tolist() == [1] * B and (int(too_long), int(wrong)) == (0, 0)
+    assert runs <= B // size and tokens <= B * T
+    if name == "all short" and buckets == 4:
+        assert tokens <= 0.5 * B * T
+
+
+@pytest.mark.parametrize("width", [16, 40, P + C])
+def test_log_probabilities_do_not_depend_on_the_width(width):
+    batch, adapter = batch_of([min(n, 10) for n in LENGTHS["a long tail"]]), tiny_adapter(MODEL)
+    rows = batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
+    mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
+    for made, true in zip(
+        completion_logps(MODEL, adapter, *rows, 0.7, width=width),
+        completion_logps(MODEL, adapter, *rows, 0.7),
+        strict=True,
+    ):
+        assert made.shape == true.shape == (12, C)
+        np.testing.assert_allclose(np.asarray(made)[mask], np.asarray(true)[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_an_update_by_length_is_the_same_update(name):
+    state, batch = init_state(tiny_adapter(MODEL, train_norms=True), SGD), batch_of(LENGTHS[name])
+    whole, expected = update(state, batch, settings_of(12, 1, "sequence"))
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.adapter, state.adapter))) > 1e-3
+    given = functools.partial(policy_loss, settings_of(1, 1).loss)
+    for size, buckets, loss_fn in ((1, 3, None), (4, 2, None), (2, 3, given)):
+        new, metrics = update(state, batch, settings_of(size, buckets, "sequence"), loss_fn)
+        for a, b in zip(jax.tree.leaves((new, metrics)), jax.tree.leaves((whole, expected)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_by_length_are_the_same_scores():
+    batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
+    mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
+    by_length, whole = (score(MODEL, adapter, batch, settings_of(2, buckets)) for buckets in (3, 1))
+    for a, b in zip(by_length, whole, strict=True):
+        np.testing.assert_allclose(np.asarray(a)[mask], np.asarray(b)[mask], atol=1e-5)
+
+
+def test_by_length_under_vmap():
+    batch = batch_of(LENGTHS["a long tail"])
+    states = [init_state(tiny_adapter(MODEL, seed=seed), SGD) for seed in range(2)]
+    step = functools.partial(update_step, model=MODEL, optimizer=SGD, settings=settings_of(4, 2))
+    many, _ = jax.jit(jax.vmap(lambda state: step(state, batch=batch)))(jax.tree.map(lambda *x: jnp.stack(x), *states))
+    for seed, state in enumerate(states):
+        one, _ = update(state, batch, dataclasses.replace(settings_of(4, 2)))
+        for a, b in zip(jax.tree.leaves(many.adapter), jax.tree.leaves(one.adapter), strict=True):
+            np.testing.assert_allclose(a[seed], b, rtol=1e-4, atol=1e-6)
