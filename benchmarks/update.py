@@ -2,12 +2,13 @@
 
     python -m benchmarks.update --model qwen2.5-7b --completion 2048 --micro-batch 1 2 --checkpointed 4 8 \\
         --output benchmarks/results/h200/update_qwen2.5-7b.json
+    python -m benchmarks.update --rows 64 --long-tail --micro-batch 2 --checkpointed --length-buckets 1 4
 
-Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens, no padding.
+Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
 What is timed is `update_step`, compiled, from call to result; `seconds` is the median of --repeats after one that warms
 up. floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward
-once more), and of the output matrix's three, at the rate of a product of 8192^3 in that run. temporary_gb is what the
-compiled step needs beside weights, adapter and optimizer state.
+once more), and of the output matrix's three, for the tokens that rows have, at the rate of a product of 8192^3 in that
+run. temporary_gb is what the compiled step needs beside weights, adapter and optimizer state.
 """
 
 import argparse
@@ -18,12 +19,14 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.refill import long_tailed
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
@@ -34,15 +37,16 @@ from qerl_jax.rl.update import Batch, UpdateSettings, init_state, update_step
 _OPTIMIZER = make_optimizer(OptimizerSpec(1e-5, 100))
 
 
-def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int) -> Batch:
-    """Full rows, whose rewards are all different."""
+def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int, lengths: Sequence[int]) -> Batch:
+    """One prompt's completions of these lengths, whose rewards are all different."""
     tokens = jax.random.randint(jax.random.key(3), (rows, prompt + completion), 0, config.vocab_size)
+    completion_lengths = jnp.array(lengths, jnp.int32)
     return Batch(
         prompt=tokens[:, :prompt],
         prompt_lengths=jnp.full(rows, prompt),
         completion=tokens[:, prompt:],
-        completion_lengths=jnp.full(rows, completion),
-        mask=jnp.ones((rows, completion), bool),
+        completion_lengths=completion_lengths,
+        mask=jnp.arange(completion) < completion_lengths[:, None],
         rewards=jnp.arange(rows) / rows,
         sampled_logps=jnp.zeros((rows, completion)),
         rollout_step=jnp.int32(0),
@@ -93,6 +97,12 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--completion", type=int, default=2048, help="tokens of a completion")
     parser.add_argument("--micro-batch", type=int, nargs="*", default=[1, 2], help="without gradient checkpointing")
     parser.add_argument("--checkpointed", type=int, nargs="*", default=[4], help="micro-batches with it")
+    parser.add_argument("--length-buckets", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--long-tail",
+        action="store_true",
+        help="lengths ~ 1 / length^2 from a 64th of --completion, instead of all full",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     return parser.parse_args(words)
@@ -103,31 +113,36 @@ def main(words: list[str] | None = None) -> int:
     config, B = MODELS[arguments.model], arguments.rows
     model = random_model(config, compute_dtype(), kernels=has_kernels())
     state = init_state(random_adapter(model, arguments.lora_rank), _OPTIMIZER)
-    operands = state, model, random_batch(config, B, arguments.prompt, arguments.completion)
-    cases = [(size, False) for size in arguments.micro_batch] + [(size, True) for size in arguments.checkpointed]
+    cuts = [(size, False) for size in arguments.micro_batch] + [(size, True) for size in arguments.checkpointed]
+    cases = [(*cut, buckets) for cut in cuts for buckets in arguments.length_buckets]
+    lengths = [arguments.completion] * B
+    if arguments.long_tail:
+        lengths = long_tailed(B, max(1, arguments.completion // 64), arguments.completion)
+    operands = state, model, random_batch(config, B, arguments.prompt, arguments.completion, lengths)
     rate = bf16_rate(256 if jax.default_backend() == "cpu" else 8192)
 
-    def build(case: tuple[int, bool]) -> tuple[jax.stages.Compiled, float]:
-        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
+    def build(case: tuple[int, bool, int]) -> tuple[jax.stages.Compiled, float]:
+        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1], length_buckets=case[2])
         run = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
         lowered, began = jax.jit(run).lower(*operands), time.perf_counter()
         return lowered.compile(), time.perf_counter() - began
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         built = list(pool.map(build, cases))
-    tokens = B * (arguments.prompt + arguments.completion)
     rows = []
-    for (size, checkpoints), (program, compile_seconds) in zip(cases, built, strict=True):
-        flops = products_flops(config, tokens, B * arguments.completion, checkpoints)
-        row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
+    for (size, checkpoints, buckets), (program, compile_seconds) in zip(cases, built, strict=True):
+        flops = products_flops(config, B * arguments.prompt + sum(lengths), sum(lengths), checkpoints)
+        row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "length_buckets": buckets}
+        row |= {"floor_seconds": flops / rate}
         row |= measure(program, operands, arguments.repeats) | {"compile_seconds": compile_seconds}
         rows.append(row)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     if arguments.output is not None:
-        settings = ("lora_rank", "rows", "prompt", "completion", "repeats")
+        settings = ("lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
         result = {
             "model": arguments.model,
             "settings": {name: getattr(arguments, name) for name in settings},
+            "mean_length": statistics.mean(lengths),
             "device": jax.devices()[0].device_kind,
             "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
             "bf16_tflop_per_s": rate * 1e-12,
