@@ -18,10 +18,12 @@ def test_products_by_hand():
 def test_every_cut_is_the_same_step(tmp_path):
     output = tmp_path / "update.json"
     words = (
-        "--model tiny --lora-rank 4 --rows 4 --prompt 3 --completion 9 --micro-batch 1 4 --checkpointed 2 --repeats 1"
+        "--model tiny --lora-rank 4 --rows 4 --prompt 4 --completion 64 --micro-batch 1 --checkpointed 2 --repeats 1"
     )
-    assert update.main([*words.split(), "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["micro_batch"], row["gradient_checkpointing"]) for row in rows] == [(1, False), (4, False), (2, True)]
+    assert update.main([*words.split(), "--long-tail", "--length-buckets", "1", "2", "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    rows, cut = result["rows"], ("micro_batch", "gradient_checkpointing", "length_buckets")
+    assert [[row[key] for key in cut] for row in rows] == [[1, False, 1], [1, False, 2], [2, True, 1], [2, True, 2]]
+    assert 1 < result["mean_length"] < 64
     assert rows[0]["grad_norm"] > 0 and all(row["seconds"] > 0 and row["temporary_gb"] > 0 for row in rows)
     assert all(row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4) for row in rows)

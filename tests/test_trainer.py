@@ -446,7 +446,15 @@ def arithmetic_rows(folder, count):
             ["grpo.sampler_correction.level=token", "grpo.num_iterations=1", "grpo.steps_per_generation=2"],
             {"sampling/importance_sampling_ratio/mean", "sampling/truncated_fraction"},
         ),
-        (["grpo.old_logprobs=sampler", "grpo.mask_truncated_completions=true", "generation.top_p=0.9"], set()),
+        (
+            [
+                "grpo.old_logprobs=sampler",
+                "grpo.mask_truncated_completions=true",
+                "generation.top_p=0.9",
+                "optimizer.length_buckets=2",
+            ],
+            set(),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
