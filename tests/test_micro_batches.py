@@ -113,6 +113,21 @@ def test_an_update_by_length_is_the_same_update(name):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_loss_of_ones_own_sees_the_rows_in_their_order(size):
+    """One that weighs rows by their places, where lengths reorder them."""
+
+    def by_place(logp, old_logp, ref_logp, advantages, mask):
+        return jnp.sum(jnp.where(mask, logp, 0.0) * jnp.arange(12.0)[:, None]), {}
+
+    state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
+    whole, _ = update(state, batch, settings_of(12, 1), by_place)
+    new, _ = update(state, batch, settings_of(size, 3), by_place)
+    for a, b in zip(jax.tree.leaves(new.adapter), jax.tree.leaves(whole.adapter), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert float(jnp.abs(a).max()) > 0.1
+
+
 def test_scores_by_length_are_the_same_scores():
     batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
     mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]

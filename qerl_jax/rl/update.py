@@ -173,12 +173,13 @@ def update_step(
     def gradient(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> jax.Array:
         return jax.grad(loss_of, has_aux=True)(logp, of_rows, loss_fn)[0]
 
-    # `known` is what a micro-batch is given of the whole: its tokens' weights, or its gradient.
+    # `known` is what a micro-batch is given of the whole: its tokens' weights, or its gradient; nothing where it is the
+    # whole, in its order.
     constants: Constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages_B1, mask_BC
     known: jax.Array | None
     if loss_fn is None:
         known = token_weights(mask_BC, settings.loss.loss_type)
-    elif settings.micro_batch_size == B:
+    elif settings.micro_batch_size == B and settings.length_buckets == 1:
         known = None
     else:
         known = gradient(score(model, state.adapter, batch, settings)[0], constants, loss_fn)
