@@ -1,6 +1,5 @@
 """Micro-batches by length: every row once, never wider than asked for, never more of them, and the same update."""
 
-import dataclasses
 import functools
 
 import jax
@@ -65,7 +64,7 @@ def test_widths():
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("size", [1, 3, 12])
-@pytest.mark.parametrize("buckets", [1, 2, 4])
+@pytest.mark.parametrize("buckets", [1, 4])
 def test_every_row_once_and_never_more_micro_batches_or_tokens_than_with_one_width(name, size, buckets):
     lengths, T = jnp.array(LENGTHS[name]), 64
     B = len(lengths)
@@ -87,16 +86,18 @@ def test_every_row_once_and_never_more_micro_batches_or_tokens_than_with_one_wid
         assert tokens <= 0.5 * B * T
 
 
+@functools.partial(jax.jit, static_argnames="width")
+def log_probabilities(adapter, rows, width=None):
+    return completion_logps(MODEL, adapter, *rows, 0.7, width=width)
+
+
 @pytest.mark.parametrize("width", [16, 40, P + C])
 def test_log_probabilities_do_not_depend_on_the_width(width):
     batch, adapter = batch_of([min(n, 10) for n in LENGTHS["a long tail"]]), tiny_adapter(MODEL)
     rows = batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
     mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
-    for made, true in zip(
-        completion_logps(MODEL, adapter, *rows, 0.7, width=width),
-        completion_logps(MODEL, adapter, *rows, 0.7),
-        strict=True,
-    ):
+    narrow, whole = log_probabilities(adapter, rows, width), log_probabilities(adapter, rows)
+    for made, true in zip(narrow, whole, strict=True):
         assert made.shape == true.shape == (12, C)
         np.testing.assert_allclose(np.asarray(made)[mask], np.asarray(true)[mask], atol=1e-5)
 
@@ -107,7 +108,7 @@ def test_an_update_by_length_is_the_same_update(name):
     whole, expected = update(state, batch, settings_of(12, 1, "sequence"))
     assert float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.adapter, state.adapter))) > 1e-3
     given = functools.partial(policy_loss, settings_of(1, 1).loss)
-    for size, buckets, loss_fn in ((1, 3, None), (4, 2, None), (2, 3, given)):
+    for size, buckets, loss_fn in ((1, 3, None), (2, 2, given)):
         new, metrics = update(state, batch, settings_of(size, buckets, "sequence"), loss_fn)
         for a, b in zip(jax.tree.leaves((new, metrics)), jax.tree.leaves((whole, expected)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -131,7 +132,7 @@ def test_a_loss_of_ones_own_sees_the_rows_in_their_order(size):
 def test_scores_by_length_are_the_same_scores():
     batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
     mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
-    by_length, whole = (score(MODEL, adapter, batch, settings_of(2, buckets)) for buckets in (3, 1))
+    by_length, whole = (jax.jit(score, static_argnums=3)(MODEL, adapter, batch, settings_of(2, n)) for n in (3, 1))
     for a, b in zip(by_length, whole, strict=True):
         np.testing.assert_allclose(np.asarray(a)[mask], np.asarray(b)[mask], atol=1e-5)
 
@@ -142,6 +143,6 @@ def test_by_length_under_vmap():
     step = functools.partial(update_step, model=MODEL, optimizer=SGD, settings=settings_of(4, 2))
     many, _ = jax.jit(jax.vmap(lambda state: step(state, batch=batch)))(jax.tree.map(lambda *x: jnp.stack(x), *states))
     for seed, state in enumerate(states):
-        one, _ = update(state, batch, dataclasses.replace(settings_of(4, 2)))
+        one, _ = update(state, batch, settings_of(4, 2))
         for a, b in zip(jax.tree.leaves(many.adapter), jax.tree.leaves(one.adapter), strict=True):
             np.testing.assert_allclose(a[seed], b, rtol=1e-4, atol=1e-6)
