@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chi_squared import BOUND, exactly, pvalue
-from tiny import CONFIG, tiny_adapter, tiny_model
+from tiny import CONFIG, Device, tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.hub import load_model
@@ -318,16 +318,6 @@ def test_memory_is_planned_by_hand():
     assert plan_slots(MODEL, longer, P, samples=1, prompts=1).slot_bytes == 1000 * 268 + 64000
     with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):
         plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
-
-
-class Device:
-    """A GPU by its memory alone."""
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def memory_stats(self):
-        return {"bytes_limit": self.limit}
 
 
 def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):

@@ -5,21 +5,12 @@ import types
 import jax
 import pytest
 from run_harness import checkpoints, one_layer_policy, rows, small_config
+from tiny import Device
 
 from qerl_jax.config import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rl import trainer
 from qerl_jax.rl.update_program import refuse_what_does_not_fit
-
-
-class Device:
-    """A GPU by its memory alone."""
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def memory_stats(self):
-        return {"bytes_limit": self.limit}
 
 
 def refused(monkeypatch, limit, kept, temporary, *words):

@@ -27,3 +27,13 @@ def tiny_adapter(model, seed=1, scale=0.1, **kwargs):
     adapter = init_adapter(jax.random.key(seed), model, lora_r=4, lora_alpha=8, **kwargs)
     noise = iter(jax.random.split(jax.random.key(seed + 100), 1000))
     return jax.tree.map(lambda leaf: leaf + scale * jax.random.normal(next(noise), leaf.shape), adapter)
+
+
+class Device:
+    """A GPU by its memory alone."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit}
