@@ -1,4 +1,4 @@
-"""A tiny random network for tests: 2 layers, grouped-query attention, non-zero biases and norms."""
+"""A tiny random network for tests: 2 layers, grouped queries, biases and norms not zero. And a GPU by its memory."""
 
 import jax
 import jax.numpy as jnp
