@@ -12,7 +12,6 @@ run. temporary_gb is what the compiled step needs beside weights, adapter and op
 """
 
 import argparse
-import concurrent.futures
 import functools
 import importlib.metadata
 import json
@@ -26,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.compiling import Programs
 from benchmarks.refill import long_tailed
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
@@ -121,20 +121,18 @@ def main(words: list[str] | None = None) -> int:
     operands = state, model, random_batch(config, B, arguments.prompt, arguments.completion, lengths)
     rate = bf16_rate(256 if jax.default_backend() == "cpu" else 8192)
 
-    def build(case: tuple[int, bool, int]) -> tuple[jax.stages.Compiled, float]:
+    programs = Programs()
+    for case in cases:
         settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1], length_buckets=case[2])
-        run = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
-        lowered, began = jax.jit(run).lower(*operands), time.perf_counter()
-        return lowered.compile(), time.perf_counter() - began
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        built = list(pool.map(build, cases))
+        programs.start(case, functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings), *operands)
+    programs.wait()
     rows = []
-    for (size, checkpoints, buckets), (program, compile_seconds) in zip(cases, built, strict=True):
+    for case in cases:
+        size, checkpoints, buckets = case
         flops = products_flops(config, B * arguments.prompt + sum(lengths), sum(lengths), checkpoints)
         row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "length_buckets": buckets}
         row |= {"floor_seconds": flops / rate}
-        row |= measure(program, operands, arguments.repeats) | {"compile_seconds": compile_seconds}
+        row |= measure(programs.get(case), operands, arguments.repeats)
         rows.append(row)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     if arguments.output is not None:

@@ -206,6 +206,11 @@ class Config:
         return self.optimizer.per_device_train_batch_size * self.steps_per_generation
 
     @property
+    def completions_per_update(self) -> int:
+        """Completions of one optimizer step: per_device_train_batch_size x gradient_accumulation_steps."""
+        return self.optimizer.per_device_train_batch_size * self.optimizer.gradient_accumulation_steps
+
+    @property
     def prompts_per_rollout(self) -> int:
         """Prompts of one rollout, each with num_generations completions."""
         return self.completions_per_rollout // self.generation.num_generations

@@ -21,7 +21,7 @@ def in_micro_batches(
 ) -> Any:
     """Calls `body(carry, rows, places, width)` for micro-batches until every row has been in one.
 
-    With one bucket, `size` rows at a time in the order of the batch, all of width T. With several, the rows go by
+    With one width, `size` rows at a time in the order of the batch, all T wide. With several, the rows go by
     length, the longest first, and a micro-batch is as wide as its first row asks for: T, or about T / 2, T / 4, ..
     With half the width it has twice the rows, so all take the same memory, and there are never more than with one.
 
@@ -38,7 +38,8 @@ def in_micro_batches(
       The last carry.
     """
     B = lengths_B.shape[0]
-    if buckets == 1:
+    widths = widths_of(longest, buckets)
+    if len(widths) == 1:
 
         def in_order(i: jax.Array, carry: Any) -> Any:
             part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * size, size), rows)
@@ -46,7 +47,6 @@ def in_micro_batches(
 
         return jax.lax.fori_loop(0, B // size, in_order, carry)
 
-    widths = widths_of(longest, buckets)
     counts = [min(B, size * 2**k) for k in range(len(widths))]
     order = jnp.argsort(-lengths_B, stable=True)
     places_filled = jnp.concatenate([order, jnp.full(counts[-1], B)])

@@ -41,7 +41,7 @@ from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import DRAWS, make_batch, reward_metrics, rollout_norms, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state
 from qerl_jax.rl.update_program import compiled_update
-from qerl_jax.rollout import Prompts
+from qerl_jax.rollout import Prompts, Rollout
 from qerl_jax.summary import report
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
@@ -129,7 +129,7 @@ class _Run:
             self.rewards, self.writer, self.live = rewards, writer, live
             if int(self.state.step) < total:
                 live.note("compiling an update")
-                self.update_fn = compiled_update(self.experiment, self.state)
+                self.update_fn = compiled_update(self.experiment, self.state, self._batch)
             if self.progress["before"] is None:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:
@@ -173,8 +173,7 @@ class _Run:
         sampled = time.perf_counter()
         scores = self.rewards(examples, texts, ids, G)
         scored = time.perf_counter()
-        batch = self.batch_fn(prompts, completions, jnp.asarray(scores.total, jnp.float32), jnp.copy(start))
-        batch = self.policies_fn(model, self.state.adapter, batch)
+        batch = self._batch(prompts, completions, jnp.asarray(scores.total, jnp.float32), jnp.copy(start))
         shared = self.metrics_fn(batch.rewards.reshape(-1, G), completions)
         shared = {name: float(value) for name, value in jax.device_get(shared).items()}
         tokens = int(np.sum(jax.device_get(completions.lengths)) + G * np.sum(jax.device_get(prompts.lengths)))
@@ -216,11 +215,14 @@ class _Run:
             )
         return [row | counts | times for row in rows]
 
+    def _batch(self, prompts: Prompts, completions: Rollout, rewards_B: jax.Array, step: jax.Array) -> Batch:
+        batch = self.batch_fn(prompts, completions, rewards_B, step)
+        whole: Batch = self.policies_fn(self.experiment.policy.model, self.state.adapter, batch)
+        return whole
+
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The optimizer batches of one rollout: its slices, num_iterations times over."""
-        optimizer = self.config.optimizer
-        size = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
-        rows = batch.completion.shape[0]
+        size, rows = self.config.completions_per_update, batch.completion.shape[0]
         for _ in range(self.config.grpo.num_iterations):
             for low in range(0, rows, size):
                 yield jax.tree.map(lambda leaf, low=low: leaf[low : low + size] if leaf.ndim else leaf, batch)

@@ -1,6 +1,7 @@
 """The program of a run's updates, compiled before anything is sampled: whether it fits in memory is known then."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,13 +11,17 @@ from qerl_jax.config import Config
 from qerl_jax.errors import UserError
 from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment
-from qerl_jax.rl.step import make_batch, with_policies
 from qerl_jax.rl.update import Batch, TrainState, update_step
 from qerl_jax.rollout import Prompts, Rollout
 
 
-def compiled_update(experiment: Experiment, state: TrainState) -> jax.stages.Compiled:
+def compiled_update(experiment: Experiment, state: TrainState, assemble: Callable[..., Batch]) -> jax.stages.Compiled:
     """`update_step` of a run, (state, model, batch) -> (state, metrics), which takes the state's arrays over.
+
+    Args:
+      experiment: the run's.
+      state: what training begins with, or goes on from.
+      assemble: (prompts, completions, rewards [B], step) -> batch, as the run makes its batches.
 
     Raises:
       UserError: the device has less memory than it needs.
@@ -28,25 +33,17 @@ def compiled_update(experiment: Experiment, state: TrainState) -> jax.stages.Com
         settings=experiment.settings.update,
         advantage_fn=advantages_by(config.grpo.scale_rewards),
     )
-    lowered = jax.jit(update, donate_argnums=0).lower(state, experiment.policy.model, batch_shapes(experiment, state))
-    program = lowered.compile()
+    batch = jax.eval_shape(assemble, *_shapes_of_an_update(config), state.step)
+    program = jax.jit(update, donate_argnums=0).lower(state, experiment.policy.model, batch).compile()
     refuse_what_does_not_fit(program, config)
     return program
 
 
-def batch_shapes(experiment: Experiment, state: TrainState) -> Batch:
-    """Shapes and dtypes of one update's batch."""
-    config, settings = experiment.config, experiment.settings
-    P, C = config.data.max_prompt_length, config.generation.max_completion_length
-    B = config.optimizer.per_device_train_batch_size * config.optimizer.gradient_accumulation_steps
+def _shapes_of_an_update(config: Config) -> tuple[Prompts, Rollout, Any]:
+    """Shapes and dtypes of one update's prompts, completions and rewards."""
+    P, C, B = config.data.max_prompt_length, config.generation.max_completion_length, config.completions_per_update
     N = B // config.generation.num_generations
     shape: Any = jax.ShapeDtypeStruct
-
-    def batch(prompts: Prompts, completions: Rollout, rewards_B: jax.Array, state: TrainState) -> Batch:
-        batch = make_batch(prompts, completions, rewards_B, state.step, settings)
-        several = config.updates_per_rollout > 1
-        return with_policies(experiment.policy.model, state.adapter, batch, settings.update, several)
-
     prompts = Prompts(shape((N, P), jnp.int32), shape((N,), jnp.int32), shape((N,), jnp.int32))
     completions = Rollout(
         tokens=shape((B, C), jnp.int32),
@@ -55,8 +52,7 @@ def batch_shapes(experiment: Experiment, state: TrainState) -> Batch:
         logps=shape((B, C), jnp.float32),
         truncated_logps=None,
     )
-    shapes: Batch = jax.eval_shape(batch, prompts, completions, shape((B,), jnp.float32), state)
-    return shapes
+    return prompts, completions, shape((B,), jnp.float32)
 
 
 def refuse_what_does_not_fit(program: jax.stages.Compiled, config: Config) -> None:
