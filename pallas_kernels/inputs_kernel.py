@@ -9,8 +9,8 @@ where adapters share x one more that puts their A one below the other, and the o
 
 A cluster of 8 CTAs has a *tile*: 8 to 32 rows, and up to 96 ranks. Its warps cut K into runs of chunks of 64 columns.
 Lane (g, t) has two *pieces* of row g of each eight of rows: columns 8 t and 32 + 8 t, and the seven behind. That is how
-m16n8k16 takes them if A comes in the same order of columns. What CTAs have for each other they put into each other's
-shared memory. Sums are added in a fixed order: those of a CTA's warps first, then those of the cluster's CTAs. A row's
+m16n8k16 takes them if A comes in the same order of columns. What CTAs have for each other they send into each other's
+shared memory, where barriers count it. Sums are added in a fixed order: those of a CTA's warps first, then those of the cluster's CTAs. A row's
 x and s x A^T depend on K and the ranks' order alone.
 """
 
@@ -53,6 +53,8 @@ class _Kernel(Sources):
         self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         self.rank, cluster = p.rem(cta, CLUSTER), p.div(cta, CLUSTER)
         group = p.div(cluster, plan.row_tiles)
+        self.squares_here = p.add(self.base, plan.barriers_at)
+        self.sums_here = p.add(self.squares_here, 8)
         self.first_row = p.mul(p.rem(cluster, plan.row_tiles), plan.rows)
         self.first_tile = p.mul(group, plan.tiles)
         self.first_group = p.eq(group, 0)  # which writes x
@@ -64,9 +66,18 @@ class _Kernel(Sources):
         self.a_rows = [mem.offset(self.a_row(n), p.mul(self.t, 16)) for n in range(plan.tiles)]
 
     def run(self):
+        p.when(p.eq(self.tid, 0), self.make_barriers)
         acc = self.normed() if self.plan.source == NORMED else self.streamed()
         if self.plan.ranks:
             self.finish(acc)
+
+    def make_barriers(self):
+        plan = self.plan
+        of_fragments = p.mul(self.fragments_here(), CLUSTER * FRAGMENT)
+        for barrier, size in ((self.squares_here, p.i32(CLUSTER * plan.rows * 4)), (self.sums_here, of_fragments)):
+            mem.barrier_init(barrier, 1)
+            mem.barrier_expect(barrier, size)
+        mem.fence_barrier_init()
 
     # ---- A ----------------------------------------------------------------------------------------------------------
 
@@ -106,23 +117,23 @@ class _Kernel(Sources):
         def give(f):
             at = p.add(of_lane, p.mul(f, FRAGMENT))
             parts = [mem.load_shared_f32x4(at, plan.own_at + warp * plan.own) for warp in range(plan.warps)]
-            slot = p.add(p.mul(self.rank, plan.slots), p.div(f, CLUSTER))
-            to = mem.map_rank(p.add(of_lane, p.add(p.mul(slot, FRAGMENT), plan.sums_at)), p.rem(f, CLUSTER))
-            mem.store_cluster_f32x4(to, p.total(parts))
+            slot, cta = p.add(p.mul(self.rank, plan.slots), p.div(f, CLUSTER)), p.rem(f, CLUSTER)
+            to = p.add(of_lane, p.add(p.mul(slot, FRAGMENT), plan.sums_at))
+            mem.send_f32x4(mem.map_rank(to, cta), p.total(parts), mem.map_rank(self.sums_here, cta))
 
         p.for_range(self.warp, plan.fragments, plan.warps, [], lambda f, _: give(f) or [])
-        p.cluster_sync()
+        mem.barrier_wait(self.sums_here, p.i32(0))
 
         def take(slot):
             at = p.add(of_lane, p.mul(slot, FRAGMENT))
             strides = range(0, CLUSTER * plan.slots * FRAGMENT, plan.slots * FRAGMENT)
             self.store(self.fragment(slot), p.total([mem.load_shared_f32x4(at, plan.sums_at + s) for s in strides]))
 
-        def some(slot):
-            p.when(p.lt(self.fragment(slot), plan.fragments), lambda: take(slot))
-            return []
+        p.for_range(self.warp, self.fragments_here(), plan.warps, [], lambda slot, _: take(slot) or [])
 
-        p.for_range(self.warp, plan.slots, plan.warps, [], lambda slot, _: some(slot))
+    def fragments_here(self):
+        """How many this CTA finishes."""
+        return p.div(p.sub(self.plan.fragments + CLUSTER - 1, self.rank), CLUSTER)
 
     def fragment(self, slot):
         return p.add(p.mul(slot, CLUSTER), self.rank)

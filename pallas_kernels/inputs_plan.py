@@ -147,8 +147,13 @@ class InputsPlan:
         return self.own_at + self.warps * self.own
 
     @property
-    def total(self) -> int:
+    def barriers_at(self) -> int:
+        """Two barriers, that sums of squares and that sums of fragments have arrived."""
         return self.sums_at + CLUSTER * self.slots * FRAGMENT
+
+    @property
+    def total(self) -> int:
+        return self.barriers_at + 16
 
 
 def make_inputs_plan(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0) -> InputsPlan:

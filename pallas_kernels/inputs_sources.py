@@ -111,10 +111,11 @@ class Sources:
                 arith.addf, [mem.load_shared_f32(of_warp, warp * plan.rows * 4) for warp in range(plan.warps)]
             )
             to = p.add(p.mul(p.add(p.mul(self.rank, plan.rows), row), 4), plan.received_at)
-            mem.store_cluster_f32(mem.map_rank(p.add(self.base, to), cta), total)
+            to, barrier = (mem.map_rank(at, cta) for at in (p.add(self.base, to), self.squares_here))
+            mem.send_f32(to, total, barrier)
 
         p.when(p.lt(self.tid, plan.rows * CLUSTER), give)
-        p.cluster_sync()
+        mem.barrier_wait(self.squares_here, p.i32(0))
         found = []
         for j in range(plan.eights):
             at = p.add(self.base, p.mul(p.add(self.g, 8 * j), 4))

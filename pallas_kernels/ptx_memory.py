@@ -167,12 +167,17 @@ def load_cluster_f32x2(address):
     return ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
 
 
-def store_cluster_f32(address, value):
-    ptx("st.shared::cluster.f32 [$0], $1;", address, value)
+# To another CTA of the cluster, with the bytes counted on a barrier there: a store and a barrier of the cluster would
+# wait for all that this CTA has stored in global memory too.
 
 
-def store_cluster_f32x4(address, values):
-    ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", address, *values)
+def send_f32(address, value, barrier):
+    ptx("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $1, [$2];", address, value, barrier)
+
+
+def send_f32x4(address, values, barrier):
+    code = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
+    ptx(code, address, *values, barrier)
 
 
 def load_global_f32(address):

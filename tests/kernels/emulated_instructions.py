@@ -230,8 +230,15 @@ def make_memory(m):
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
     mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
-    mem.store_cluster_f32x4 = lambda a, values: store_shared(a, bytes_of(values, F32), 0, remote=True)
-    mem.store_cluster_f32 = lambda a, v: store_shared(a, bytes_of((v,), F32), 0, remote=True)
+
+    def send(address, values, full):
+        data, (cta, byte) = bytes_of(values, F32), _where_shared(m, full)
+        assert (cta == _where_shared(m, address)[0])[m.now.mask].all(), "a barrier of another CTA"
+        store_shared(address, data, 0, remote=True)
+        for lane in LANES[m.now.mask]:
+            m.barriers[cta[lane]][int(byte[lane])].arrive(0, -data.shape[1])
+
+    mem.send_f32x4, mem.send_f32 = send, lambda a, v, full: send(a, (v,), full)
 
     mem.load_shared_address = lambda a: np.stack(load_shared(2, U32)(a), 1).view(U64)[:, 0]
     mem.store_shared_address = lambda a, v: store_shared(a, bytes_of((v,), U64), 0)

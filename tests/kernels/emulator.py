@@ -159,16 +159,16 @@ def _emulated(m):
     return replaced((*stream, *inputs, block_compute, block_kernel, block_outputs, block_service, pick), names)
 
 
-def without(monkeypatch, name):
-    """The emulator with one of `ptx_memory`'s functions doing nothing."""
-    real = make_memory
+def without(monkeypatch, name, maker="make_memory"):
+    """The emulator with one of `ptx_memory`'s functions (of `ptx`'s with "make_ptx") doing nothing."""
+    real = globals()[maker]
 
     def made(machine):
-        memory = real(machine)
-        setattr(memory, name, lambda *_: None)
-        return memory
+        functions = real(machine)
+        setattr(functions, name, lambda *_: None)
+        return functions
 
-    monkeypatch.setitem(globals(), "make_memory", made)
+    monkeypatch.setitem(globals(), maker, made)
 
 
 @contextlib.contextmanager

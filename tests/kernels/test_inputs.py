@@ -155,22 +155,22 @@ def test_a_row_depends_on_nothing_else(source):
         assert np.array_equal(whole[name][9:16].view(np.uint8), values.view(np.uint8)), name
 
 
-@pytest.mark.parametrize("name", ["cta_sync", "cluster_sync"])
-def test_without_a_barrier_the_sums_are_wrong(monkeypatch, name):
+@pytest.mark.parametrize("maker, name", [("make_ptx", "cta_sync"), ("make_memory", "barrier_wait")])
+def test_without_a_barrier_the_sums_are_wrong(monkeypatch, maker, name):
     given, plan = operands(3, 8, 1024, (32,), NORMED), make_inputs_plan(8, 1024, (32,), NORMED)
     true = run(plan, given)
-    real = emulator.make_ptx
-
-    def made(machine):
-        p = real(machine)
-        setattr(p, name, lambda: None)
-        return p
-
-    monkeypatch.setattr(emulator, "make_ptx", made)
+    emulator.without(monkeypatch, name, maker)
     for result in ("x", "h"):
         got = [np.asarray(run(plan, given, seed=s)[result], np.float64) for s in range(3)]
         want = np.asarray(true[result], np.float64)
         assert any(not np.allclose(y, want, rtol=0.1, atol=0.1 * abs(want).max()) for y in got), result
+
+
+def test_nothing_is_sent_to_a_cta_that_has_not_begun(monkeypatch):
+    given, plan = operands(3, 8, 1024, (32,), NORMED), make_inputs_plan(8, 1024, (32,), NORMED)
+    emulator.without(monkeypatch, "cluster_sync", "make_ptx")
+    with pytest.raises(KeyError):  # its barriers are not made yet
+        run(plan, given)
 
 
 @pytest.mark.parametrize("arguments, message", [
