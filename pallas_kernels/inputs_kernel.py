@@ -88,15 +88,15 @@ class _Kernel(Sources):
         (a,), local = pick(tiles_of, tile, [(a,) for a in self.a])
         return mem.wide_offset(a, p.add(p.mul(local, ROWS), self.g), 2 * self.plan.k)
 
-    def load_a(self, chunk, has):
-        """A's columns of a chunk, rows g and g + 8 of each sixteen; zeros where the run has no such chunk."""
+    def load_a(self, chunk):
+        """A's columns of a chunk, rows g and g + 8 of each sixteen. They are on their way until something is done with
+        them, and so nothing is before `products`."""
         at = p.mul(chunk, 2 * CHUNK)
-        rows = [[pieces(mem.offset(row, at), h * 16 * self.plan.k) for h in range(2)] for row in self.a_rows]
-        return [[[p.select(has, word, 0) for word in half] for half in pair] for pair in rows]
+        return [[pieces(mem.offset(row, at), h * 16 * self.plan.k) for h in range(2)] for row in self.a_rows]
 
-    def products(self, acc, halves, xs):
-        """acc + A x^T of a chunk's columns: four m16n8k16 a fragment."""
-        acc = list(acc)
+    def products(self, acc, halves, xs, has):
+        """acc + A x^T of a chunk's columns, four m16n8k16 a fragment; acc where the run has no such chunk."""
+        acc, xs = list(acc), [[p.select(has, word, 0) for word in x] for x in xs]
         for n, (low, high) in enumerate(halves):
             for j, x in enumerate(xs):
                 f = slice(4 * (n * len(xs) + j), 4 * (n * len(xs) + j) + 4)

@@ -30,11 +30,11 @@ class Sources:
                 chunk = p.minimum(p.add(start, b), p.sub(self.end, 1))
                 at = p.mul(chunk, 2 * CHUNK)
                 words = [[pieces(mem.offset(row, at)) for row in of] for of in rows]
-                loaded.append((has, chunk, self.load_a(chunk, has), words))
+                loaded.append((has, chunk, self.load_a(chunk), words))
             for has, chunk, halves, words in loaded:
                 xs = words[0] if plan.source == GIVEN else [_swiglu(*pair) for pair in zip(*words, strict=True)]
                 self.store_x(has, chunk, xs)
-                acc = self.products(acc, halves, xs)
+                acc = self.products(acc, halves, xs, has)
             return acc
 
         return p.for_range(self.begin, self.end, plan.batch, [p.f32(0.0)] * (4 * plan.fragments), batch)
@@ -60,18 +60,18 @@ class Sources:
                 for j in range(plan.eights):
                     squares[j] = self.join(b, j, has[b], chunks[b], old[j], new[j], squares[j])
         scales = [_sixteen(mem.offset(scale, column), p.mul(chunk, 4 * CHUNK)) for chunk in chunks]
-        early = [self.load_a(chunks[b], has[b]) for b in range(plan.early)]
+        early = [self.load_a(chunks[b]) for b in range(plan.early)]
         inverse = self.inverse(squares)
         acc = [p.f32(0.0)] * (4 * plan.fragments)
         for b in run:
-            halves = early[b] if b < plan.early else self.load_a(chunks[b], has[b])
+            halves = early[b] if b < plan.early else self.load_a(chunks[b])
             xs = []
             for j in range(plan.eights):
                 flow = [v for part in range(4) for v in mem.load_shared_f32x4(self.own, self.flow_at(b, j, part))]
                 x = [arith.mulf(arith.mulf(v, inverse[j]), weight) for v, weight in zip(flow, scales[b], strict=True)]
                 xs.append([p.pack_bf16(*x[i : i + 2]) for i in range(0, 16, 2)])
             self.store_x(has[b], chunks[b], xs)
-            acc = self.products(acc, halves, xs)
+            acc = self.products(acc, halves, xs, has[b])
         return acc
 
     def flow_at(self, b: int, j: int, part: int) -> int:

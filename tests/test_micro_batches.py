@@ -9,6 +9,7 @@ import optax
 import pytest
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.rl import micro_batches
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
@@ -57,9 +58,15 @@ def update(state, batch, settings, loss_fn=None):
     return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
 
 
-def test_widths():
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setattr(micro_batches, "NARROWEST", 16)
+
+
+def test_widths(monkeypatch):
     assert widths_of(2112, 4) == (2112, 1056, 528, 272) and widths_of(2112, 1) == (2112,)
-    assert widths_of(88, 9) == (88, 48, 32, 16)  # the next would be no narrower
+    monkeypatch.undo()
+    assert widths_of(2112, 9) == (2112, 1056, 528, 272, 144) and widths_of(88, 4) == (88,)
 
 
 @pytest.mark.parametrize("name", LENGTHS)

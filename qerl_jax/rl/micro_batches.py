@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_MULTIPLE = 16  # of a width that is not T itself
+NARROWEST = 128  # of the widths that are not T itself: narrower rows save less than compiling for them takes
+_MULTIPLE = 16  # of such a width
 
 # Of what has been gathered so far, rows [R, ...], their places in the batch [R] (B where there is none) and the static
 # width: what has been gathered then.
@@ -66,11 +67,11 @@ def in_micro_batches(
 
 
 def widths_of(longest: int, buckets: int) -> tuple[int, ...]:
-    """T, T / 2, T / 4, .. up to a multiple of 16, without those that are no narrower than the one before."""
+    """T, T / 2, T / 4, .. up to a multiple of 16, as long as they are at least NARROWEST."""
     widths = [longest]
     for k in range(1, buckets):
         width = -(-longest // (2**k * _MULTIPLE)) * _MULTIPLE
-        if width >= widths[-1]:
+        if not NARROWEST <= width < widths[-1]:
             break
         widths.append(width)
     return tuple(widths)

@@ -23,7 +23,7 @@ from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
-from qerl_jax.rl.micro_batches import Body, in_micro_batches, put
+from qerl_jax.rl.micro_batches import Body, in_micro_batches, put, widths_of
 
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -72,8 +72,8 @@ class UpdateSettings:
         or `sampler`, what the rollout recorded.
       loss, correction: see there.
       length_buckets: widths that micro-batches may have: with 1 all have prompt and completion slots together, with 4
-        also a half, a quarter and an eighth, and as many rows more, for rows that are no longer (see `micro_batches`).
-        The step is the same up to rounding; its program has a copy of the network for each.
+        also a half, a quarter and an eighth down to 128, and as many rows more, for rows that are no longer (see
+        `micro_batches`). The step is the same up to rounding; its program has a copy of the network for each.
       gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
         micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
     """
@@ -85,7 +85,7 @@ class UpdateSettings:
     loss: LossSpec = dataclasses.field(default_factory=LossSpec)
     correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
-    length_buckets: int = 1
+    length_buckets: int = 4
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
@@ -100,9 +100,14 @@ def _in_micro_batches(body: Body, carry: Any, rows: Any, batch: Batch, settings:
         rows,
         batch.prompt_lengths + batch.completion_lengths,
         size=settings.micro_batch_size,
-        longest=batch.prompt.shape[1] + batch.completion.shape[1],
+        longest=_slots(batch),
         buckets=settings.length_buckets,
     )
+
+
+def _slots(batch: Batch) -> int:
+    """Of prompt and completion together."""
+    return batch.prompt.shape[1] + batch.completion.shape[1]
 
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +184,7 @@ def update_step(
     known: jax.Array | None
     if loss_fn is None:
         known = token_weights(mask_BC, settings.loss.loss_type)
-    elif settings.micro_batch_size == B and settings.length_buckets == 1:
+    elif settings.micro_batch_size == B and len(widths_of(_slots(batch), settings.length_buckets)) == 1:
         known = None
     else:
         known = gradient(score(model, state.adapter, batch, settings)[0], constants, loss_fn)
