@@ -8,10 +8,10 @@ where adapters share x one more that puts their A one below the other, and the o
 (fragment_order.py) another. The work is small; what takes time is latency, so that all of the GPU should ask at once.
 
 A cluster of 8 CTAs has a *tile*: 8 to 32 rows, and up to 96 ranks. Its warps cut K into runs of chunks of 64 columns.
-Lane (g, t) has two *pieces* of row g of each eight of rows: columns 8 t and 32 + 8 t, and the seven behind. That is how
-m16n8k16 takes them if A comes in the same order of columns. What CTAs have for each other they send into each other's
-shared memory, where barriers count it. Sums are added in a fixed order: those of a CTA's warps first, then those of the cluster's CTAs. A row's
-x and s x A^T depend on K and the ranks' order alone.
+Lane (g, t) has two *pieces* of row g of each eight of rows: columns 8 t and 32 + 8 t, and the seven behind. That is
+how m16n8k16 takes them if A comes in the same order of columns. What CTAs have for each other they send into each
+other's shared memory, where barriers count it. Sums are added in a fixed order: those of a CTA's warps first, then
+those of the cluster's CTAs. A row's x and s x A^T depend on K and the ranks' order alone.
 """
 
 import functools
