@@ -1,12 +1,9 @@
 """Device times of decode_attention against the bytes it must read: live keys and values, a group's prompt once.
 
     python -m benchmarks.decode_attention [--out benchmarks/results/h200/decode_attention.json] [--batch 1 8] [--all]
-    python -m benchmarks.decode_attention --long-tail --models 7B --all --out ...
 
-Prompts of 256 tokens, 8 samples to a prompt where the batch has as many, 256 own tokens each in caches of 512, rotated
-past the L2; with --long-tail so many as samples have at a moment of which completions of 64 to 4096 tokens, in number
-~ 1 / length^2, are drawn (benchmarks/refill.py), in caches of 4096. --all times every configuration that fits; the
-default is what the library chooses, which the output marks.
+Prompts of 256 tokens, 8 samples to a prompt where the batch has as many, 256 own tokens each, caches rotated past the
+L2. --all times every configuration that fits; the default is what the library chooses.
 """
 
 import argparse
@@ -17,45 +14,34 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.refill import long_tailed
 from pallas_kernels.attention import OwnKV, PromptKV, choose_attention, decode_attention
 from pallas_kernels.attention_plan import AttentionConfig, make_attention_plan
 
 MODELS = {"7B": (28, 4, 128), "14B": (40, 8, 128), "32B": (40, 8, 128)}
 PROMPT, OWN, SLOTS, GROUP = 256, 256, 512, 8
-SHORTEST, LONGEST = 64, 4096  # of a long tail
 BANDWIDTH = 4.24e6  # bytes a microsecond, read
 ROTATE_BYTES = 150e6
 
 
-def at_work(B):
-    """How many tokens B samples of a long tail have so far at some moment: long ones are at work for longer."""
-    rng, lengths = np.random.default_rng(B), np.array(long_tailed(10000, SHORTEST, LONGEST))
-    drawn = rng.choice(lengths, B, p=lengths / lengths.sum())
-    return (drawn * rng.random(B)).astype(np.int32)
-
-
-def configurations(B, H, K, E, N, slots_of_cache):
+def configurations(B, H, K, E, N):
     """Those that fit and give every multiprocessor something to do, as far as there is work."""
     for slots, cluster, warps, depth in itertools.product((1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4)):
         config = AttentionConfig(slots, cluster, warps, depth)
         try:
-            make_attention_plan(B, H, K, E, N, PROMPT, slots_of_cache, False, config)
+            make_attention_plan(B, H, K, E, N, PROMPT, SLOTS, False, config)
         except ValueError:
             continue
         if B // slots * K * cluster <= 1100 and (slots == 1 or B >= GROUP):
             yield config
 
 
-def measure(name, B, every, long_tail):
+def measure(name, B, every):
     H, K, E = MODELS[name]
     N = max(1, B // GROUP)
     key = jax.random.key(B)
-    slots_of_cache, lengths = (LONGEST, at_work(B)) if long_tail else (SLOTS, np.full(B, OWN, np.int32))
-    live = (N * PROMPT + int(lengths.sum())) * K * E * 4
+    live = (N * PROMPT + B * OWN) * K * E * 4
     copies = max(2, min(8, int(-(-ROTATE_BYTES // live))))
 
     def normal(i, *shape):
@@ -64,34 +50,33 @@ def measure(name, B, every, long_tail):
     q, k, v = normal(0, B, H * E), normal(1, B, K * E), normal(2, B, K * E)
     angles = jax.random.uniform(key, (B, E // 2)) * 100
     of = jnp.arange(B, dtype=jnp.int32) // GROUP
-    shapes = [(N, PROMPT, K, E)] * 2 + [(B, slots_of_cache, K, E)] * 2
+    shapes = [(N, PROMPT, K, E)] * 2 + [(B, SLOTS, K, E)] * 2
     caches = [[normal(10 * copy + i, *shape) for i, shape in enumerate(shapes)] for copy in range(copies)]
     rows = []
-    chosen = choose_attention(B, K, slots_of_cache, paired=B >= GROUP)
-    for config in configurations(B, H, K, E, N, slots_of_cache) if every else [chosen]:
+    chosen = choose_attention(B, K, paired=B >= GROUP)
+    for config in configurations(B, H, K, E, N) if every else [chosen]:
 
-        def run(caches, own_lengths, config=config):
+        def run(caches, config=config):
             outs = []
             for prompt_k, prompt_v, own_k, own_v in caches:
                 prompt = PromptKV(prompt_k, prompt_v, of, jnp.full(B, PROMPT, jnp.int32))
-                own = OwnKV(own_k, own_v, own_lengths)
+                own = OwnKV(own_k, own_v, jnp.full(B, OWN, jnp.int32))
                 outs += list(decode_attention(q, k, v, jnp.cos(angles), jnp.sin(angles), prompt, own, config=config))
             return outs
 
         try:
-            us = kernel_us(jax.jit(run), caches, lengths) / copies
+            us = kernel_us(jax.jit(run), caches) / copies
         except jax.errors.JaxRuntimeError as error:
             print("refused", config, str(error)[:100])
             continue
-        row = {"model": name, "batch": B, "prompt": PROMPT, "own": float(lengths.mean()), "longest": int(lengths.max())}
-        row |= {"config": list(vars(config).values()), "chosen": config == chosen}
+        row = {"model": name, "batch": B, "prompt": PROMPT, "own": OWN, "config": list(vars(config).values())}
         rows.append(row | {"device_us": us, "floor_us": live / BANDWIDTH})
     return rows
 
 
-def kernel_us(f, *args):
+def kernel_us(f, caches):
     """Device time of the attention kernels alone, without the copies that keep the caller's caches."""
-    _, events = profiler.measure(f, aggregate=False)(*args)
+    _, events = profiler.measure(f, aggregate=False)(caches)
     return sum(ms for name, ms in events if "attention" in name) * 1e3
 
 
@@ -100,15 +85,16 @@ def main():
     parser.add_argument("--out", default="benchmarks/results/h200/decode_attention.json")
     parser.add_argument("--models", nargs="+", default=["7B", "14B"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--long-tail", action="store_true")
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     rows = []
     for name, batch in itertools.product(args.models, args.batch):
-        found = sorted(measure(name, batch, args.all, args.long_tail), key=lambda r: r["device_us"])
-        for row in found[:4] + [row for row in found[4:] if row["chosen"]]:
-            times = f"{row['device_us']:8.2f} us, floor {row['floor_us']:.2f}"
-            print(f"{name} batch {batch:4} {row['config']} {times} {'chosen' if row['chosen'] else ''}", flush=True)
+        found = sorted(measure(name, batch, args.all), key=lambda r: r["device_us"])
+        for row in found[:4]:
+            print(
+                f"{name} batch {batch:4} {row['config']} {row['device_us']:8.2f} us, floor {row['floor_us']:.2f}",
+                flush=True,
+            )
         rows += found
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with open(args.out, "w") as f:

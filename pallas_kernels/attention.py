@@ -14,8 +14,6 @@ from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig
 from .stream_plan import RESIDENT
 from .variants import capability
 
-LONG = 1024  # slots of a completion from which on their lengths are expected to differ much
-
 
 class PromptKV(NamedTuple):
     """Keys and values of the prompts [N, P, K, E], rotated; which one each sample continues [B], its length [B]."""
@@ -76,9 +74,9 @@ def decode_attention(
     H, K = q.shape[1] // E, prompt.k.shape[2]
     if config is None and not takes_decode_attention(q.dtype, H, K, E):
         return decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
-    (N, P), C = prompt.k.shape[:2], own.k.shape[1]
-    config = config or choose_attention(B, K, C, paired)
-    kernel = attention_kernel.build(B, H, K, E, N, P, C, config, None if norms is None else norms.eps)
+    N, P = prompt.k.shape[:2]
+    config = config or choose_attention(B, K, paired)
+    kernel = attention_kernel.build(B, H, K, E, N, P, own.k.shape[1], config, None if norms is None else norms.eps)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
@@ -90,19 +88,13 @@ def takes_decode_attention(dtype: jnp.dtype, heads: int, kv_heads: int, head_dim
     return capability() == 90 and dtype == jnp.bfloat16 and fits
 
 
-def choose_attention(B: int, K: int, C: int, paired: bool) -> AttentionConfig:
+def choose_attention(B: int, K: int, paired: bool) -> AttentionConfig:
     """The kernel's configuration: two samples to a unit where that still gives every multiprocessor several, then the
-    largest cluster that one wave holds, and small CTAs where several share a multiprocessor. Where completions may be
-    long, some samples have far more keys than others, and the step waits for the longest: more warps to each of them
-    (docs/decoding.md)."""
+    largest cluster that one wave holds, and small CTAs where several share a multiprocessor."""
     slots = 2 if paired and B % 2 == 0 and 4 * RESIDENT[1] <= B // 2 * K else 1
     units = B // slots * K
     cluster = max((c for c in RESIDENT if units <= RESIDENT[c]), default=1)
-    if C < LONG or slots > 1:
-        return AttentionConfig(slots, cluster, warps=8 if units <= RESIDENT[1] else 4)
-    if cluster < 4 and 4 * units <= 2 * RESIDENT[1]:
-        return AttentionConfig(slots, cluster=4, warps=4)
-    return AttentionConfig(slots, max(cluster, 2) if units <= RESIDENT[1] else 1)
+    return AttentionConfig(slots, cluster, warps=8 if units <= RESIDENT[1] else 4)
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

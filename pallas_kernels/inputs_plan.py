@@ -14,8 +14,7 @@ MAX_ROWS = 256  # beyond, a wave does not hold the tiles, and launches matter le
 # Most rows, and for so many the eights of rows in a tile. An H200 holds 15 clusters of 8 CTAs at once: of the cuts that
 # make no more, with up to 96 ranks, the fastest.
 EIGHTS = {False: ((64, 1), (128, 2), (MAX_ROWS, 4)), True: ((64, 1), (128, 2), (MAX_ROWS, 3))}
-LOADS = 24  # of 16 bytes a lane, that a warp has under way together, and
-LOADS_OF_LONG = 16  # where there are 16 warps, which have half of the registers each
+LOADS = 24  # of 16 bytes a lane, that a warp has under way together
 FRAGMENT = 16 * 8 * 4
 
 
@@ -53,11 +52,6 @@ class InputsPlan:
         if self.source != NORMED:
             return 16 if self.long else 8
         return min(16, max(8, 4 * -(-self.chunks // (4 * CLUSTER))))
-
-    @property
-    def loads(self) -> int:
-        """Of 16 bytes a lane that are under way together."""
-        return LOADS_OF_LONG if self.long else LOADS
 
     @property
     def runs(self) -> int:
@@ -114,17 +108,17 @@ class InputsPlan:
     def batch(self) -> int:
         """Chunks of a given x, or of SwiGLU's, whose loads are under way together."""
         of_x = self.eights * (2 if self.source == SWIGLU else 1)
-        return max(1, self.loads // (2 * (2 * self.tiles + of_x)))
+        return min(self.run, max(1, LOADS // (2 * (2 * self.tiles + of_x))))
 
     @property
     def norm_batch(self) -> int:
         """Chunks of the residual stream whose loads are under way together: two times 64 bytes a lane and row."""
-        return max(1, self.loads // (8 * self.eights))
+        return max(1, LOADS // (8 * self.eights))
 
     @property
     def early(self) -> int:
         """Chunks of A that are under way before the norm is known."""
-        return min(self.run, self.loads // (4 * self.tiles)) if self.tiles else self.run
+        return min(self.run, LOADS // (4 * self.tiles)) if self.tiles else self.run
 
     @property
     def received_at(self) -> int:

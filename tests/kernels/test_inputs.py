@@ -125,9 +125,9 @@ def test_the_program_gives_them(monkeypatch, source, m, k, ranks, ordered):
 
 def test_runs_of_several_batches():
     # three chunks a warp, of which two are loaded together: the second batch ends behind the run
-    given, plan = operands(1, 3, 128 * 192, (16,), GIVEN), make_inputs_plan(3, 128 * 192, (16,), GIVEN)
+    given, plan = operands(1, 3, 128 * 192, (32,), GIVEN), make_inputs_plan(3, 128 * 192, (32,), GIVEN)
     assert plan.batch == 2 and plan.run == 3
-    assert_right(run(plan, given), given, 3, (16,), GIVEN)
+    assert_right(run(plan, given), given, 3, (32,), GIVEN)
 
 
 @pytest.mark.parametrize("k, warps", [(512, 8), (3584, 8), (5120, 12), (8192, 16)])
