@@ -6,10 +6,15 @@ Each warp runs a loop of independent instructions of a kind (`a+b`: of each in t
 between two readings of the clock; `cycles` is the longest such time of a CTA of --warps, over the instructions of the
 last kind that one scheduler's warps run. All multiprocessors run it at once. What decoding costs in the kernels is made
 of these (docs/fp4_matmul.md).
+
+`wgmmaN` is a warpgroup's product of 64 x 16 x N, weights in registers (`_shared`: in shared memory), one under way
+while the next is asked for; there is one to N / 64 x 12 other instructions, which as integer logic take N / 64 x 24
+cycles where the product takes N / 2.
 """
 
 import argparse
 import json
+import re
 import sys
 
 import jax
@@ -26,6 +31,8 @@ REGISTERS = 12  # independent chains of a warp
 SUMS = 4  # and of tensor products
 LOOPS, UNROLLED = 64, 4
 SCHEDULERS = 4
+OPERAND_BYTES = 8192  # of the right operand of wgmma256; its numbers do not matter
+STRIDES = 128 >> 4 << 16 | 256 >> 4 << 32  # of a descriptor, between 8 x 8 matrices along K and along N
 
 # {i} is a chain's number; c0.. are operands that the compiler does not know.
 INSTRUCTIONS = {
@@ -43,37 +50,63 @@ INSTRUCTIONS = {
     "{{c0, c1}}, {{m{s}0, m{s}1, m{s}2, m{s}3}};",
 }
 KINDS = [*INSTRUCTIONS, "hmul2_bf16+lop3", "hmul2_bf16+imad", "hmul2_bf16+ffma", "lop3+imad", "lop3+ffma", "mma+lop3"]
+WARPGROUP_KINDS = [f"wgmma{n}{where}{other}" for n in (32, 64, 256) for where in ("", "_shared")
+                   for other in ("", "+lop3", "+hmul2_bf16")]  # fmt: skip
 
 
 def body(kind: str) -> str:
     """One turn of the loop. Of tensor products there are a third as many as of others: one for three chains."""
     lines = []
-    for _ in range(UNROLLED):
-        for i in range(REGISTERS):
-            for name in kind.split("+"):
-                if name != "mma" or i < SUMS:
-                    lines.append(INSTRUCTIONS[name].format(i=i, s=i))
+    for turn in range(UNROLLED * REGISTERS):
+        i = turn % REGISTERS
+        for name in kind.split("+"):
+            if name.startswith("wgmma"):
+                if turn * 64 % (REGISTERS * columns(kind)) == 0:
+                    lines.append(warpgroup_product(columns(kind), shared="_shared" in name))
+            elif name != "mma" or i < SUMS:
+                lines.append(INSTRUCTIONS[name].format(i=i, s=i))
     return "\n".join(lines)
+
+
+def columns(kind: str) -> int:
+    """N of `wgmmaN`; 0 without it."""
+    found = re.search(r"wgmma(\d+)", kind)
+    return int(found[1]) if found else 0
+
+
+def warpgroup_product(n: int, shared: bool) -> str:
+    sums = ", ".join(f"v{i}" for i in range(n // 2))
+    left, transposed = ("d", "0, 0") if shared else ("{c0, c1, c2, c3}", "0")
+    return (
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, {left}, d, 1, 1, 1, {transposed};\n"
+        "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;"
+    )
 
 
 def count(kind: str) -> int:
     """Instructions of the last kind that a warp runs."""
-    return LOOPS * UNROLLED * (SUMS if kind.split("+")[-1] == "mma" else REGISTERS)
+    last = kind.split("+")[-1]
+    if last.startswith("wgmma"):
+        return LOOPS * UNROLLED * 64 // columns(kind)
+    return LOOPS * UNROLLED * (SUMS if last == "mma" else REGISTERS)
 
 
 def program(kind: str) -> str:
-    sums = [f"m{s}{e}" for s in range(SUMS) for e in range(4)]
+    sums = [f"m{s}{e}" for s in range(SUMS) for e in range(4)] + [f"v{i}" for i in range(columns(kind) // 2)]
+    fence, finish = ("wgmma.fence.sync.aligned;", "wgmma.wait_group.sync.aligned 0;") if columns(kind) else ("", "")
     chains = range(REGISTERS)
     return "\n".join([
         f"{{ .reg .b32 r<{REGISTERS}>, c<4>, t0, t1, n, out, word;",
         f".reg .f32 f<{REGISTERS}>, fa, fb, {', '.join(sums)};",
-        f".reg .b64 w<{REGISTERS}>, at;\n.reg .b16 h;\n.reg .pred again;\nld.global.v4.b32 {{c0, c1, c2, c3}}, [$0];",
+        f".reg .b64 w<{REGISTERS}>, at, d;\n.reg .b16 h;\n.reg .pred again;",
+        "ld.global.v4.b32 {c0, c1, c2, c3}, [$0];",
+        f"shr.u32 word, $3, 4;\nand.b32 word, word, 0x3fff;\ncvt.u64.u32 d, word;\nor.b64 d, d, {STRIDES};",
         "mov.b32 fa, c0;\nmov.b32 fb, c1;",
         *(f"add.u32 r{i}, $2, {i};\nmov.b32 f{i}, r{i};" for i in chains),
         *(f"mov.f32 {m}, 0f00000000;" for m in sums),
-        "mov.u32 n, 0;\nbar.sync 0;\nmov.u32 t0, %clock;\nloop_${:uid}:",
+        f"mov.u32 n, 0;\nbar.sync 0;\n{fence}\nmov.u32 t0, %clock;\nloop_${{:uid}}:",
         body(kind),
-        f"add.u32 n, n, 1;\nsetp.lt.u32 again, n, {LOOPS};\n@again bra loop_${{:uid}};",
+        f"add.u32 n, n, 1;\nsetp.lt.u32 again, n, {LOOPS};\n@again bra loop_${{:uid}};\n{finish}",
         "mov.u32 t1, %clock;\nsub.u32 t1, t1, t0;\nmov.u32 out, 0;",
         *(f"xor.b32 out, out, r{i};\nmov.b32 word, f{i};\nxor.b32 out, out, word;" for i in chains),
         *(f"mov.b32 word, {m};\nxor.b32 out, out, word;" for m in sums),
@@ -85,9 +118,10 @@ def build(kind: str, warps: int):
     """operands uint32 [4] -> uint32 [32 warps, 2]: clock cycles, and what keeps the results alive."""
 
     def instructions(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
-        def run(ctx, given, out):
-            p.ptx(program(kind), mem.global_address(given), mem.global_address(out), p.sreg("tid.x"), convergent=True)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+        def run(ctx, given, out, shared):
+            places = mem.global_address(given), mem.global_address(out), p.sreg("tid.x"), mem.shared_address(shared)
+            p.ptx(program(kind), *places, convergent=True)
 
         run(*refs)
 
@@ -95,6 +129,7 @@ def build(kind: str, warps: int):
         plgpu.kernel(
             instructions,
             out_type=jax.ShapeDtypeStruct((32 * warps, 2), jnp.uint32),
+            scratch_types=[plgpu.SMEM((OPERAND_BYTES,), jnp.int8)],
             grid=(CTAS,),
             grid_names=("ctas",),
             num_threads=warps // 4,
@@ -115,12 +150,12 @@ def cycles(kind: str, warps: int) -> float:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, *WARPGROUP_KINDS])
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 12, 16], help="of a multiprocessor, multiples of 4")
     args = parser.parse_args()
     rows = []
     for kind in args.kinds:
-        for warps in args.warps:
+        for warps in (w for w in args.warps if columns(kind) < 256 or w <= 12):  # more have too few registers
             rows.append({"instruction": kind, "warps": warps, "cycles": round(cycles(kind, warps), 2)})
             print(json.dumps(rows[-1]), flush=True)
     with open(args.out, "w") as f:
