@@ -211,6 +211,11 @@ class Config:
         return self.optimizer.per_device_train_batch_size * self.optimizer.gradient_accumulation_steps
 
     @property
+    def row_tokens(self) -> int:
+        """The most tokens that a prompt and its completion have together."""
+        return self.data.max_prompt_length + self.generation.max_completion_length
+
+    @property
     def prompts_per_rollout(self) -> int:
         """Prompts of one rollout, each with num_generations completions."""
         return self.completions_per_rollout // self.generation.num_generations

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import update
 from benchmarks.shapes import MODELS
-from qerl_jax.rl import micro_batches
+from qerl_jax.rl import widths
 
 
 def test_products_by_hand():
@@ -17,7 +17,7 @@ def test_products_by_hand():
 
 
 def test_every_cut_is_the_same_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(micro_batches, "NARROWEST", 16)
+    monkeypatch.setattr(widths, "NARROWEST", 16)
     output = tmp_path / "update.json"
     words = (
         "--model tiny --lora-rank 4 --rows 4 --prompt 4 --completion 64 --micro-batch 1 --checkpointed 2 --repeats 1"

@@ -153,6 +153,7 @@ def test_options_that_do_not_go_together(overrides, expected):
         ["lora.lora_r=8", "lora.adapter=some/folder"],
         ["lora.use_rslora=true", "lora.adapter=some/folder"],
         ["generation.max_slots=128"],
+        ["optimizer.length_buckets=2"],
     ],
 )
 def test_an_option_without_effect_is_an_error(overrides):
@@ -168,6 +169,7 @@ def test_an_option_without_effect_is_an_error(overrides):
         ["grpo.sampler_correction={level: token, cap: 3.0}"],
         ["noise.schedule=linear"],
         ["generation.max_slots=127"],
+        ["optimizer.length_buckets=2", "generation.max_completion_length=200"],
     ],
 )
 def test_the_same_option_with_effect_is_not(overrides):

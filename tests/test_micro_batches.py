@@ -9,12 +9,13 @@ import optax
 import pytest
 from tiny import tiny_adapter, tiny_model
 
-from qerl_jax.rl import micro_batches
+from qerl_jax.rl import widths
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
-from qerl_jax.rl.micro_batches import in_micro_batches, widths_of
+from qerl_jax.rl.micro_batches import in_micro_batches
 from qerl_jax.rl.update import Batch, UpdateSettings, init_state, score, update_step
+from qerl_jax.rl.widths import widths_of
 
 MODEL = tiny_model()
 P, C = 6, 58
@@ -60,7 +61,7 @@ def update(state, batch, settings, loss_fn=None):
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    monkeypatch.setattr(micro_batches, "NARROWEST", 16)
+    monkeypatch.setattr(widths, "NARROWEST", 16)
 
 
 def test_widths(monkeypatch):

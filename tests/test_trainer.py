@@ -26,7 +26,7 @@ from qerl_jax.config import load_config
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.errors import UserError
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
-from qerl_jax.rl import micro_batches, trainer
+from qerl_jax.rl import trainer, widths
 
 ALWAYS = {
     "step", "rollout", "epoch", "num_tokens", "learning_rate", "aqn/sigma", "reward", "reward_std",
@@ -460,7 +460,7 @@ def arithmetic_rows(folder, count):
 )
 def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, words, metrics):
     if "optimizer.length_buckets=2" in words:
-        monkeypatch.setattr(micro_batches, "NARROWEST", 16)
+        monkeypatch.setattr(widths, "NARROWEST", 16)
     run = train(config, tmp_path / "run", *words)
     logged = rows(run)
     assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]

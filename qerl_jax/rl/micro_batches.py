@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-NARROWEST = 128  # of the widths that are not T itself: narrower rows save less than compiling for them takes
-_MULTIPLE = 16  # of such a width
+from qerl_jax.rl.widths import widths_of
 
 # Of what has been gathered so far, rows [R, ...], their places in the batch [R] (B where there is none) and the static
 # width: what has been gathered then.
@@ -64,17 +63,6 @@ def in_micro_batches(
         return at + jnp.array(counts)[k], jax.lax.switch(k, branches, at, carry)
 
     return jax.lax.while_loop(lambda state: state[0] < B, step, (jnp.int32(0), carry))[1]
-
-
-def widths_of(longest: int, buckets: int) -> tuple[int, ...]:
-    """T, T / 2, T / 4, .. up to a multiple of 16, as long as they are at least NARROWEST."""
-    widths = [longest]
-    for k in range(1, buckets):
-        width = -(-longest // (2**k * _MULTIPLE)) * _MULTIPLE
-        if not NARROWEST <= width < widths[-1]:
-            break
-        widths.append(width)
-    return tuple(widths)
 
 
 def put(whole: Any, places_R: jax.Array, part: Any) -> Any:

@@ -23,7 +23,8 @@ from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
-from qerl_jax.rl.micro_batches import Body, in_micro_batches, put, widths_of
+from qerl_jax.rl.micro_batches import Body, in_micro_batches, put
+from qerl_jax.rl.widths import widths_of
 
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -73,7 +74,8 @@ class UpdateSettings:
       loss, correction: see there.
       length_buckets: widths that micro-batches may have: with 1 all have prompt and completion slots together, with 4
         also a half, a quarter and an eighth down to 128, and as many rows more, for rows that are no longer (see
-        `micro_batches`). The step is the same up to rounding; its program has a copy of the network for each.
+        `micro_batches`). The step is the same up to rounding; its program has a copy of the network for each. Under
+        `vmap` every width would be computed for every micro-batch.
       gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
         micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
     """
@@ -85,7 +87,7 @@ class UpdateSettings:
     loss: LossSpec = dataclasses.field(default_factory=LossSpec)
     correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
-    length_buckets: int = 4
+    length_buckets: int = 1
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:

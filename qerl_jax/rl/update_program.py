@@ -70,7 +70,6 @@ def refuse_what_does_not_fit(program: jax.stages.Compiled, config: Config) -> No
         return
     optimizer = config.optimizer
     size = optimizer.per_device_train_batch_size
-    tokens = config.data.max_prompt_length + config.generation.max_completion_length
     fewer = size * (limit - kept) // sizes.temp_size_in_bytes  # as if all of it went with the rows
     divisor = max((n for n in range(1, size) if size % n == 0 and n <= fewer), default=None)
     ways = [] if divisor is None else [f"{_in_smaller_parts(config, divisor)}, which is the same step and may fit"]
@@ -78,8 +77,9 @@ def refuse_what_does_not_fit(program: jax.stages.Compiled, config: Config) -> No
     ways.append("a lower generation.max_completion_length")
     raise UserError(
         f"an update does not fit in memory: weights, adapter and optimizer need {kept / 1e9:.1f} GB, and "
-        f"{size} {'row' if size == 1 else 'rows'} of {tokens} tokens at once (optimizer.per_device_train_batch_size) "
-        f"{sizes.temp_size_in_bytes / 1e9:.1f} GB; the device has {limit / 1e9:.1f} GB. Try {'; or '.join(ways)}"
+        f"{size} {'row' if size == 1 else 'rows'} of {config.row_tokens} tokens at once "
+        f"(optimizer.per_device_train_batch_size) {sizes.temp_size_in_bytes / 1e9:.1f} GB; the device has "
+        f"{limit / 1e9:.1f} GB. Try {'; or '.join(ways)}"
     )
 
 
