@@ -96,7 +96,8 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         size = ("optimizer.per_device_train_batch_size", "optimizer.gradient_accumulation_steps")
         why = f"a rollout has {completions} completions"
         add(why, (*size, "grpo.steps_per_generation"), "generation.max_slots")
-    if len(widths_of(config.row_tokens, 2)) == 1:
+    buckets = config.optimizer.length_buckets
+    if buckets > 1 and len(widths_of(config.row_tokens, buckets)) == 1:
         why = f"a row has {config.row_tokens} tokens at most, and no micro-batch is narrower than {NARROWEST}"
         add(why, ("data.max_prompt_length", "generation.max_completion_length"), "optimizer.length_buckets")
     if config.run.save_steps is None:

@@ -169,6 +169,7 @@ def test_an_option_without_effect_is_an_error(overrides):
         ["grpo.sampler_correction={level: token, cap: 3.0}"],
         ["noise.schedule=linear"],
         ["generation.max_slots=127"],
+        ["optimizer.length_buckets=1"],
         ["optimizer.length_buckets=2", "generation.max_completion_length=200"],
     ],
 )
