@@ -1,0 +1,217 @@
+"""What runs do in a step and log of it: metrics, rewards, refused updates, options, data."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from run_harness import checkpoints, leaves, rows
+from training_runs import config_in, reward_file, same_adapter, train
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl import trainer, widths
+
+ALWAYS = {
+    "step", "rollout", "epoch", "num_tokens", "learning_rate", "aqn/sigma", "reward", "reward_std",
+    "frac_reward_zero_std", "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/mean_terminated_length", "completions/clipped_ratio", "loss", "grad_norm", "entropy", "nonfinite",
+    "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+    "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+}  # fmt: skip
+
+
+def test_every_step_has_a_row_with_every_metric(finished):
+    assert [row["step"] for row in rows(finished)] == [1, 2, 3, 4, 5, 6]
+    for row in rows(finished):
+        assert row.keys() == ALWAYS | {"rewards/digits/mean", "rewards/format/mean"}
+        assert row["grad_norm"] > 0 and row["nonfinite"] == 0
+
+
+def test_two_reward_functions_are_summed_with_their_weights(finished):
+    for row in rows(finished):
+        assert row["reward"] == pytest.approx(row["rewards/digits/mean"] + 0.2 * row["rewards/format/mean"], abs=1e-6)
+    completions = rows(finished, "completions.jsonl")
+    assert len(completions) == 3 * 8
+    for row in completions:
+        digits = sum(character.isdigit() for character in row["completion"]) / 10 + len(row["completion"]) / 1000
+        assert row["rewards/digits"] == pytest.approx(digits, abs=1e-6)
+        assert row["reward"] == pytest.approx(digits + 0.2 * row["rewards/format"], abs=1e-6)
+
+
+def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp_path):
+    run = train(config, tmp_path / "run", "evaluation.eval_steps=4")
+    evaluated = [row for row in rows(run) if "eval/format" in row]
+    assert [(row["step"], row["rollout"]) for row in evaluated] == [(4, 1)]
+    assert {"eval/greedy/digits", "eval/digits", "eval/mean_length"} <= evaluated[0].keys()
+    assert [row for row in rows(run) if row not in evaluated] == rows(finished)
+    assert same_adapter(run, finished)
+    assert (run / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
+
+
+def test_equal_rewards_are_counted_and_give_no_gradient(policy, tmp_path):
+    config = config_in(tmp_path, policy, reward={"functions": [{"function": f"{tmp_path / 'rewards.py'}:digits"}]})
+    reward_file(tmp_path, "    return [0.5] * len(completions)\n")
+    run = train(config, tmp_path / "run")
+    logged = rows(run)
+    assert len(logged) == 6
+    for row in logged:
+        assert row["frac_reward_zero_std"] == 1 and row["reward_std"] == 0
+        assert row["grad_norm"] == 0 and row["loss"] == 0 and row["nonfinite"] == 0
+    before, after = leaves(run, 0)[0], leaves(run, 6)[0]
+    # Weight decay is all that is left: A shrinks, B stays zero.
+    shrunk = np.prod([1 - 0.1 * row["learning_rate"] for row in logged])
+    assert shrunk < 1
+    for name in before:
+        if name.startswith("train.adapter"):
+            np.testing.assert_allclose(after[name], shrunk * before[name], rtol=1e-6)
+        elif name.startswith("train.opt_state") and not name.endswith("count"):
+            assert not after[name].any(), name
+
+
+def poison_batches(patch, rollouts):
+    """Makes NaN of the rewards that the updates of these rollouts get, and so of their losses and gradients."""
+    begin = trainer._Run._begin_or_resume
+
+    def begun(self):
+        begin(self)
+        assemble = self.batch_fn
+
+        def assembled(*arguments):
+            batch = assemble(*arguments)
+            return batch.replace(rewards=batch.rewards * jnp.nan) if self.progress["rollout"] in rollouts else batch
+
+        self.batch_fn = assembled
+
+    patch.setattr(trainer._Run, "_begin_or_resume", begun)
+
+
+def test_updates_that_are_never_finite_are_refused_and_stop_the_run(config, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    poison_batches(monkeypatch, range(10))
+    with pytest.raises(UserError, match=r"not finite in 3 updates in a row, at step 1 \(rollout 1\)"):
+        train(config, run)
+    assert [(row["step"], row["rollout"], row["nonfinite"]) for row in rows(run)] == [(1, 0, 1), (1, 0, 1), (1, 1, 1)]
+    assert len(rows(run, "completions.jsonl")) == 2 * 8
+    assert capsys.readouterr().out.count("step 1: loss or gradient is not finite; this update was refused") == 3
+    assert checkpoints(run) == [0]
+
+
+def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_step(config, tmp_path, monkeypatch):
+    poison_batches(monkeypatch, [0])
+    states = []
+    rollout = trainer._Run._one_rollout
+
+    def watched(self):
+        states.append(jax.device_get(self.state))
+        return rollout(self)
+
+    monkeypatch.setattr(trainer._Run, "_one_rollout", watched)
+    run = train(config, tmp_path / "run")
+    logged = rows(run)
+    assert [row["nonfinite"] for row in logged] == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert [row["step"] for row in logged] == [1, 1, 1, 2, 3, 4, 5, 6]
+    assert all(np.isfinite(row["loss"]) for row in logged[2:]) and logged[0]["loss"] is None
+    before, after, later = map(jax.tree.leaves, states[:3])
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(after, later, strict=True))
+
+
+def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_path, monkeypatch, capsys):
+    compiled = trainer.compiled_update
+
+    def with_a_bad_update(*arguments):
+        update = compiled(*arguments)
+
+        def refuse_the_second(state, model, batch):
+            if int(state.step) != 1 or int(batch.rollout_step) != 0:
+                return update(state, model, batch)
+            _, metrics = update(jax.tree.map(jnp.copy, state), model, batch)
+            return state, metrics | {"nonfinite": 1}
+
+        return refuse_the_second
+
+    monkeypatch.setattr(trainer, "compiled_update", with_a_bad_update)
+    run = train(config, tmp_path / "run")
+    assert [(row["rollout"], row["step"], row["nonfinite"]) for row in rows(run)] == [
+        (0, 1, 0), (0, 2, 1), (1, 2, 0), (1, 3, 0), (2, 4, 0), (2, 5, 0), (3, 6, 0)
+    ]  # fmt: skip
+    assert capsys.readouterr().out.count("step 2: loss or gradient is not finite; this update was refused") == 1
+    assert json.loads((run / "summary.json").read_text())["steps"] == 6
+    assert checkpoints(run)[-1] == 6
+
+
+def arithmetic_rows(folder, count):
+    file = folder / "rows.jsonl"
+    lines = [{"prompt": f"Ann has {n} pens. She buys 3. How many now?", "answer": n + 3} for n in range(count)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("words", "metrics"),
+    [
+        (["lora.train_norms=true", "grpo.beta=0.1", "optimizer.gradient_checkpointing=true"], {"kl"}),
+        (
+            ["grpo.sampler_correction.level=token", "grpo.num_iterations=1", "grpo.steps_per_generation=2"],
+            {"sampling/importance_sampling_ratio/mean", "sampling/truncated_fraction"},
+        ),
+        (
+            [
+                "grpo.old_logprobs=sampler",
+                "grpo.mask_truncated_completions=true",
+                "generation.top_p=0.9",
+                "optimizer.length_buckets=2",
+            ],
+            set(),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, words, metrics):
+    if "optimizer.length_buckets=2" in words:
+        monkeypatch.setattr(widths, "NARROWEST", 16)
+    run = train(config, tmp_path / "run", *words)
+    logged = rows(run)
+    assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
+    assert [row["rollout"] for row in logged] == [0, 0, 1, 1, 2, 2]
+    for row in logged:
+        assert row.keys() == ALWAYS | metrics | {"rewards/digits/mean", "rewards/format/mean"}
+        assert all(value is not None and np.isfinite(value) for value in row.values())
+    before, after = leaves(run, 0)[0], leaves(run, 6)[0]
+    adapter = [name for name in before if name.startswith("train.adapter")]
+    assert any("norm" in name for name in adapter) == ("lora.train_norms=true" in words)
+    assert all(before[name].tobytes() != after[name].tobytes() for name in adapter)
+
+
+def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
+    short = ["optimizer.max_steps=2", "noise.num_stages=2", "generation.max_slots=3"]
+    run = train(config, tmp_path / "run", *short)
+    texts = [row["completion"] for row in rows(run, "completions.jsonl")]
+    assert len(texts) == 8
+    assert texts == [row["completion"] for row in rows(finished, "completions.jsonl") if row["rollout"] == 0]
+
+
+def test_a_cache_too_small_for_one_completion_is_refused(config, tmp_path):
+    with pytest.raises(UserError, match=r"not one completion fits in memory: 8 tokens .* generation.kv_cache_gb"):
+        train(config, tmp_path / "run", "generation.kv_cache_gb=1e-6")
+
+
+def test_epochs_over_a_file_of_rows(config, tmp_path):
+    data = arithmetic_rows(tmp_path, 4)
+    epochs = ["optimizer.max_steps=null", "optimizer.num_train_epochs=1.5", f"data.train_dataset={data}"]
+    logged = rows(train(config, tmp_path / "run", *epochs))
+    # 2 prompts a rollout of the 4 rows.
+    assert [row["epoch"] for row in logged] == [0.5, 0.5, 1.0, 1.0, 1.5, 1.5]
+    assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
+    prompts = [row["prompt"] for row in rows(tmp_path / "run", "completions.jsonl")][::4]
+    assert len(set(prompts[:4])) == 4 and set(prompts[4:]) <= set(prompts[:4])
+
+
+def test_training_goes_on_from_an_adapter(config, finished, tmp_path):
+    run = train(config, tmp_path / "run", f"lora.adapter={finished / 'adapter'}")
+    first, last = leaves(run, 0)[0], leaves(finished, 6)[0]
+    adapter = [name for name in first if name.startswith("train.adapter")]
+    assert all(first[name].tobytes() == last[name].tobytes() for name in adapter)
+    assert not same_adapter(run, finished, 6)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]

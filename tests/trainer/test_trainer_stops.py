@@ -1,0 +1,222 @@
+"""How runs end, stop and continue: to the same bytes as an undisturbed one, or with an error that costs nothing."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+from run_harness import TrainingProcess, checkpoints, differences, rows
+from training_runs import config_in, reward_file, train
+
+from qerl_jax import cli
+from qerl_jax.config import load_config
+from qerl_jax.errors import UserError
+from qerl_jax.models.safetensors import read_safetensors, write_safetensors
+from qerl_jax.rl import trainer
+
+COUNTED = """\
+    calls += 1
+    scores = [sum(character.isdigit() for character in text) / 10 + len(text) / 1000 for text in completions]
+"""
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the trainer catches it."""
+
+
+def stop_after(patch, step):
+    """From now on a run dies as soon as it has saved this step."""
+    save = trainer.save_checkpoint
+
+    def save_and_die(directory, saved_step, *arguments, **options):
+        save(directory, saved_step, *arguments, **options)
+        if saved_step == step:
+            raise Killed
+
+    patch.setattr(trainer, "save_checkpoint", save_and_die)
+
+
+@pytest.fixture(scope="module")
+def stopped(config, tmp_path_factory):
+    """A run of `config` that died after step 4; copy it before continuing."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(Killed):
+            train(config, run)
+    assert checkpoints(run) == [0, 2, 4]
+    return run
+
+
+def test_a_finished_run_says_so_and_offers_a_fresh_one(config, finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert cli.main(["train", str(config), f"run.output_dir={finished}"]) == 0
+    said = capsys.readouterr().out
+    assert f"{finished} is finished" in said and "--fresh" in said and f"{finished}-2" in said
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_fresh_gives_the_same_run_beside_it(config, finished):
+    again = trainer.train(load_config(str(config), [f"run.output_dir={finished}"]), fresh=True)
+    assert again == finished.with_name("run-2")
+    assert differences(again, finished) == []
+
+
+def test_a_stopped_run_continues_to_the_same_end(config, stopped, finished, tmp_path, capsys):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    train(config, run)
+    assert f"continuing {run} from step 4 of 6" in capsys.readouterr().out
+    assert differences(run, finished) == []
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "cut"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    config, stopped, finished, tmp_path, capsys, caplog, damage
+):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    largest = max((run / "checkpoints/step_00000004/arrays").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+    with caplog.at_level(logging.WARNING):
+        train(config, run)
+    assert "checkpoint step 4 is damaged and skipped" in caplog.text
+    assert f"continuing {run} from step 2 of 6" in capsys.readouterr().out
+    assert differences(run, finished) == []
+
+
+def test_no_whole_checkpoint_left_is_an_error_that_deletes_nothing(config, stopped, tmp_path):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{}")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="every checkpoint"):
+        train(config, run)
+    assert (run / "metrics.jsonl").read_bytes() == before and checkpoints(run) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("word", "was", "now"),
+    [
+        ("run.seed=1", "run.seed was 0", "is now 1"),
+        ("lora.lora_r=8", "lora.lora_r was 4", "is now 8"),
+        ("model.model_name_or_path=builtin:quickstart", "one-layer'", "is now 'builtin:quickstart'"),
+        ("data.train_dataset=other.jsonl", "problems.jsonl'", "is now 'other.jsonl'"),
+        ("optimizer.max_steps=12", "optimizer.max_steps was 6", "is now 12"),
+    ],
+)
+def test_another_config_is_refused_with_both_values(config, stopped, word, was, now):
+    with pytest.raises(UserError) as refusal:
+        train(config, stopped, word)
+    assert was in str(refusal.value) and now in str(refusal.value) and "--fresh" in str(refusal.value)
+
+
+def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    lines = [json.dumps({"prompt": f"Ann has {n} pens. How many pens now?", "answer": str(n)}) for n in range(10, 20)]
+    data.write_text("\n".join(lines))
+    base = shutil.copytree(policy, tmp_path / "policy")
+    config, run = config_in(tmp_path, base, data={"train_dataset": str(data)}), tmp_path / "run"
+    stop_after(monkeypatch, 0)
+    with pytest.raises(Killed):
+        train(config, run)
+
+    data.write_text("\n".join(lines[:-1]))
+    with pytest.raises(UserError, match=r"training data was '\w{64}', is now '\w{64}'"):
+        train(config, run)
+    data.write_text("\n".join(lines))
+
+    arrays = {name: np.array(array) for name, array in read_safetensors(base / "model.safetensors").items()}
+    specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+    arrays["model.embed_tokens.weight"][5, 7] *= 2
+    write_safetensors(base / "model.safetensors", specs, arrays.__getitem__)
+    with pytest.raises(UserError, match=r"base weights was '\w{16}', is now '\w{16}'"):
+        train(config, run)
+
+
+def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, tmp_path):
+    with pytest.raises(UserError, match="row 0 has"):
+        train(config, tmp_path / "run", "data.max_prompt_length=8")
+    train(config, tmp_path / "run")
+    assert differences(tmp_path / "run", finished) == []
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(config, finished, programs, tmp_path):
+    run = tmp_path / "run"
+    with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
+        assert process.until(lambda: checkpoints(run) == [0])
+        process.interrupt()
+        assert process.wait() == 130, process.output()
+        said = process.output()
+    assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
+    (saved,) = re.findall(rf"saved at step (\d) of 6; the same command continues {run}", said)
+    assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
+    train(config, run)
+    assert differences(run, finished) == []
+
+
+@pytest.mark.parametrize(
+    ("during", "call", "saved"), [("evaluate", 1, 0), ("next_examples", 1, 2), ("next_examples", 3, 6)]
+)
+def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
+    config, finished, tmp_path, monkeypatch, during, call, saved
+):
+    run, work, calls = tmp_path / "run", getattr(trainer, during), []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return work(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, during, interrupted)
+        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; the same command continues"):
+            train(config, run)
+    assert checkpoints(run)[-1] == len(rows(run)) == saved
+    train(config, run)
+    assert differences(run, finished) == []
+
+
+def test_a_second_ctrl_c_stops_at_once_and_loses_only_what_was_not_saved(config, finished, tmp_path, monkeypatch):
+    rollout = trainer._Run._one_rollout
+
+    def impatient(self):
+        if int(self.state.step) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return rollout(self)
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._Run, "_one_rollout", impatient)
+        with pytest.raises(KeyboardInterrupt, match="goes on from its last checkpoint"):
+            train(config, tmp_path / "run")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert checkpoints(tmp_path / "run") == [0, 2]
+    train(config, tmp_path / "run")
+    assert differences(tmp_path / "run", finished) == []
+
+
+def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_is_fixed(policy, finished, tmp_path):
+    config, run = config_in(tmp_path, policy), tmp_path / "run"
+    failures = [
+        # What goes wrong, on which call since the process began, what is said, and the step saved by then.
+        ("raise ValueError('no such unit')", 4, "raised on rows 0 to 7 of the batch.*no such unit", 2),
+        ("scores[5] = float('nan')", 2, r"returned nan \(float\) for row 5", 4),
+        ("scores = scores[1:]", 1, "returned 7 scores; expected 8", 4),
+        ("scores[3] = float('inf')", 2, r"returned inf \(float\) for row 3", 6),  # in the evaluation after the run
+    ]
+    for wrong, call, message, saved in failures:
+        reward_file(tmp_path, COUNTED + f"    if calls == {call}:\n        {wrong}\n    return scores\n")
+        with pytest.raises(UserError, match=f"(?s)rewards.py:digits' {message}"):
+            train(config, run)
+        assert checkpoints(run)[-1] == saved == len(rows(run)) == len(rows(run, "completions.jsonl")) / 4
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    assert differences(run, finished) == []
