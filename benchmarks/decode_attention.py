@@ -1,6 +1,7 @@
 """Device times of decode_attention against the bytes it must read: live keys and values, a group's prompt once.
 
     python -m benchmarks.decode_attention [--out benchmarks/results/h200/decode_attention.json] [--batch 1 8] [--all]
+        [--kv-cache-dtype auto fp8_values fp8]
 
 Prompts of 256 tokens, 8 samples to a prompt where the batch has as many, 256 own tokens each, caches rotated past the
 L2. --all times every configuration that fits; the default is what the library chooses.
@@ -20,28 +21,36 @@ from pallas_kernels.attention import OwnKV, PromptKV, choose_attention, decode_a
 from pallas_kernels.attention_plan import AttentionConfig, make_attention_plan
 
 MODELS = {"7B": (28, 4, 128), "14B": (40, 8, 128), "32B": (40, 8, 128)}
+CACHES = {
+    "auto": (jnp.bfloat16, jnp.bfloat16),
+    "fp8_values": (jnp.bfloat16, jnp.float8_e4m3fn),
+    "fp8": (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+}
 PROMPT, OWN, SLOTS, GROUP = 256, 256, 512, 8
 BANDWIDTH = 4.24e6  # bytes a microsecond, read
 ROTATE_BYTES = 150e6
 
 
-def configurations(B, H, K, E, N):
+def configurations(B, H, K, E, N, dtypes):
     """Those that fit and give every multiprocessor something to do, as far as there is work."""
-    for slots, cluster, warps, depth in itertools.product((1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4)):
+    for slots, cluster, warps, depth in itertools.product((1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4, 6)):
         config = AttentionConfig(slots, cluster, warps, depth)
         try:
-            make_attention_plan(B, H, K, E, N, PROMPT, SLOTS, False, config)
+            make_attention_plan(
+                B, H, K, E, N, PROMPT, SLOTS, False, config, *(jnp.dtype(dtype).itemsize for dtype in dtypes)
+            )
         except ValueError:
             continue
         if B // slots * K * cluster <= 1100 and (slots == 1 or B >= GROUP):
             yield config
 
 
-def measure(name, B, every):
+def measure(name, B, every, cache):
     H, K, E = MODELS[name]
+    dtypes = CACHES[cache]
     N = max(1, B // GROUP)
     key = jax.random.key(B)
-    live = (N * PROMPT + B * OWN) * K * E * 4
+    live = (N * PROMPT + B * OWN) * K * E * sum(jnp.dtype(dtype).itemsize for dtype in dtypes)
     copies = max(2, min(8, int(-(-ROTATE_BYTES // live))))
 
     def normal(i, *shape):
@@ -51,10 +60,13 @@ def measure(name, B, every):
     angles = jax.random.uniform(key, (B, E // 2)) * 100
     of = jnp.arange(B, dtype=jnp.int32) // GROUP
     shapes = [(N, PROMPT, K, E)] * 2 + [(B, SLOTS, K, E)] * 2
-    caches = [[normal(10 * copy + i, *shape) for i, shape in enumerate(shapes)] for copy in range(copies)]
+    caches = [
+        [normal(10 * copy + i, *shape).astype(dtypes[i % 2]) for i, shape in enumerate(shapes)]
+        for copy in range(copies)
+    ]
     rows = []
-    chosen = choose_attention(B, K, paired=B >= GROUP)
-    for config in configurations(B, H, K, E, N) if every else [chosen]:
+    chosen = choose_attention(B, K, B >= GROUP, *(jnp.dtype(dtype).itemsize for dtype in dtypes))
+    for config in configurations(B, H, K, E, N, dtypes) if every else [chosen]:
 
         def run(caches, config=config):
             outs = []
@@ -69,7 +81,8 @@ def measure(name, B, every):
         except jax.errors.JaxRuntimeError as error:
             print("refused", config, str(error)[:100])
             continue
-        row = {"model": name, "batch": B, "prompt": PROMPT, "own": OWN, "config": list(vars(config).values())}
+        row = {"model": name, "batch": B, "prompt": PROMPT, "own": OWN, "kv_cache_dtype": cache}
+        row |= {"config": list(vars(config).values())}
         rows.append(row | {"device_us": us, "floor_us": live / BANDWIDTH})
     return rows
 
@@ -85,14 +98,16 @@ def main():
     parser.add_argument("--out", default="benchmarks/results/h200/decode_attention.json")
     parser.add_argument("--models", nargs="+", default=["7B", "14B"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--kv-cache-dtype", choices=CACHES, nargs="+", default=["auto"])
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     rows = []
-    for name, batch in itertools.product(args.models, args.batch):
-        found = sorted(measure(name, batch, args.all), key=lambda r: r["device_us"])
+    for name, batch, cache in itertools.product(args.models, args.batch, args.kv_cache_dtype):
+        found = sorted(measure(name, batch, args.all, cache), key=lambda r: r["device_us"])
         for row in found[:4]:
             print(
-                f"{name} batch {batch:4} {row['config']} {row['device_us']:8.2f} us, floor {row['floor_us']:.2f}",
+                f"{name} batch {batch:4} {cache:10} {row['config']} {row['device_us']:8.2f} us, "
+                f"floor {row['floor_us']:.2f}",
                 flush=True,
             )
         rows += found

@@ -35,6 +35,7 @@ import numpy as np
 from benchmarks.rollout import Case, make_case
 from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
+from qerl_jax.format_names import KV_CACHE_DTYPES
 from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.requests import Statistics
 from qerl_jax.rollout.tail import default_tail_sizes
@@ -92,7 +93,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = random_model(config, compute_dtype(), kernels=arguments.kernels)
     N, G = arguments.prompts, arguments.num_generations
     case = make_case(model, arguments.lora_rank, N * G, G, arguments.prompt, arguments.longest)
-    settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0)
+    settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0, kv_cache_dtype=arguments.kv_cache_dtype)
     engine = Engine(
         model,
         settings,
@@ -136,6 +137,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=64)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument(
         "--tail-sizes", type=int, nargs="*", default=default_tail_sizes(), help="slots of the last completions"
     )

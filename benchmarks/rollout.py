@@ -41,11 +41,13 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
+from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.formats import FORMATS
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Rollout, SamplingSettings
+from qerl_jax.rollout.attention import cache_dtypes
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.slots import decode
@@ -74,6 +76,7 @@ class Case(NamedTuple):
     prompts: Prompts
     num_generations: int
     new: int
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def batch(self) -> int:
@@ -82,16 +85,24 @@ class Case(NamedTuple):
     @property
     def settings(self) -> SamplingSettings:
         """No id of the vocabulary ends a completion."""
-        return SamplingSettings(self.new, (self.model.config.vocab_size,), 0)
+        return SamplingSettings(self.new, (self.model.config.vocab_size,), 0, kv_cache_dtype=self.kv_cache_dtype)
 
 
-def make_case(model: Model, rank: int, batch: int, num_generations: int, prompt: int, new: int) -> Case:
+def make_case(
+    model: Model,
+    rank: int,
+    batch: int,
+    num_generations: int,
+    prompt: int,
+    new: int,
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> Case:
     G = math.gcd(batch, num_generations)
     adapter = random_adapter(model, rank)
     noisy = perturb_norms(norms_of(model, adapter), _SIGMA, jax.random.key(3))
     N = batch // G
     tokens = jax.random.randint(jax.random.key(4), (N, prompt), 0, model.config.vocab_size)
-    return Case(model, adapter, noisy, Prompts(tokens, jnp.full(N, prompt), jnp.arange(N)), G, new)
+    return Case(model, adapter, noisy, Prompts(tokens, jnp.full(N, prompt), jnp.arange(N)), G, new, kv_cache_dtype)
 
 
 def step_bytes(case: Case) -> int:
@@ -100,7 +111,8 @@ def step_bytes(case: Case) -> int:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(case.model.base.layers))
     head = config.vocab_size * config.hidden_size * itemsize
     lora = sum(pair.a.size + pair.b.size for layer in case.adapter.lora for pair in layer.values()) * itemsize
-    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    kept = sum(dtype.itemsize for dtype in cache_dtypes(case.model, case.kv_cache_dtype))
+    position = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * kept
     N, P = case.prompts.tokens.shape
     return weights + head + lora + (N * P + case.batch * case.new // 2) * position
 
@@ -275,7 +287,7 @@ class Results:
 
     @staticmethod
     def _name(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[key] for key in _KEYS)
+        return (*(row[key] for key in _KEYS), row.get("kv_cache_dtype", "auto"))
 
 
 def arguments_of(words: list[str] | None) -> argparse.Namespace:
@@ -287,6 +299,7 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-generations", type=int, default=8, help="completions of a prompt, or all of a batch")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
     parser.add_argument(
@@ -329,13 +342,16 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
         model = random_model(config, dtype, weight_format, arguments.kernels)
         done: list[tuple[dict[str, Any], Case]] = []
         sizes = list(itertools.product(arguments.lora_rank, arguments.batch))
-        cases = [make_case(model, *size, arguments.num_generations, arguments.prompt, arguments.new) for size in sizes]
+        rest = arguments.num_generations, arguments.prompt, arguments.new, arguments.kv_cache_dtype
+        cases = [make_case(model, *size, *rest) for size in sizes]
         began = time.perf_counter()
         compile_ahead(cases)
         show(f"compiled in {time.perf_counter() - began:.0f} s")
         for (rank, batch), case in zip(sizes, cases, strict=True):
             of = arguments.model, weight_format, rank, batch, arguments.prompt, arguments.new, case.num_generations
             row: dict[str, Any] = dict(zip(_KEYS, of, strict=True))
+            if arguments.kv_cache_dtype != "auto":
+                row["kv_cache_dtype"] = arguments.kv_cache_dtype
             try:
                 row |= measure(case, arguments.repeats, bandwidth)
             except (jax.errors.JaxRuntimeError, MemoryError) as error:

@@ -1,6 +1,14 @@
 """GPU kernels behind plain functions, each with a pure-JAX reference beside it."""
 
-from .attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference, takes_decode_attention
+from .attention import (
+    HeadNorms,
+    OwnKV,
+    PromptKV,
+    decode_attention,
+    decode_attention_reference,
+    stored,
+    takes_decode_attention,
+)
 from .block import between_attentions, between_attentions_reference, takes_between_attentions
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layer_part import LayerPart, Projection
@@ -31,6 +39,7 @@ __all__ = [
     "lora_inside",
     "padded_rank",
     "repack",
+    "stored",
     "takes_between_attentions",
     "takes_decode_attention",
     "unpack",

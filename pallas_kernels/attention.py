@@ -14,6 +14,8 @@ from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig
 from .stream_plan import RESIDENT
 from .variants import capability
 
+CACHE_DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)  # of keys and of values, that the kernel takes
+
 
 class PromptKV(NamedTuple):
     """Keys and values of the prompts [N, P, K, E], rotated; which one each sample continues [B], its length [B]."""
@@ -58,7 +60,8 @@ def decode_attention(
     Args:
       q, k, v: [B, H * E], [B, K * E], [B, K * E], as the projections gave them: neither normed nor rotated.
       cos, sin: float32 [B, E / 2], of the new token's angles.
-      prompt, own: the caches. The new key and value are written at each sample's `own.lengths`, in place where the
+      prompt, own: the caches, keys and values in q's dtype or in a narrower one (`stored`), each in one for both
+        caches. The new key and value are written at each sample's `own.lengths`, in place where the
         caller gives the caches away.
       norms: per-head norms, where the family has them.
       paired: samples 2 i and 2 i + 1 continue the same prompt, so that the kernel may read it once for both.
@@ -68,33 +71,54 @@ def decode_attention(
       [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions.
 
     Raises:
-      ValueError: the given configuration does not take the shape.
+      ValueError: the given configuration does not take the shape or the caches' dtypes.
     """
     B, E = q.shape[0], prompt.k.shape[-1]
     H, K = q.shape[1] // E, prompt.k.shape[2]
-    if config is None and not takes_decode_attention(q.dtype, H, K, E):
+    kept = own.k.dtype, own.v.dtype
+    if config is None and not takes_decode_attention(q.dtype, H, K, E, *kept):
         return decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
+    if kept != (prompt.k.dtype, prompt.v.dtype) or not {*kept} <= {*map(jnp.dtype, CACHE_DTYPES)}:
+        found = ", ".join(str(array.dtype) for array in (prompt.k, prompt.v, own.k, own.v))
+        raise ValueError(f"prompts' and own keys and values are {found}; the kernel takes bfloat16 and float8_e4m3fn")
     N, P = prompt.k.shape[:2]
-    config = config or choose_attention(B, K, paired)
-    kernel = attention_kernel.build(B, H, K, E, N, P, own.k.shape[1], config, None if norms is None else norms.eps)
+    sizes = [dtype.itemsize for dtype in kept]
+    config = config or choose_attention(B, K, paired, *sizes)
+    eps = None if norms is None else norms.eps
+    kernel = attention_kernel.build(B, H, K, E, N, P, own.k.shape[1], config, eps, *sizes)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
 
 
-def takes_decode_attention(dtype: jnp.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether the default device runs the kernel, and the kernel takes the shape."""
-    fits = head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP
+def takes_decode_attention(
+    dtype: jnp.dtype, heads: int, kv_heads: int, head_dim: int, keys: jnp.dtype, values: jnp.dtype
+) -> bool:
+    """Whether the default device runs the kernel, and the kernel takes the shape, queries of this dtype, and caches of
+    these."""
+    fits = (
+        head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP and {keys, values} <= {*map(jnp.dtype, CACHE_DTYPES)}
+    )
     return capability() == 90 and dtype == jnp.bfloat16 and fits
 
 
-def choose_attention(B: int, K: int, paired: bool) -> AttentionConfig:
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """New keys or values as a cache of this dtype keeps them: what is too large for 8 bits becomes the largest number
+    there is, 448 in E4M3, where a cast would make it NaN."""
+    if jnp.dtype(dtype).itemsize > 1:
+        return x.astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def choose_attention(B: int, K: int, paired: bool, key_bytes: int = 2, value_bytes: int = 2) -> AttentionConfig:
     """The kernel's configuration: two samples to a unit where that still gives every multiprocessor several, then the
-    largest cluster that one wave holds, and small CTAs where several share a multiprocessor."""
+    largest cluster that one wave holds, and small CTAs where several share a multiprocessor. A ring has the same bytes
+    whatever those of a number in the cache."""
     slots = 2 if paired and B % 2 == 0 and 4 * RESIDENT[1] <= B // 2 * K else 1
     units = B // slots * K
     cluster = max((c for c in RESIDENT if units <= RESIDENT[c]), default=1)
-    return AttentionConfig(slots, cluster, warps=8 if units <= RESIDENT[1] else 4)
+    return AttentionConfig(slots, cluster, 8 if units <= RESIDENT[1] else 4, 12 // (key_bytes + value_bytes))
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -127,10 +151,11 @@ def decode_attention_reference(
     place = jnp.maximum(own.lengths, 0)
     here = (jnp.arange(C) == place[:, None]) & (own.lengths >= 0)[:, None]
     own_k, own_v = (
-        jnp.where(here[:, :, None, None], new[:, None], old).astype(old.dtype) for old, new in ((own.k, k), (own.v, v))
+        jnp.where(here[:, :, None, None], stored(new, old.dtype)[:, None], old) for old, new in ((own.k, k), (own.v, v))
     )
     keys, values = (
-        jnp.concatenate([shared[prompt.of], mine], axis=1) for shared, mine in ((prompt.k, own_k), (prompt.v, own_v))
+        jnp.concatenate([shared[prompt.of], mine], axis=1).astype(q.dtype)
+        for shared, mine in ((prompt.k, own_k), (prompt.v, own_v))
     )
     live = jnp.concatenate(
         [jnp.arange(P) < prompt.lengths[:, None], jnp.arange(C) <= own.lengths[:, None]], axis=1

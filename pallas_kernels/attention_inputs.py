@@ -7,6 +7,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
+from .attention_cache import Keys, NarrowKeys, NarrowValues, Values
 from .attention_plan import KEYS, AttentionPlan
 
 
@@ -16,6 +17,8 @@ class AttentionInputs:
     def __init__(self, plan: AttentionPlan, refs, eps: float):
         self.plan, self.eps = plan, eps
         c = plan.config
+        self.keys = (Keys if plan.key_bytes == 2 else NarrowKeys)(plan.E)
+        self.values = (Values if plan.value_bytes == 2 else NarrowValues)(plan.E)
         *named, shared = refs
         names = ["q", "k", "v", "cos", "sin", "prompt_k", "prompt_v", "prompt_of", "prompt_lengths", "own_lengths"]
         names += ["q_norm", "k_norm"] if plan.has_norms else []
@@ -44,14 +47,18 @@ class AttentionInputs:
         any_live = functools.reduce(arith.ori, self.live)
         prompt = self.scalar("prompt_of", first)
         self.prompt_length = p.mul(self.scalar("prompt_lengths", first), any_live)
-        head_bytes = p.mul(self.head, plan.row_bytes)
-        sample_stride, prompt_stride = (n * plan.K * plan.row_bytes for n in (plan.C, plan.P))
         # Where the keys and the values of each region of the context begin: the prompt, then each sample's own.
-        places = [("prompt", prompt, prompt_stride)] + [("own", sample, sample_stride) for sample in self.samples]
+        places = [("prompt", prompt, plan.P)] + [("own", sample, plan.C) for sample in self.samples]
         self.regions = [
-            [mem.offset(mem.wide_offset(at[f"{part}_{kv}"], index, stride), head_bytes) for kv in "kv"]
-            for part, index, stride in places
-        ]  # fmt: skip
+            [
+                mem.offset(
+                    mem.wide_offset(at[f"{part}_{kv}"], index, positions * plan.K * kept.row_bytes),
+                    p.mul(self.head, kept.row_bytes),
+                )
+                for kv, kept in (("k", self.keys), ("v", self.values))
+            ]
+            for part, index, positions in places
+        ]
         self.lengths = [self.prompt_length, *self.own_lengths]
         self.tiles = [p.shr(p.add(n, KEYS - 1), 4) for n in self.lengths]
         self.ring = p.add(self.base, p.mul(self.warp, plan.ring_bytes))
@@ -121,7 +128,7 @@ class AttentionInputs:
         zero = p.i32(0)
         second = rows[1] if len(rows) > 1 else [[zero] * 4] * (plan.E // 32)
         return [
-            [row[chunk][2 * half + word] for word in range(2) for row in (rows[0], second)]
+            [self.keys.operand(row[chunk][2 * half + word]) for word in range(2) for row in (rows[0], second)]
             for chunk in range(plan.E // 32)
             for half in range(2)
         ]  # fmt: skip

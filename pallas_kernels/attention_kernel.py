@@ -13,8 +13,9 @@ The queries and the step's own key come as the projections left them: their per-
 happen here, and the step's key and value are written to the cache in place, which nothing else of this step reads.
 
 Fragments (m16n8k16; lane = 4 g + t): a row of E numbers is cut into chunks of 32; lane t holds numbers 8 t .. 8 t + 7
-of each chunk, the same for queries and keys, so that a lane's 16-byte load is two k-steps, and a rotation's two halves
-(E / 2 apart) are in one lane. Values come through ldmatrix, transposed.
+of each chunk, the same for queries and keys, so that a lane's load is two k-steps, and a rotation's two halves (E / 2
+apart) are in one lane. Values come through ldmatrix, transposed. The cache is BF16 or, keys, values or both, E4M3
+(attention_cache.py).
 """
 
 import functools
@@ -40,7 +41,6 @@ class _Warp(AttentionTiles):
         first = p.add(p.mul(self.rank, c.warps), self.warp)
         total = functools.reduce(p.add, self.tiles)
         count = p.select(p.lt(first, total), p.div(p.add(p.sub(total, first), stride - 1), stride), 0)
-        self.copy_places()
         for d in range(c.depth - 1):
             self.fetch(p.add(first, d * stride), p.lt(d, count), p.i32(d))
             mem.copy_commit()
@@ -53,10 +53,11 @@ class _Warp(AttentionTiles):
             slot, spare, *state = carry
             mem.copy_wait(c.depth - 2)
             p.warp_sync()
+            scores = self.scores(slot)
             ahead = p.add(i, c.depth - 1)
             self.fetch(p.add(first, p.mul(ahead, stride)), p.lt(ahead, count), spare)
             mem.copy_commit()
-            state = self.tile(p.add(first, p.mul(i, stride)), slot, state)
+            state = self.weigh(p.add(first, p.mul(i, stride)), slot, scores, state)
             after = p.add(slot, 1)
             return [p.select(p.eq(after, c.depth), 0, after), slot, *state]
 
@@ -78,10 +79,10 @@ class _Warp(AttentionTiles):
         plan, c = self.plan, self.plan.config
         for i in range(c.slots):
             row = p.add(self.g, 8 * i)
-            at = p.add(p.add(self.ring, p.mul(row, plan.partial_stride)), p.mul(self.t, 8))
-            for d in range(plan.E // 8):
-                sums = state[2 * c.slots + 4 * d + 2 * i :][:2]
-                mem.store_shared_f32x2(p.add(at, 32 * d), sums)
+            at = p.add(self.ring, p.mul(row, plan.partial_stride))
+            for block in range(plan.E // 16):
+                first, second = (state[2 * c.slots + 4 * d + 2 * i :][:2] for d in (2 * block, 2 * block + 1))
+                self.values.leave(at, self.t, block, first, second)
             total = p.over_quad(arith.addf, state[2 * i + 1])
 
             def write(row=row, i=i, total=total):
@@ -163,12 +164,25 @@ class _Warp(AttentionTiles):
 
 
 @functools.cache
-def build(B: int, H: int, K: int, E: int, N: int, P: int, C: int, config: AttentionConfig, eps: float | None = None):
+def build(
+    B: int,
+    H: int,
+    K: int,
+    E: int,
+    N: int,
+    P: int,
+    C: int,
+    config: AttentionConfig,
+    eps: float | None = None,
+    key_bytes: int = 2,
+    value_bytes: int = 2,
+):
     """The kernel as a function (q [B, H * E], k [B, K * E], v [B, K * E], cos [B, E / 2], sin [B, E / 2],
     prompt_k [N, P, K, E], prompt_v, prompt_of [B], prompt_lengths [B], own_lengths [B], [q_norm [E], k_norm [E]],
-    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` comes with the norms.
+    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` comes with the norms,
+    `key_bytes` and `value_bytes` are those of a number in the cache: 2 (BF16) or 1 (E4M3).
     """
-    plan = make_attention_plan(B, H, K, E, N, P, C, eps is not None, config)
+    plan = make_attention_plan(B, H, K, E, N, P, C, eps is not None, config, key_bytes, value_bytes)
     count = 14 + (2 if plan.has_norms else 0)
 
     def decode_attention(*refs):

@@ -39,6 +39,8 @@ class AttentionPlan:
     C: int
     has_norms: bool
     config: AttentionConfig
+    key_bytes: int  # of one number of a key in the cache: 2 (BF16) or 1 (E4M3)
+    value_bytes: int
 
     @property
     def Q(self) -> int:
@@ -50,12 +52,13 @@ class AttentionPlan:
 
     @property
     def row_bytes(self) -> int:
+        """Of queries, outputs, and new keys and values, which are BF16."""
         return 2 * self.E
 
     @property
     def tile_bytes(self) -> int:
         """Keys and values of one tile."""
-        return 2 * KEYS * self.row_bytes
+        return KEYS * self.E * (self.key_bytes + self.value_bytes)
 
     @property
     def ring_bytes(self) -> int:
@@ -85,7 +88,17 @@ class AttentionPlan:
 
 
 def make_attention_plan(
-    B: int, H: int, K: int, E: int, N: int, P: int, C: int, has_norms: bool, config: AttentionConfig
+    B: int,
+    H: int,
+    K: int,
+    E: int,
+    N: int,
+    P: int,
+    C: int,
+    has_norms: bool,
+    config: AttentionConfig,
+    key_bytes: int = 2,
+    value_bytes: int = 2,
 ) -> AttentionPlan:
     """Raises ValueError naming the constraint when the kernel does not take the shape."""
     if E not in HEAD_SIZES:
@@ -96,7 +109,7 @@ def make_attention_plan(
         raise ValueError(f"slots must be 1, or 2 with an even number of samples; got {config.slots} and B = {B}")
     if config.warps % 4 or not 4 <= config.warps <= 32 or config.depth < 2 or config.cluster not in RESIDENT:
         raise ValueError(f"{config}: warps must be 4, 8, .. 32, depth at least 2, cluster one of {list(RESIDENT)}")
-    plan = AttentionPlan(B, H, K, E, N, P, C, has_norms, config)
+    plan = AttentionPlan(B, H, K, E, N, P, C, has_norms, config, key_bytes, value_bytes)
     if plan.total > SMEM_LIMIT:
         raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
     return plan

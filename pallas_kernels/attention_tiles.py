@@ -12,16 +12,11 @@ from .attention_inputs import AttentionInputs
 from .attention_plan import KEYS
 
 LOWEST = -1e30  # finite: the difference of two is 0, not NaN
+MARGIN = 8.0  # binary orders by which weights may exceed 1 before the maximum that they are relative to is raised
 
 
 class AttentionTiles(AttentionInputs):
     """One warp's share of the context. Its state: each sample's maximum and sum of weights, then the weighted sums."""
-
-    def copy_places(self):
-        """Where this lane's 16-byte pieces of a tile lie: `pieces` of a row, so every `32 / pieces`-th row."""
-        self.pieces = self.plan.row_bytes // 16
-        self.rows_at_once = 32 // self.pieces
-        self.piece, self.row = p.rem(self.lane, self.pieces), p.div(self.lane, self.pieces)
 
     def fetch(self, index, wanted, slot):
         """Starts the copies of one tile into a slot of the ring. Past the end the last key is repeated."""
@@ -30,24 +25,17 @@ class AttentionTiles(AttentionInputs):
         def copy():
             _, sources, length, first = self.region(index)
             to = p.add(self.ring, p.mul(slot, plan.tile_bytes))
-            for i in range(KEYS // self.rows_at_once):
-                row = p.add(self.row, i * self.rows_at_once)
-                key = p.minimum(p.add(first, row), p.sub(length, 1))
-                at = p.add(p.mul(key, plan.K * plan.row_bytes), p.mul(self.piece, 16))
-                places = self._key_piece(row, self.piece), self._value_piece(row, self.piece)
-                for which in range(2):
-                    target = p.add(p.add(to, which * KEYS * plan.row_bytes), places[which])
-                    mem.copy_async_16(target, mem.offset(sources[which], at))
+            for kept, source in zip((self.keys, self.values), sources, strict=True):
+                pieces = kept.row_bytes // 16  # of a row, so a lane has every `32 / pieces`-th row
+                piece, its_row = p.rem(self.lane, pieces), p.div(self.lane, pieces)
+                for i in range(0, KEYS, 32 // pieces):
+                    row = p.add(its_row, i)
+                    key = p.minimum(p.add(first, row), p.sub(length, 1))
+                    at = p.add(p.mul(key, plan.K * kept.row_bytes), p.mul(piece, 16))
+                    mem.copy_async_16(p.add(to, kept.place(row, piece)), mem.offset(source, at))
+                to = p.add(to, KEYS * kept.row_bytes)
 
         p.when(wanted, copy)
-
-    def _key_piece(self, row, piece):
-        """Neighbouring rows swap halves of 128 bytes, so that two rows' loads of 64 bytes fall in different banks."""
-        return p.add(p.mul(row, self.plan.row_bytes), p.mul(p.xor(piece, p.mul(p.and_(row, 1), 4)), 16))
-
-    def _value_piece(self, row, piece):
-        """The pieces of 8 rows that ldmatrix reads together fall in different banks."""
-        return p.add(p.mul(row, self.plan.row_bytes), p.mul(p.xor(piece, p.and_(row, 7)), 16))
 
     def newest(self, state):
         """This step's own key and value: as key i of a tile for sample i, straight from registers; and to the cache."""
@@ -57,16 +45,12 @@ class AttentionTiles(AttentionInputs):
             row = p.add(p.mul(sample, plan.K), self.head)
             at_k, at_v = (mem.wide_offset(self.at[name], row, plan.row_bytes) for name in "kv")
             words = self.prepared(self.row_of(at_k), "k_norm", self.angles[i])
-            keys.append(words)
-            values.append([mem.load_global_u16(mem.offset(at_v, p.mul(self.g, 2)), 16 * d) for d in range(plan.E // 8)])
+            keys.append([[self.keys.rounded(word) for word in chunk] for chunk in words])
+            values.append(self.values.new_row(at_v, self.g))
 
             def write(i=i, words=words, at_v=at_v):
-                place = p.mul(self.own_lengths[i], plan.K * plan.row_bytes)
-                to_k, to_v = (mem.offset(mem.offset(a, place), p.mul(self.t, 16)) for a in self.regions[1 + i])
-                for chunk in range(plan.E // 32):
-                    mem.store_global_v4(to_k, words[chunk], 64 * chunk)
-                    raw = mem.load_global_v4(mem.offset(at_v, p.mul(self.t, 16)), 64 * chunk)
-                    mem.store_global_v4(to_v, raw, 64 * chunk)
+                for kept, start, new in zip((self.keys, self.values), self.regions[1 + i], (words, at_v), strict=True):
+                    kept.write(mem.offset(start, p.mul(self.own_lengths[i], plan.K * kept.row_bytes)), self.t, new)
 
             p.when(p.eq(p.add(p.xor(self.live[i], 1), self.g), 0), write)
         scores = [p.f32(0.0)] * 4
@@ -79,7 +63,7 @@ class AttentionTiles(AttentionInputs):
                 )
                 for w in range(2)
             ]
-            scores = p.mma_bf16(scores, self.queries[step], *pair)
+            scores = self.keys.product(scores, self.queries[step], *pair)
         # Row g may see key 0, which lane t = 0 holds first; row g + 8 key 1, its second.
         first = p.eq(self.t, 0)
         never = p.eq(self.lane, 32)
@@ -94,29 +78,30 @@ class AttentionTiles(AttentionInputs):
         ]
         sums = state[2 * c.slots :]
         for d in range(plan.E // 8):
-            sums[4 * d : 4 * d + 4] = p.mma_bf16(sums[4 * d : 4 * d + 4], [*weights[0], zero, zero], b[d], zero)
+            at = slice(4 * d, 4 * d + 4)
+            sums[at] = self.values.product(sums[at], [*weights[0], zero, zero], b[d], zero)
         return [*state[: 2 * c.slots], *sums]
 
     # ---- one tile -----------------------------------------------------------------------------------------------
 
-    def tile(self, index, slot, state):
-        """Scores of 16 keys, their weights, and the values under them."""
-        plan, c = self.plan, self.plan.config
-        which, _, length, first = self.region(index)
-        keys_at = p.add(self.ring, p.mul(slot, plan.tile_bytes))
-        values_at = p.add(keys_at, KEYS * plan.row_bytes)
-        swap = p.mul(p.and_(self.g, 1), 64)
-        row = p.add(p.add(keys_at, p.mul(self.g, plan.row_bytes)), p.mul(self.t, 16))
-        even, odd = p.add(row, swap), p.sub(row, swap)
+    def scores(self, slot):
+        """Of 16 keys, as two tiles of 8."""
+        chunks = self.keys.chunks(p.add(self.ring, p.mul(slot, self.plan.tile_bytes)), self.g, self.t)
         scores = []
         for j in range(2):
             halves = [[p.f32(0.0)] * 4 for _ in range(2)]  # two chains of additions, for half the latency
-            for chunk in range(plan.E // 32):
-                b = mem.load_shared_v4(odd if chunk % 2 else even, 8 * j * plan.row_bytes + 64 * chunk)
+            for i, chunk in enumerate(chunks):
+                b = self.keys.load(chunk, 8 * j)
                 for half in range(2):
-                    query = self.queries[2 * chunk + half]
-                    halves[half] = p.mma_bf16(halves[half], query, b[2 * half], b[2 * half + 1])
+                    query = self.queries[2 * i + half]
+                    halves[half] = self.keys.product(halves[half], query, b[2 * half], b[2 * half + 1])
             scores.append([arith.addf(x, y) for x, y in zip(*halves, strict=True)])
+        return scores
+
+    def weigh(self, index, slot, scores, state):
+        """The state with a tile's values under the weights that its scores give."""
+        c = self.plan.config
+        which, _, length, first = self.region(index)
         left = p.sub(length, first)
         masks = []
         for j in range(2):
@@ -128,55 +113,50 @@ class AttentionTiles(AttentionInputs):
         weights, state = self.soften(scores, masks, state)
         a = [weights[0][0], weights[0][1], weights[1][0], weights[1][1]]
         sums = state[2 * c.slots :]
-        matrix, in_row = p.shr(self.lane, 3), p.and_(self.lane, 7)
-        key = p.add(p.mul(p.and_(matrix, 1), 8), in_row)
-        row = p.add(values_at, p.mul(key, plan.row_bytes))
-        places = [
-            p.add(row, p.mul(p.xor(p.add(2 * d, p.shr(matrix, 1)), in_row), 16)) for d in range(min(4, plan.E // 16))
-        ]
-        for d in range(plan.E // 16):
-            b = mem.load_matrices_transposed(places[d % 4], 128 * (d // 4))
-            for half in range(2):
-                at = slice(8 * d + 4 * half, 8 * d + 4 * half + 4)
-                sums[at] = p.mma_bf16(sums[at], a, b[2 * half], b[2 * half + 1])
+        values_at = p.add(p.add(self.ring, p.mul(slot, self.plan.tile_bytes)), KEYS * self.keys.row_bytes)
+        blocks = self.values.blocks(values_at, self.lane)
+        for d, (b0, b1) in enumerate(self.values.load(blocks)):
+            at = slice(4 * d, 4 * d + 4)
+            sums[at] = self.values.product(sums[at], a, b0, b1)
         return [*state[: 2 * c.slots], *sums]
 
     def soften(self, scores, masks, state):
-        """Scores of tiles of 8 keys -> their weights relative to the new running maximum, as BF16 pairs [tile][sample],
-        and the state with its sums scaled to that maximum.
+        """Scores of tiles of 8 keys -> their weights relative to the maximum in the state, in pairs [tile][sample], and
+        the state, whose maximum has grown, and its sums shrunk, where a weight would be more than 2^MARGIN.
 
         `masks[tile][sample][e]` says whether the sample sees key 2 t + e of the tile.
         """
-        plan, slots = self.plan, self.plan.config.slots
-        factor = p.f32(math.log2(math.e) / math.sqrt(plan.E))
-        lowest = p.f32(LOWEST)
-        state = list(state)
+        slots = self.plan.config.slots
+        factor, lowest = p.f32(math.log2(math.e) / math.sqrt(self.plan.E)), p.f32(LOWEST)
         words = [[p.i32(0), p.i32(0)] for _ in scores]
-        scales = []
         for i in range(slots):
-            highest, total = state[2 * i], state[2 * i + 1]
-            values = [[arith.mulf(tile[2 * i + e], factor) for e in range(2)] for tile in scores]
             seen = [mask[i] for mask in masks]
             values = [
-                [arith.select(*of, lowest) for of in zip(*pair, strict=True)] for pair in zip(seen, values, strict=True)
+                [arith.select(m, arith.mulf(tile[2 * i + e], factor), lowest) for e, m in enumerate(mask)]
+                for mask, tile in zip(seen, scores, strict=True)
             ]
             top = functools.reduce(arith.maximumf, [v for pair in values for v in pair])
-            top = arith.maximumf(highest, p.over_quad(arith.maximumf, top))
-            scale = p.exp2(arith.subf(highest, top))
+            enough = arith.addf(state[2 * i], p.f32(MARGIN))
+            above = arith.cmpf(arith.CmpFPredicate.OGT, top, enough)
+            raised = functools.partial(self.raised, i, top, state)
+            state = p.if_values(p.any_lane(above), raised, state)
             weights = [
-                [arith.select(m, p.exp2(arith.subf(v, top)), p.f32(0.0)) for m, v in zip(*pair, strict=True)]
+                [arith.select(m, p.exp2(arith.subf(v, state[2 * i])), p.f32(0.0)) for m, v in zip(*pair, strict=True)]
                 for pair in zip(seen, values, strict=True)
             ]
             for tile, pair in enumerate(weights):
-                words[tile][i] = p.pack_bf16(*pair)
-            total = arith.addf(
-                arith.mulf(total, scale), functools.reduce(arith.addf, [w for pair in weights for w in pair])
-            )
-            state[2 * i], state[2 * i + 1] = top, total
-            scales.append(scale)
-        for d in range(plan.E // 8):
-            for i in range(slots):
-                for e in range(2):
-                    at = 2 * slots + 4 * d + 2 * i + e
-                    state[at] = arith.mulf(state[at], scales[i])
+                words[tile][i] = self.values.pack(*pair)
+            total = functools.reduce(arith.addf, [w for pair in weights for w in pair])
+            state[2 * i + 1] = arith.addf(state[2 * i + 1], total)
         return words, state
+
+    def raised(self, i: int, top, state):
+        """The state with sample i's maximum at least each row's `top` of any lane, and its sums relative to that."""
+        state, slots = list(state), self.plan.config.slots
+        highest = arith.maximumf(state[2 * i], p.over_quad(arith.maximumf, top))
+        scale = p.exp2(arith.subf(state[2 * i], highest))
+        state[2 * i] = highest
+        sums = [2 * slots + 4 * d + 2 * i + e for d in range(self.plan.E // 8) for e in range(2)]
+        for at in (2 * i + 1, *sums):
+            state[at] = arith.mulf(state[at], scale)
+        return state

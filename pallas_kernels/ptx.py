@@ -188,6 +188,13 @@ def shuffle_xor(x, distance: int):
     return ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0]
 
 
+def any_lane(condition):
+    """Whether the condition holds in any lane of the warp; the same in all of them."""
+    code = "{ .reg .pred p, q;\nsetp.ne.b32 p, $1, 0;\nvote.sync.any.pred q, p, 0xffffffff;\nselp.b32 $0, 1, 0, q; }"
+    held = ptx(code, arith.extui(i32_t(), condition), results=[i32_t()], effects=True, convergent=True)[0]
+    return eq(held, 1)
+
+
 def exchange(word, distance: int):
     """The word of the lane whose number differs in the bit `distance`."""
     code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"

@@ -213,6 +213,10 @@ def load_global_u16(address, byte_offset: int):
     return ptx(code, address, results=[i32_t()], effects=True)[0]
 
 
+def store_global_v2(address, values, byte_offset: int):
+    ptx(f"st.global.v2.b32 [$0+{byte_offset}], {{$1, $2}};", address, *values)
+
+
 def store_global_v4(address, values, byte_offset: int):
     ptx(f"st.global.v4.b32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
 

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from qerl_jax.config_checks import conflicts, options_without_effect
 from qerl_jax.config_errors import render_validation_error
 from qerl_jax.errors import UserError
-from qerl_jax.format_names import FormatName
+from qerl_jax.format_names import FormatName, KVCacheDtype
 from qerl_jax.recipes import Source, read_recipe, write_yaml
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
@@ -79,6 +79,7 @@ class GenerationOptions:
     top_p: PositiveFraction = 1.0
     top_k: CountOrZero = 0
     min_p: Fraction = 0.0
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: model.dtype, as evaluation always has it
     max_slots: Count | None = None  # completions decoded at once; null: all, or as many as fit
     kv_cache_gb: Positive | None = None  # for their keys and values; null: what the device has left, 4 on a CPU
 

@@ -51,7 +51,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
         ("greedy", {"temperature": 0.0, "top_p": 1.0}),
     )
     for mode, sampling in modes:
-        settings = sampling_settings(config, policy, top_k=0, min_p=0.0, **sampling)
+        settings = sampling_settings(config, policy, top_k=0, min_p=0.0, kv_cache_dtype="auto", **sampling)
         # One rollout does not give back what compiling programs for its last samples takes.
         engine = sampling_engine(config, policy, settings, options.batch_size, tail_sizes=())
         out = engine.rollout(adapter, batch, key, 1)

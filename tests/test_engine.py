@@ -144,6 +144,40 @@ def test_all_at_once_in_one_program_and_slots_that_are_refilled_agree_with_the_l
     assert not np.any(np.asarray(out.logps)[~drawn(out)])
 
 
+@functools.cache
+def narrow(kv_cache_dtype, slots=None):
+    """`rolled_out` of a network whose keys have no biases, with its learner's log-probabilities."""
+    model = load_model(ORACLES / "qwen3_sharded", dtype="float32")
+    settings = dataclasses.replace(SETTINGS, eos_token_ids=(3, 4, 10, 12, 50), kv_cache_dtype=kv_cache_dtype)
+    runner = Engine(model, settings, max_prompt_length=P, max_slots=slots)
+    out = runner.rollout(None, batch(), KEY, G)
+    rows = jnp.repeat(batch().tokens, G, 0), jnp.repeat(batch().lengths, G)
+    return out, np.asarray(completion_logps(model, None, *rows, out.tokens, out.lengths, 1.0)[0])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_values", "fp8"])
+def test_a_cache_of_8_bits_draws_nearly_the_learners_distribution_whatever_runs_beside(kv_cache_dtype):
+    exact, their = narrow("auto")
+    out, learners = narrow(kv_cache_dtype)
+    np.testing.assert_allclose(np.asarray(exact.logps)[drawn(exact)], their[drawn(exact)], atol=1e-4)
+    apart = np.abs(np.asarray(out.logps) - learners)[drawn(out)]
+    assert 1e-3 < apart.mean() < 0.1, "8 bits should be felt, and little"
+    refilled, _ = narrow(kv_cache_dtype, 3)
+    for name in ("tokens", "lengths", "terminated"):
+        np.testing.assert_array_equal(getattr(refilled, name), getattr(out, name))
+    np.testing.assert_allclose(refilled.logps, out.logps, atol=1e-5)
+
+
+def test_8_bit_keys_are_refused_where_keys_have_biases():
+    for use in (
+        lambda runner: runner.plan(1, 1),
+        lambda runner: runner.rollout(ADAPTER, batch(), KEY, G),
+        lambda runner: list(runner.generate(ADAPTER, requests(), KEY)),
+    ):
+        with pytest.raises(UserError, match=r"kv_cache_dtype is fp8, and the keys of qwen2 have biases.* fp8_values"):
+            use(engine(dataclasses.replace(SETTINGS, kv_cache_dtype="fp8")))
+
+
 def test_log_probabilities_behind_prompts_prefilled_in_chunks_are_the_learners(monkeypatch):
     """Of four tokens, into slots that are refilled; in a pool of a width of its own, so that it is traced anew."""
     chunks = functools.partial(prefill, tokens_at_once=4)
@@ -316,6 +350,10 @@ def test_memory_is_planned_by_hand():
     # Of long completions half a slot's keys and values of one layer, 1000 x 128 / 2, are more than logits and prompt.
     longer = dataclasses.replace(SETTINGS, max_completion_length=1000)
     assert plan_slots(MODEL, longer, P, samples=1, prompts=1).slot_bytes == 1000 * 268 + 64000
+    # Values in 8 bits: 2 layers x 2 heads x 8 x (4 + 1) = 160 per position, and a copy of one layer's whole context.
+    small = dataclasses.replace(SETTINGS, kv_cache_dtype="fp8_values")
+    found = plan_slots(MODEL, small, P, samples=20, prompts=5)
+    assert (found.slot_bytes, found.row_bytes) == (12 * 172 + 976 + 21 * 128, 9 * 160 + 128)
     with pytest.raises(UserError, match=r"not one completion fits in memory: 12 tokens .* 0.0 MB"):
         plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
 

@@ -104,6 +104,7 @@ def test_a_row_draws_from_its_own_key():
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -1}, "top_k is -1"),
         ({"min_p": 2.0}, "min_p is 2.0"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; allowed: auto, fp8_values, fp8"),
         ({"temperature": 0.0, "top_k": 5}, "no effect"),
     ],
 )

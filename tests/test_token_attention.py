@@ -25,13 +25,15 @@ PROMPTS = Prompts(
 )
 
 
-@pytest.mark.parametrize("family, generations", [("qwen2", 4), ("qwen3", 3)])
-def test_completions_are_the_same_with_the_kernels_function(family, generations, monkeypatch, request):
+@pytest.mark.parametrize("family, generations, kv_cache_dtype", [
+    ("qwen2", 4, "auto"), ("qwen3", 3, "auto"), ("qwen2", 4, "fp8_values"), ("qwen3", 3, "fp8"),
+])  # fmt: skip
+def test_completions_are_the_same_with_the_kernels_function(family, generations, kv_cache_dtype, monkeypatch, request):
     model = tiny_model()
     if family == "qwen3":
         model = load_model(request.path.parent / "oracles" / "qwen3_sharded", dtype="float32")
         assert model.base.layers[0].q_norm is not None
-    settings = SamplingSettings(8, (3, 4, 10, 12, 50), 0)
+    settings = SamplingSettings(8, (3, 4, 10, 12, 50), 0, kv_cache_dtype=kv_cache_dtype)
 
     def run():
         return jax.jit(lambda key: generate(model, None, PROMPTS, key, settings, generations))(jax.random.key(0))
@@ -52,10 +54,12 @@ def test_completions_are_the_same_with_the_kernels_function(family, generations,
     np.testing.assert_allclose(with_kernel.logps, plain.logps, atol=1e-5)
 
 
-def test_the_kernel_is_in_the_decode_step():
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_values"])
+def test_the_kernel_is_in_the_decode_step(kv_cache_dtype):
     config = dataclasses.replace(CONFIG, head_dim=64)
     model = init_model(jax.random.key(0), config, jnp.bfloat16)
-    cache = KVCache(empty_kv(model, 2, 16), empty_kv(model, 4, 8), jnp.array([3, 16]))
+    prompts, completions = empty_kv(model, 2, 16, kv_cache_dtype), empty_kv(model, 4, 8, kv_cache_dtype)
+    cache = KVCache(prompts, completions, jnp.array([3, 16]))
 
     def step(tokens_S, cache, of_S, lengths_S, steps_S):
         return decode_step(model, None, tokens_S, cache, of_S, lengths_S, steps_S, norms_of(model, None), 2)

@@ -27,6 +27,7 @@ from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
 from qerl_jax.rl.step import StepSettings
 from qerl_jax.rl.update import UpdateSettings
 from qerl_jax.rollout import Engine, Rollout, SamplingSettings
+from qerl_jax.rollout.attention import cache_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,8 @@ def load_policy(path: str, weight_format: str | None, dtype: Literal["auto"] | D
 
 
 def configured_policy(config: Config) -> Policy:
-    """The policy that a config names; refuses lengths that the network has no positions for."""
+    """The policy that a config names; refuses lengths that the network has no positions for, and a cache that its keys
+    do not fit."""
     path, lengths = config.model.model_name_or_path, config.data.max_prompt_length
     policy = load_policy(path, config.model.weight_format, config.model.dtype)
     longest = lengths + config.generation.max_completion_length
@@ -66,6 +68,7 @@ def configured_policy(config: Config) -> Policy:
             f"{config.generation.max_completion_length} is {longest}; {path} has {positions} positions "
             "(max_position_embeddings)"
         )
+    cache_dtypes(policy.model, config.generation.kv_cache_dtype)
     return policy
 
 
@@ -78,6 +81,7 @@ def sampling_settings(config: Config, policy: Policy, **changes: Any) -> Samplin
         "top_p": generation.top_p,
         "top_k": generation.top_k,
         "min_p": generation.min_p,
+        "kv_cache_dtype": generation.kv_cache_dtype,
     }
     return SamplingSettings(eos_token_ids=policy.eos_token_ids, pad_token_id=policy.pad_token_id, **(options | changes))
 

@@ -2,8 +2,8 @@
 JAX elsewhere.
 
 A prompt's keys are stored once, in a row of the pool, however many samples go on from it; a slot holds its own sample's
-keys in a contiguous row. Both keep the dtype of their arrays, and what is read is cast to the query's: a narrower
-cache needs another dtype here and nothing else.
+keys in a contiguous row. Both keep the dtype of their arrays, of the network's compute dtype or of 8 bits, and what is
+read is cast to the query's.
 
 Dimension letters: S slots, R rows of the prompt pool, P prompt positions, C completion positions, K key-value heads, Q
 query heads per key-value head, E head size; G slots per row where the slots stand in groups, then N = S / G.
@@ -15,7 +15,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, takes_decode_attention
+from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, stored, takes_decode_attention
+from qerl_jax.errors import UserError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer, Model
 from qerl_jax.models.transformer import KV, Attend, rotation_at, split_heads
@@ -31,11 +32,35 @@ class KVCache(flax.struct.PyTreeNode):
     prompt_lengths_R: jax.Array  # int32
 
 
-def empty_kv(model: Model, rows: int, positions: int) -> tuple[KV, ...]:
+def cache_dtypes(model: Model, kv_cache_dtype: str) -> tuple[jnp.dtype, jnp.dtype]:
+    """The dtypes of keys and of values, see `SamplingSettings`.
+
+    Raises:
+      UserError: 8-bit keys for a model whose keys have biases. Those of trained models make some numbers of a key
+        hundreds of times larger than what changes from token to token, which 3 bits of mantissa then lose: vLLM's and
+        TensorRT-LLM's 8-bit caches are known to make Qwen2 and Qwen2.5 answer nonsense.
+    """
+    wide, narrow = model.base.embed.dtype, jnp.dtype(jnp.float8_e4m3fn)
+    if kv_cache_dtype == "fp8" and any(layer.k_bias is not None for layer in model.base.layers):
+        raise UserError(
+            f"kv_cache_dtype is fp8, and the keys of {model.config.model_type} have biases, beside which 8 bits lose "
+            "what differs from token to token; allowed for this model: fp8_values, which keeps its keys in "
+            f"{wide.name}, and auto"
+        )
+    return (narrow if kv_cache_dtype == "fp8" else wide), (wide if kv_cache_dtype == "auto" else narrow)
+
+
+def empty_kv(model: Model, rows: int, positions: int, kv_cache_dtype: str = "auto") -> tuple[KV, ...]:
     """Zero keys and values [rows, positions, K, E] for each layer."""
-    config, dtype = model.config, model.base.embed.dtype
+    config, (keys, values) = model.config, cache_dtypes(model, kv_cache_dtype)
     shape = (rows, positions, config.num_key_value_heads, config.head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in model.base.layers)
+    return tuple((jnp.zeros(shape, keys), jnp.zeros(shape, values)) for _ in model.base.layers)
+
+
+def kept(model: Model, layers: tuple[KV, ...], kv_cache_dtype: str) -> tuple[KV, ...]:
+    """Keys and values of each layer as the cache keeps them."""
+    keys, values = cache_dtypes(model, kv_cache_dtype)
+    return tuple((stored(k, keys), stored(v, values)) for k, v in layers)
 
 
 def token_attention(
@@ -80,8 +105,7 @@ def token_attention(
 
     def of_layer(i: int) -> Attend:
         def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
-            kept = {array.dtype for array in (*cache.prompt[i], *cache.completion[i])}
-            kernel = kept == {q.dtype} and takes_decode_attention(q.dtype, *heads)
+            kernel = takes_decode_attention(q.dtype, *heads, *(array.dtype for array in cache.completion[i]))
             return (by_kernel if kernel else plainly)(i, layer, q, k, v)
 
         return attend
@@ -93,7 +117,7 @@ def write_token(kept: KV, new: KV, steps_S: jax.Array) -> KV:
     """`kept` with each slot's new key and value [S, K, E] at its own position `steps_S`, -1 being the last one."""
     slots_S = jnp.arange(steps_S.shape[0])
     k, v = (
-        old.at[slots_S, steps_S].set(one.astype(old.dtype), unique_indices=True, indices_are_sorted=True)
+        old.at[slots_S, steps_S].set(stored(one, old.dtype), unique_indices=True, indices_are_sorted=True)
         for old, one in zip(kept, new, strict=True)
     )
     return k, v

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
-from qerl_jax.rollout.attention import KVCache, empty_kv
+from qerl_jax.rollout.attention import KVCache, empty_kv, kept
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.prepared import Made, made, prepared
@@ -71,7 +71,8 @@ def begun(
     norms = norms_of(model, adapter) if norms is None else norms
     last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms)
     lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
-    cache = KVCache(layers, empty_kv(model, B, C), lengths_N)
+    narrow = settings.kv_cache_dtype
+    cache = KVCache(kept(model, layers, narrow), empty_kv(model, B, C, narrow), lengths_N)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
     limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]

@@ -17,6 +17,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
+from qerl_jax.rollout.attention import cache_dtypes
 from qerl_jax.rollout.decode import PREFILL_TOKENS
 from qerl_jax.rollout.prepared import dequantized_bytes
 from qerl_jax.rollout.sampling import SamplingSettings
@@ -80,12 +81,14 @@ def plan_slots(
     """
     config, itemsize = model.config, model.base.embed.dtype.itemsize
     C, P, V = settings.max_completion_length, max_prompt_length, config.vocab_size
-    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    numbers = config.num_key_value_heads * config.head_dim
+    layer = numbers * sum(dtype.itemsize for dtype in cache_dtypes(model, settings.kv_cache_dtype))
+    position = config.num_hidden_layers * layer
     # Kept: the cache, and token and log-probabilities. At work: float32 logits four times over (scaled, truncated,
-    # noise, their sum), and one layer's copy of the slot's prompt; or, where the last samples move into at most half as
-    # many slots, one layer's copy of those.
-    layer = position // config.num_hidden_layers
-    slot_bytes = C * (position + 12) + max(16 * V + P * layer, C * layer // 2)
+    # noise, their sum), and one layer's copy of the slot's prompt, of a narrow cache of the whole context, in the
+    # compute dtype; or, where the last samples move into at most half as many slots, one layer's copy of those.
+    copied = P if settings.kv_cache_dtype == "auto" else P + C
+    slot_bytes = C * (position + 12) + max(16 * V + copied * 2 * numbers * itemsize, C * layer // 2)
     row_bytes = P * position + config.hidden_size * itemsize
     budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
 

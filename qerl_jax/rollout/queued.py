@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import stored
 from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.models.transformer import KV
 from qerl_jax.rollout import log
@@ -75,8 +76,8 @@ def empty_slots(
 ) -> QueuedSlots:
     """An empty pool, and slots without samples, of which only the first `used` ever take one; `key` only says of what
     kind the keys are."""
-    prompts = empty_kv(model, rows, max_prompt_length)
-    completions = empty_kv(model, slots, settings.max_completion_length)
+    prompts = empty_kv(model, rows, max_prompt_length, settings.kv_cache_dtype)
+    completions = empty_kv(model, slots, settings.max_completion_length, settings.kv_cache_dtype)
     # Arrays of their own, since slots are donated.
     prompt_of_S, limits_S, drawn_S, newest_S = (jnp.zeros(slots, jnp.int32) for _ in range(4))
     return QueuedSlots(
@@ -104,7 +105,7 @@ def admit(
     last_AD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms)
 
     def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[rows_A].set(rows.astype(pool.dtype), mode="drop")
+        return pool.at[rows_A].set(stored(rows, pool.dtype), mode="drop")
 
     cache = slots.cache.replace(
         prompt=jax.tree.map(put, slots.cache.prompt, layers),

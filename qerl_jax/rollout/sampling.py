@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError
+from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
 
@@ -23,6 +24,8 @@ class SamplingSettings:
       pad_token_id: fills the slots after the end.
       temperature: 0 is greedy; its log-probabilities are those at temperature 1.
       top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Applied in that order, as transformers does.
+      kv_cache_dtype: "auto" keeps keys and values in the model's compute dtype; "fp8_values" keeps values, "fp8" both,
+        in 8 bits (E4M3, unscaled), which draws from a slightly other distribution than the learner's.
     """
 
     max_completion_length: int
@@ -32,6 +35,7 @@ class SamplingSettings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
         for name, fine, allowed in (
@@ -41,6 +45,7 @@ class SamplingSettings:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
+            ("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, ", ".join(KV_CACHE_DTYPES)),
         ):
             if not fine:
                 raise UserError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import HeadNorms, OwnKV, PromptKV, attention_kernel, decode_attention
+from pallas_kernels import HeadNorms, OwnKV, PromptKV, attention_kernel, decode_attention, stored
 from pallas_kernels.attention import choose_attention
 from pallas_kernels.attention_plan import AttentionConfig, make_attention_plan
 
@@ -19,12 +19,15 @@ def _turned(x, angles):
     return np.concatenate([z.real, z.imag])
 
 
-def test_plain_path_against_a_loop():
+@pytest.mark.parametrize("kept", [
+    (jnp.float32, jnp.float32), (jnp.float32, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+])  # fmt: skip
+def test_plain_path_against_a_loop(kept):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, n * E)).astype(np.float32) for n in (H, K, K))
     angles = rng.uniform(0, 9, (B, E // 2)).astype(np.float32)
-    prompt_k, prompt_v = (rng.normal(size=(N, P, K, E)).astype(np.float32) for _ in range(2))
-    own_k, own_v = (rng.normal(size=(B, C, K, E)).astype(np.float32) for _ in range(2))
+    prompt_k, prompt_v = (rng.normal(size=(N, P, K, E)).astype(dtype) for dtype in kept)
+    own_k, own_v = (rng.normal(size=(B, C, K, E)).astype(dtype) for dtype in kept)
     of, prompt_lengths, own_lengths = np.int32([1, 1, 0, 0]), np.int32([3, 3, 9, 9]), np.int32([0, 4, -1, 2])
     scales = rng.uniform(0.5, 2, (2, E)).astype(np.float32)
     out, new_k, new_v = decode_attention(
@@ -37,15 +40,16 @@ def test_plain_path_against_a_loop():
     def normed(x, scale):
         return x / np.sqrt(np.mean(x**2) + 1e-6) * scale
 
-    expected_k, expected_v = own_k.copy(), own_v.copy()
+    assert (new_k.dtype, new_v.dtype) == kept
+    prompt_k, prompt_v, expected_k, expected_v = (x.astype(np.float32) for x in (prompt_k, prompt_v, own_k, own_v))
     for b in range(B):
         n = own_lengths[b]
         if n < 0:
             np.testing.assert_array_equal(np.asarray(out)[b], 0)
             continue
         for h in range(K):
-            expected_k[b, n, h] = _turned(normed(k[b, h * E : (h + 1) * E], scales[1]), angles[b])
-            expected_v[b, n, h] = v[b, h * E : (h + 1) * E]
+            expected_k[b, n, h] = _turned(normed(k[b, h * E : (h + 1) * E], scales[1]), angles[b]).astype(kept[0])
+            expected_v[b, n, h] = v[b, h * E : (h + 1) * E].astype(kept[1])
         for head in range(H):
             h = head // (H // K)
             keys = np.concatenate([prompt_k[of[b], : prompt_lengths[b], h], expected_k[b, : n + 1, h]])
@@ -54,19 +58,44 @@ def test_plain_path_against_a_loop():
             weights = np.exp(scores - scores.max())
             expected = weights @ values / weights.sum()
             np.testing.assert_allclose(np.asarray(out)[b, head * E : (head + 1) * E], expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(np.asarray(new_k), expected_k, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(np.asarray(new_v), expected_v)
+    np.testing.assert_allclose(np.asarray(new_k, np.float32), expected_k, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(new_v, np.float32), expected_v)
 
 
-@pytest.mark.parametrize("samples, kv_heads, paired, expected", [
-    (1, 4, False, AttentionConfig(1, 8)),
-    (8, 4, True, AttentionConfig(1, 2)),
-    (64, 8, True, AttentionConfig(1, 1, 4)),
-    (256, 8, True, AttentionConfig(2, 1, 4)),
-    (256, 8, False, AttentionConfig(1, 1, 4)),
+def test_what_is_stored_is_what_fits():
+    """E4M3's numbers round to the nearest and end at 448, where a cast makes NaN; what is NaN stays NaN."""
+    given = jnp.array([500.0, -jnp.inf, 464.0, 1.0625, 1.1875, 2.0**-10, -0.3, jnp.nan])
+    found = np.asarray(stored(given, jnp.float8_e4m3fn), np.float32)
+    np.testing.assert_array_equal(found, [448, -448, 448, 1.0, 1.25, 0.0, -0.3125, np.nan])
+    np.testing.assert_array_equal(stored(given[:-1], jnp.bfloat16), given[:-1].astype(jnp.bfloat16))
+
+
+def test_the_kernel_refuses_other_caches():
+    rows, bf16, fp8 = jnp.zeros((B, E)), jnp.bfloat16, jnp.float8_e4m3fn
+    numbers = jnp.zeros(B, jnp.int32)
+
+    def caches(*dtypes):
+        prompt_k, prompt_v, own_k, own_v = (jnp.zeros((B, 4, 1, E), dtype) for dtype in dtypes)
+        return PromptKV(prompt_k, prompt_v, numbers, numbers), OwnKV(own_k, own_v, numbers)
+
+    for dtypes in ((bf16, bf16, bf16, fp8), (bf16, bf16, jnp.float32, bf16)):
+        with pytest.raises(ValueError, match=r"keys and values are .* takes bfloat16 and float8_e4m3fn"):
+            decode_attention(rows, rows, rows, rows, rows, *caches(*dtypes), config=AttentionConfig())
+
+
+@pytest.mark.parametrize("samples, kv_heads, paired, bytes_of, expected", [
+    (1, 4, False, (2, 2), AttentionConfig(1, 8)),
+    (8, 4, True, (2, 2), AttentionConfig(1, 2)),
+    (64, 8, True, (2, 2), AttentionConfig(1, 1, 4)),
+    (256, 8, True, (2, 2), AttentionConfig(2, 1, 4)),
+    (256, 8, False, (2, 2), AttentionConfig(1, 1, 4)),
+    (64, 4, False, (2, 1), AttentionConfig(1, 1, 4, 4)),
+    (8, 4, True, (1, 1), AttentionConfig(1, 2, 8, 6)),
 ])  # fmt: skip
-def test_choice(samples, kv_heads, paired, expected):
-    assert choose_attention(samples, kv_heads, paired) == expected
+def test_choice(samples, kv_heads, paired, bytes_of, expected):
+    config = choose_attention(samples, kv_heads, paired, *bytes_of)
+    assert config == expected
+    make_attention_plan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, config, *bytes_of)
 
 
 @pytest.mark.parametrize("shape, config, message", [
@@ -81,19 +110,24 @@ def test_shapes_that_the_kernel_does_not_take(shape, config, message):
         make_attention_plan(*shape, N, P, C, False, config)
 
 
-@pytest.mark.parametrize("head, norms, config", [
-    (128, False, AttentionConfig()),
-    (64, True, AttentionConfig(2, 4)),
-    (128, True, AttentionConfig(2, 1, 4, 4)),
+@pytest.mark.parametrize("head, norms, config, keys, values", [
+    (128, False, AttentionConfig(), 2, 2),
+    (64, True, AttentionConfig(2, 4), 1, 1),
+    (128, True, AttentionConfig(2, 1, 4, 4), 2, 1),
 ])  # fmt: skip
-def test_kernel_lowers_for_cuda_and_writes_the_cache_in_place(head, norms, config):
+def test_kernel_lowers_for_cuda_and_writes_the_cache_in_place(head, norms, config, keys, values):
     def s(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    kernel = attention_kernel.build(B, H, K, head, N, P, C, config, 1e-6 if norms else None)
+    kernel = attention_kernel.build(B, H, K, head, N, P, C, config, 1e-6 if norms else None, keys, values)
+    kept = [{2: jnp.bfloat16, 1: jnp.float8_e4m3fn}[size] for size in (keys, values)]
     args = [s((B, n * head)) for n in (H, K, K)] + [s((B, head // 2), jnp.float32)] * 2
-    args += [s((N, P, K, head))] * 2 + [s((B,), jnp.int32)] * 3 + [s((head,), jnp.float32)] * (2 if norms else 0)
-    args += [s((B, C, K, head))] * 2
+    args += (
+        [s((N, P, K, head), dtype) for dtype in kept]
+        + [s((B,), jnp.int32)] * 3
+        + [s((head,), jnp.float32)] * (2 if norms else 0)
+    )
+    args += [s((B, C, K, head), dtype) for dtype in kept]
     module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
     assert "mosaic_gpu" in module
     assert module.count("output_operand_alias<") == 2

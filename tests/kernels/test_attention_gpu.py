@@ -8,15 +8,25 @@ import numpy as np
 import pytest
 from ahead import ahead
 
-from pallas_kernels.attention import HeadNorms, OwnKV, PromptKV, decode_attention, decode_attention_reference
+from pallas_kernels.attention import (
+    HeadNorms,
+    OwnKV,
+    PromptKV,
+    decode_attention,
+    decode_attention_reference,
+    stored,
+)
 from pallas_kernels.attention_plan import AttentionConfig
 
 pytestmark = pytest.mark.gpu
 
 
-def _case(rng, B, H, K, E, N, P, C, dtype, lengths=None, spread=1.0):
+def _case(rng, B, H, K, E, N, P, C, dtype, lengths=None, spread=1.0, kept=(jnp.bfloat16, jnp.bfloat16)):
     def normal(*shape):
         return jnp.asarray(spread * rng.normal(size=shape), jnp.float32).astype(jnp.bfloat16).astype(dtype)
+
+    def caches(*shape):
+        return [stored(normal(*shape, K, E), dtype) for dtype in kept]
 
     angles = jnp.asarray(rng.uniform(0, 500, (B, E // 2)), jnp.float32)
     of = jnp.asarray(np.arange(B) * N // B, jnp.int32)
@@ -24,8 +34,8 @@ def _case(rng, B, H, K, E, N, P, C, dtype, lengths=None, spread=1.0):
     own = rng.integers(-1, C, B) if lengths is None else lengths
     return (
         *(normal(B, heads * E) for heads in (H, K, K)), jnp.cos(angles), jnp.sin(angles),
-        PromptKV(normal(N, P, K, E), normal(N, P, K, E), of, prompt_lengths),
-        OwnKV(normal(B, C, K, E), normal(B, C, K, E), jnp.asarray(own, jnp.int32)),
+        PromptKV(*caches(N, P), of, prompt_lengths),
+        OwnKV(*caches(B, C), jnp.asarray(own, jnp.int32)),
     )  # fmt: skip
 
 
@@ -47,6 +57,9 @@ CONFIGS = [
     AttentionConfig(1, 8, 8, 2),
 ]  # fmt: skip
 SHAPES = [(8, 28, 4, 128, 2, 256, 96), (4, 14, 2, 64, 2, 37, 50), (6, 16, 2, 128, 3, 1, 1), (2, 8, 8, 64, 1, 100, 300)]
+NARROW = [  # keys and values of the cache
+    (jnp.bfloat16, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.bfloat16),
+]  # fmt: skip
 NORMED, SHARP = (4, 16, 8, 128, 2, 64, 40), (4, 28, 4, 128, 2, 64, 40)
 EPSILON = 1e-6
 
@@ -57,9 +70,9 @@ def _attention(config, normed, *arrays):
     return decode_attention(*case, norms, config=config)
 
 
-def _start(programs, sizes, config, normed=False):
-    key = ("attention", sizes, config, normed)
-    case = jax.eval_shape(lambda: _case(np.random.default_rng(0), *sizes, jnp.bfloat16))
+def _start(programs, sizes, config, normed=False, kept=(jnp.bfloat16, jnp.bfloat16)):
+    key = ("attention", sizes, config, normed, kept)
+    case = jax.eval_shape(lambda: _case(np.random.default_rng(0), *sizes, jnp.bfloat16, kept=kept))
     norms = [jax.ShapeDtypeStruct(sizes[3:4], jnp.float32)] * 2 if normed else []
     programs.start(key, functools.partial(_attention, config, normed), *case, *norms)
     return key
@@ -90,6 +103,40 @@ def test_against_float64(programs, cases, B, H, K, E, N, P, C, config):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.02, rtol=0.02)
     again, _, _ = program(*case)
     assert np.array_equal(np.asarray(out), np.asarray(again))
+
+
+@ahead(
+    lambda programs, config, kept, **sizes: _start(
+        programs, tuple(sizes[name] for name in "BHKENPC"), config, kept=kept
+    )
+)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("B, H, K, E, N, P, C", SHAPES[:3])
+@pytest.mark.parametrize("kept", NARROW, ids=lambda pair: "-".join(dtype.__name__ for dtype in pair))
+def test_narrow_caches(rng, programs, B, H, K, E, N, P, C, kept, config):
+    case = _case(rng, B, H, K, E, N, P, C, jnp.bfloat16, kept=kept)
+    program = programs.get(_start(programs, (B, H, K, E, N, P, C), config, kept=kept))
+    out, own_k, own_v = program(*case)
+    expected, expected_k, expected_v = (np.asarray(x, np.float32) for x in _expected(*case))
+    assert (own_k.dtype, own_v.dtype) == kept
+    np.testing.assert_array_equal(np.asarray(own_v, np.float32), expected_v)
+    step = 0.01 if kept[0] == jnp.bfloat16 else 0.13  # where a rotated number lies between two, either may be taken
+    np.testing.assert_allclose(np.asarray(own_k, np.float32), expected_k, rtol=step, atol=0.002)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.03, rtol=0.03)
+    again, _, _ = program(*case)
+    assert np.array_equal(np.asarray(out), np.asarray(again))
+
+
+def test_what_is_too_large_for_8_bits(rng):
+    kept = (jnp.float8_e4m3fn, jnp.float8_e4m3fn)
+    q, k, v, cos, sin, prompt, own = _case(rng, *NORMED, jnp.bfloat16, lengths=[0, 3, 17, 39], kept=kept)
+    out, own_k, own_v = decode_attention(
+        q, 1000 * k, v.at[:, 5].set(-600.0), cos, sin, prompt, own, config=AttentionConfig(2, 2)
+    )
+    newest = jnp.arange(4), own.lengths
+    np.testing.assert_array_equal(np.asarray(own_v[newest], np.float32)[:, 0, 5], -448.0)
+    assert np.abs(np.asarray(own_k[newest], np.float32)).max() == 448.0
+    assert np.isfinite(np.asarray(out, np.float32)).all()
 
 
 @ahead(lambda programs, config: _start(programs, NORMED, config, normed=True))

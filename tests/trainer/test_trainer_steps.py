@@ -1,5 +1,6 @@
 """What runs do in a step and log of it: metrics, rewards, refused updates, options, data."""
 
+import functools
 import json
 
 import jax
@@ -9,8 +10,10 @@ import pytest
 from run_harness import checkpoints, leaves, rows
 from training_runs import config_in, reward_file, same_adapter, train
 
+from qerl_jax import evaluation
 from qerl_jax.errors import UserError
 from qerl_jax.rl import trainer, widths
+from qerl_jax.rl.assembly import sampling_engine
 
 ALWAYS = {
     "step", "rollout", "epoch", "num_tokens", "learning_rate", "aqn/sigma", "reward", "reward_std",
@@ -153,7 +156,12 @@ def arithmetic_rows(folder, count):
     [
         (["lora.train_norms=true", "grpo.beta=0.1", "optimizer.gradient_checkpointing=true"], {"kl"}),
         (
-            ["grpo.sampler_correction.level=token", "grpo.num_iterations=1", "grpo.steps_per_generation=2"],
+            [
+                "grpo.sampler_correction.level=token",
+                "grpo.num_iterations=1",
+                "grpo.steps_per_generation=2",
+                "generation.kv_cache_dtype=fp8_values",
+            ],
             {"sampling/importance_sampling_ratio/mean", "sampling/truncated_fraction"},
         ),
         (
@@ -171,7 +179,17 @@ def arithmetic_rows(folder, count):
 def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, words, metrics):
     if "optimizer.length_buckets=2" in words:
         monkeypatch.setattr(widths, "NARROWEST", 16)
+    caches = {"rollout": set(), "evaluation": set()}
+
+    def engine(of, config, policy, settings, *rest, **more):
+        caches[of].add(settings.kv_cache_dtype)
+        return sampling_engine(config, policy, settings, *rest, **more)
+
+    monkeypatch.setattr(trainer, "sampling_engine", functools.partial(engine, "rollout"))
+    monkeypatch.setattr(evaluation, "sampling_engine", functools.partial(engine, "evaluation"))
     run = train(config, tmp_path / "run", *words)
+    narrow = "generation.kv_cache_dtype=fp8_values" in words
+    assert caches == {"rollout": {"fp8_values" if narrow else "auto"}, "evaluation": {"auto"}}
     logged = rows(run)
     assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
     assert [row["rollout"] for row in logged] == [0, 0, 1, 1, 2, 2]
@@ -195,6 +213,12 @@ def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
 def test_a_cache_too_small_for_one_completion_is_refused(config, tmp_path):
     with pytest.raises(UserError, match=r"not one completion fits in memory: 8 tokens .* generation.kv_cache_gb"):
         train(config, tmp_path / "run", "generation.kv_cache_gb=1e-6")
+
+
+def test_8_bit_keys_are_refused_before_anything_is_sampled(config, tmp_path):
+    with pytest.raises(UserError, match=r"kv_cache_dtype is fp8, and the keys of qwen2 have biases"):
+        train(config, tmp_path / "run", "generation.kv_cache_dtype=fp8")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_epochs_over_a_file_of_rows(config, tmp_path):

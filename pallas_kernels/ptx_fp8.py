@@ -1,0 +1,47 @@
+"""PTX for numbers of 8 bits (E4M3: sign, 4 bits of exponent, 3 of mantissa), which become FP16 to be multiplied."""
+
+from .ptx import f32_t, i32_t, ptx
+
+
+def e4m3_of_bf16(word):
+    """A word's two BF16 numbers as E4M3, in its lower half; what is too large becomes the largest, 448."""
+    code = (
+        "{ .reg .b32 a, b;\n.reg .b16 h;\nshl.b32 a, $1, 16;\nand.b32 b, $1, 0xffff0000;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 h, b, a;\ncvt.u32.u16 $0, h; }"
+    )
+    return ptx(code, word, results=[i32_t()])[0]
+
+
+def f16_of_e4m3(word):
+    """A word's four E4M3 numbers as two words of FP16, exactly."""
+    code = "{ .reg .b16 l, h;\nmov.b32 {l, h}, $2;\ncvt.rn.f16x2.e4m3x2 $0, l;\ncvt.rn.f16x2.e4m3x2 $1, h; }"
+    return ptx(code, word, results=[i32_t()] * 2)
+
+
+def f16_of_bf16(word):
+    """A word's two BF16 numbers as FP16: exactly from 2^-14 up to 65504."""
+    code = "{ .reg .b32 a, b;\nshl.b32 a, $1, 16;\nand.b32 b, $1, 0xffff0000;\ncvt.rn.f16x2.f32 $0, b, a; }"
+    return ptx(code, word, results=[i32_t()])[0]
+
+
+def pack_f16(lo, hi):
+    return ptx("cvt.rn.f16x2.f32 $0, $2, $1;", lo, hi, results=[i32_t()])[0]
+
+
+def columns_together(word):
+    """Bytes 0, 2, 1, 3 of a word: of two rows of two bytes, two columns."""
+    return ptx("prmt.b32 $0, $1, $1, 0x3120;", word, results=[i32_t()])[0]
+
+
+def mma_f16(acc, a, b0, b1):
+    """acc [4] += A (16 x 16, row) B (16 x 8, col) of FP16 numbers, float32 accumulation."""
+    return ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+        "{$10, $11, $12, $13};",
+        *a,
+        b0,
+        b1,
+        *acc,
+        results=[f32_t()] * 4,
+        convergent=True,
+    )
