@@ -65,7 +65,7 @@ def measure(name, B, every, cache):
         for copy in range(copies)
     ]
     rows = []
-    chosen = choose_attention(B, K, B >= GROUP, *(jnp.dtype(dtype).itemsize for dtype in dtypes))
+    chosen = choose_attention(B, K, B >= GROUP, PROMPT + OWN, *(jnp.dtype(dtype).itemsize for dtype in dtypes))
     for config in configurations(B, H, K, E, N, dtypes) if every else [chosen]:
 
         def run(caches, config=config):

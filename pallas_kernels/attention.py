@@ -14,6 +14,9 @@ from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig
 from .stream_plan import RESIDENT
 from .variants import capability
 
+# Measured on an H200: 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as much with 800
+# positions (docs/decoding.md).
+FREE_CTAS, WORTH_A_CTA = 32, 416
 CACHE_DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)  # of keys and of values, that the kernel takes
 
 
@@ -83,9 +86,9 @@ def decode_attention(
         raise ValueError(f"prompts' and own keys and values are {found}; the kernel takes bfloat16 and float8_e4m3fn")
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
-    config = config or choose_attention(B, K, paired, *sizes)
-    eps = None if norms is None else norms.eps
-    kernel = attention_kernel.build(B, H, K, E, N, P, own.k.shape[1], config, eps, *sizes)
+    C = own.k.shape[1]
+    config = config or choose_attention(B, K, paired, P + C // 2, *sizes)
+    kernel = attention_kernel.build(B, H, K, E, N, P, C, config, None if norms is None else norms.eps, *sizes)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
@@ -111,13 +114,19 @@ def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.clip(x, -largest, largest).astype(dtype)
 
 
-def choose_attention(B: int, K: int, paired: bool, key_bytes: int = 2, value_bytes: int = 2) -> AttentionConfig:
-    """The kernel's configuration: two samples to a unit where that still gives every multiprocessor several, then the
-    largest cluster that one wave holds, and small CTAs where several share a multiprocessor. A ring has the same bytes
-    whatever those of a number in the cache."""
+def choose_attention(
+    B: int, K: int, paired: bool, positions: int, key_bytes: int = 2, value_bytes: int = 2
+) -> AttentionConfig:
+    """The kernel's configuration for contexts of so many positions.
+
+    Two samples to a unit where that still gives every multiprocessor several; then the largest cluster that one wave
+    holds, of more than FREE_CTAS in all only where each CTA gets enough of the context; and small CTAs where several
+    share a multiprocessor. A ring has the same bytes whatever those of a number in the cache.
+    """
     slots = 2 if paired and B % 2 == 0 and 4 * RESIDENT[1] <= B // 2 * K else 1
     units = B // slots * K
-    cluster = max((c for c in RESIDENT if units <= RESIDENT[c]), default=1)
+    fitting = [c for c in RESIDENT if units <= RESIDENT[c]]
+    cluster = max((c for c in fitting if units * c <= FREE_CTAS or positions >= c * WORTH_A_CTA), default=1)
     return AttentionConfig(slots, cluster, 8 if units <= RESIDENT[1] else 4, 12 // (key_bytes + value_bytes))
 
 

@@ -62,6 +62,7 @@ class AttentionInputs:
         self.lengths = [self.prompt_length, *self.own_lengths]
         self.tiles = [p.shr(p.add(n, KEYS - 1), 4) for n in self.lengths]
         self.ring = p.add(self.base, p.mul(self.warp, plan.ring_bytes))
+        self.all_here = p.add(self.base, plan.barrier_at)
 
     def scalar(self, name: str, index):
         return mem.load_global_b32(mem.offset(self.at[name], p.mul(index, 4)), 0)

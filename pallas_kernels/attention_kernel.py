@@ -41,9 +41,13 @@ class _Warp(AttentionTiles):
         first = p.add(p.mul(self.rank, c.warps), self.warp)
         total = functools.reduce(p.add, self.tiles)
         count = p.select(p.lt(first, total), p.div(p.add(p.sub(total, first), stride - 1), stride), 0)
+        if c.cluster > 1:
+            p.when(p.eq(self.tid, 0), self.make_barrier)
         for d in range(c.depth - 1):
             self.fetch(p.add(first, d * stride), p.lt(d, count), p.i32(d))
             mem.copy_commit()
+        if c.cluster > 1:
+            p.cluster_sync()  # a CTA's shared memory may be written once it has begun
         self.queries = self.query_fragments()
         state = [p.f32(LOWEST), p.f32(0.0)] * c.slots + [p.f32(0.0)] * (plan.E // 2)
         last = p.eq(p.add(first, 1), stride)  # of all warps it has the fewest tiles
@@ -66,11 +70,13 @@ class _Warp(AttentionTiles):
         p.warp_sync()
         self.leave(state)
         p.cta_sync()
-        self.merge_warps()
-        if c.cluster > 1:
-            p.cluster_sync()
-            self.merge_ctas()
-            p.cluster_sync()  # nobody leaves while another CTA may still read its shared memory
+        self.merge()
+
+    def make_barrier(self):
+        """It counts the bytes of what the cluster's CTAs send."""
+        mem.barrier_init(self.all_here, 1)
+        mem.barrier_expect(self.all_here, p.i32(self.plan.received_bytes))
+        mem.fence_barrier_init()
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -92,63 +98,46 @@ class _Warp(AttentionTiles):
 
             p.when(p.eq(self.t, 0), write)
 
-    def _joined(self, places, load, row, pair):
-        """Partial results of one output pair, added in order: (maximum, sum of weights, weighted sums)."""
-        plan = self.plan
-        heads = [p.add(place, p.add(p.mul(row, 4), plan.rows * plan.partial_stride)) for place in places]
-        tops = [load(head, 0) for head in heads]
-        totals = [load(head, 4 * plan.rows) for head in heads]
-        at = p.add(p.mul(row, plan.partial_stride), p.mul(pair, 8))
-        sums = [[load(p.add(place, at), 4 * e) for e in range(2)] for place in places]
-        top = functools.reduce(arith.maximumf, tops)
-        scales = [p.exp2(arith.subf(t, top)) for t in tops]
-        total, a, b = (
-            functools.reduce(arith.addf, [arith.mulf(s, v) for s, v in zip(scales, values, strict=True)])
-            for values in (totals, [s[0] for s in sums], [s[1] for s in sums])
-        )
-        return top, total, [a, b]
-
-    def merge_warps(self):
-        """The CTA's warps' results become one; alone, it is the output."""
+    def merge(self):
+        """The CTA's warps' results become one. Alone, it is the output; in a cluster each CTA gets all CTAs' results of
+        an equal share of the outputs, and adds them up."""
         plan, c = self.plan, self.plan.config
-        pairs = plan.E // 2
-        places = [p.add(self.base, w * plan.ring_bytes) for w in range(c.warps)]
+        pairs, threads = plan.E // 2, c.warps * 32
+        owned = plan.rows * pairs // c.cluster
+        received = p.add(self.base, plan.received_at)
 
-        def one(index, _):
+        def of_warps(index, _):
             row, pair = p.div(index, pairs), p.rem(index, pairs)
-            top, total, sums = self._joined(places, mem.load_shared_f32, row, pair)
+            joined = _join([self.of_warp(p.add(self.base, w * plan.ring_bytes), row, pair) for w in range(c.warps)])
             if c.cluster == 1:
-                self.store(row, pair, total, sums)
-                return []
-            merged = p.add(self.base, plan.merged_at)
-            mem.store_shared_f32x2(p.add(merged, p.add(p.mul(row, plan.partial_stride), p.mul(pair, 8))), sums)
-
-            def write():
-                at = p.add(merged, p.add(p.mul(row, 4), plan.rows * plan.partial_stride))
-                mem.store_shared_f32(at, top, 0)
-                mem.store_shared_f32(at, total, 4 * plan.rows)
-
-            p.when(p.eq(pair, 0), write)
+                self.store(row, pair, *joined[1:])
+            else:
+                owner, place = p.div(index, owned), p.add(p.mul(self.rank, owned), p.rem(index, owned))
+                to = p.add(received, p.mul(place, 16))
+                mem.send_f32x4(mem.map_rank(to, owner), joined, mem.map_rank(self.all_here, owner))
             return []
 
-        p.for_range(self.tid, plan.rows * pairs, c.warps * 32, [], one)
+        p.for_range(self.tid, plan.rows * pairs, threads, [], of_warps)
+        if c.cluster == 1:
+            return
+        mem.barrier_wait(self.all_here, p.i32(0))
 
-    def merge_ctas(self):
-        """Each CTA adds up an equal share of the cluster's outputs."""
-        plan, c = self.plan, self.plan.config
-        pairs = plan.E // 2
-        places = [mem.map_rank(p.add(self.base, plan.merged_at), p.i32(r)) for r in range(c.cluster)]
-
-        def one(index, _):
-            row, pair = p.div(index, pairs), p.rem(index, pairs)
-            _, total, sums = self._joined(places, mem.load_cluster_f32, row, pair)
-            self.store(row, pair, total, sums)
+        def of_ctas(local, _):
+            index, at = p.add(p.mul(self.rank, owned), local), p.add(received, p.mul(local, 16))
+            joined = _join([mem.load_shared_f32x4(at, 16 * owned * r) for r in range(c.cluster)])
+            self.store(p.div(index, pairs), p.rem(index, pairs), *joined[1:])
             return []
 
-        first = p.add(p.mul(self.rank, c.warps * 32), self.tid)
-        p.for_range(first, plan.rows * pairs, c.cluster * c.warps * 32, [], one)
+        p.for_range(self.tid, owned, threads, [], of_ctas)
 
-    def store(self, row, pair, total, sums):
+    def of_warp(self, place, row, pair):
+        """A warp's partial result of a pair of outputs: maximum, sum of weights, weighted sums."""
+        plan = self.plan
+        head = p.add(place, p.add(p.mul(row, 4), plan.rows * plan.partial_stride))
+        at = p.add(place, p.add(p.mul(row, plan.partial_stride), p.mul(pair, 8)))
+        return [*(mem.load_shared_f32(head, 4 * plan.rows * i) for i in range(2)), *mem.load_shared_f32x2(at)]
+
+    def store(self, row, pair, total, *sums):
         """A pair of outputs; zeros for a sample that has ended."""
         plan, c = self.plan, self.plan.config
         head, i = p.and_(row, 7), p.shr(row, 3)
@@ -161,6 +150,13 @@ class _Warp(AttentionTiles):
             mem.store_global_bf16x2(at, *(arith.mulf(s, inverse) for s in sums))
 
         p.when(p.lt(head, plan.Q), write)
+
+
+def _join(parts):
+    """Partial results of a pair of outputs, each a maximum, a sum of weights and two weighted sums, added in order."""
+    top = functools.reduce(arith.maximumf, [part[0] for part in parts])
+    scales = [p.exp2(arith.subf(part[0], top)) for part in parts]
+    return [top, *p.total([[arith.mulf(s, v) for v in part[1:]] for s, part in zip(scales, parts, strict=True)])]
 
 
 @functools.cache

@@ -79,12 +79,22 @@ class AttentionPlan:
         return self.rows * self.partial_stride + 8 * self.rows
 
     @property
-    def merged_at(self) -> int:
+    def received_at(self) -> int:
+        """Results of the cluster's CTAs, not in the place of rings: others may be done before this one."""
         return self.config.warps * self.ring_bytes
 
     @property
+    def received_bytes(self) -> int:
+        """Of all CTAs a share of the pairs of outputs, each pair's four float32."""
+        return 16 * self.rows * self.E // 2 if self.config.cluster > 1 else 0
+
+    @property
+    def barrier_at(self) -> int:
+        return self.received_at + self.received_bytes
+
+    @property
     def total(self) -> int:
-        return self.merged_at + self.partial_bytes
+        return self.barrier_at + 16
 
 
 def make_attention_plan(

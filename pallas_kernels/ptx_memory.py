@@ -127,10 +127,6 @@ def load_shared_f32(address, byte_offset: int):
     return ptx(f"ld.shared.f32 $0, [$1+{byte_offset}];", address, results=[f32_t()], effects=True)[0]
 
 
-def load_cluster_f32(address, byte_offset: int):
-    return ptx(f"ld.shared::cluster.f32 $0, [$1+{byte_offset}];", address, results=[f32_t()], effects=True)[0]
-
-
 def load_matrices_transposed(address, byte_offset: int):
     """Four 8 x 8 matrices of 16-bit numbers, each transposed; lane l gives the address of row l % 8 of matrix l / 8."""
     code = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0, $1, $2, $3}}, [$4+{byte_offset}];"
