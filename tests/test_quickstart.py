@@ -14,7 +14,7 @@ PERMUTED = f"reward.functions=[{{function: '{CONTROL}:accuracy'}}, {{function: '
 
 def gains(folder, *overrides):
     """Points of accuracy gained, sampled and greedy, and the summary."""
-    short = ["optimizer.max_steps=18", "optimizer.learning_rate=2e-3", "evaluation.num_problems=256"]
+    short = ["optimizer.max_steps=15", "optimizer.learning_rate=2e-3", "evaluation.num_problems=256"]
     run = train(load_config("quickstart", [f"run.output_dir={folder}", *short, *overrides]))
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["before"], summary["after"]
