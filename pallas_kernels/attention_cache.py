@@ -92,8 +92,7 @@ class NarrowKeys(Keys):
     def write(self, address, t, words):
         to = mem.offset(address, p.mul(t, 8))
         for chunk, four in enumerate(words):
-            narrow = [fp8.e4m3_of_bf16(word) for word in four]
-            mem.store_global_v2(to, [p.pack_halves(*narrow[:2]), p.pack_halves(*narrow[2:])], 32 * chunk)
+            mem.store_global_v2(to, fp8.row_in_e4m3(four), 32 * chunk)
 
 
 class Values(Kept):
@@ -196,5 +195,4 @@ class NarrowValues(Values):
     def write(self, address, t, source):
         source, to = mem.offset(source, p.mul(t, 16)), mem.offset(address, p.mul(t, 8))
         for chunk in range(self.E // 32):
-            narrow = [fp8.e4m3_of_bf16(word) for word in mem.load_global_v4(source, 64 * chunk)]
-            mem.store_global_v2(to, [p.pack_halves(*narrow[:2]), p.pack_halves(*narrow[2:])], 32 * chunk)
+            mem.store_global_v2(to, fp8.row_in_e4m3(mem.load_global_v4(source, 64 * chunk)), 32 * chunk)

@@ -1,6 +1,6 @@
 """PTX for numbers of 8 bits (E4M3: sign, 4 bits of exponent, 3 of mantissa), which become FP16 to be multiplied."""
 
-from .ptx import f32_t, i32_t, ptx
+from .ptx import f32_t, i32_t, pack_halves, ptx
 
 
 def e4m3_of_bf16(word):
@@ -10,6 +10,12 @@ def e4m3_of_bf16(word):
         "cvt.rn.satfinite.e4m3x2.f32 h, b, a;\ncvt.u32.u16 $0, h; }"
     )
     return ptx(code, word, results=[i32_t()])[0]
+
+
+def row_in_e4m3(words):
+    """Four words of BF16 numbers as two of E4M3."""
+    narrow = [e4m3_of_bf16(word) for word in words]
+    return [pack_halves(*narrow[:2]), pack_halves(*narrow[2:])]
 
 
 def f16_of_e4m3(word):
