@@ -71,7 +71,8 @@ class DataOptions:
 @dataclass(frozen=True, config=_FROZEN)
 class GenerationOptions:
     """Sampling of rollouts. top_p 1, top_k 0 and min_p 0 switch the respective truncation off. More completions than
-    `max_slots`, or than memory holds, are sampled one after the other as slots become free."""
+    `max_slots`, or than memory holds, are sampled one after the other as slots become free. `kv_cache_dtype` auto keeps
+    keys and values in model.dtype, as evaluation always does, fp8_values keeps values, fp8 keys too, in 8 bits."""
 
     num_generations: Group = 8
     max_completion_length: Count = 64
@@ -79,7 +80,7 @@ class GenerationOptions:
     top_p: PositiveFraction = 1.0
     top_k: CountOrZero = 0
     min_p: Fraction = 0.0
-    kv_cache_dtype: KVCacheDtype = "auto"  # auto: model.dtype, as evaluation always has it
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_slots: Count | None = None  # completions decoded at once; null: all, or as many as fit
     kv_cache_gb: Positive | None = None  # for their keys and values; null: what the device has left, 4 on a CPU
 
