@@ -18,27 +18,22 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.attention import OwnKV, PromptKV, choose_attention, decode_attention
-from pallas_kernels.attention_plan import AttentionConfig, make_attention_plan
+from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
+from qerl_jax.format_names import KV_CACHE_DTYPES
+from qerl_jax.rollout.attention import kv_dtypes
 
 MODELS = {"7B": (28, 4, 128), "14B": (40, 8, 128), "32B": (40, 8, 128)}
-CACHES = {
-    "auto": (jnp.bfloat16, jnp.bfloat16),
-    "fp8_values": (jnp.bfloat16, jnp.float8_e4m3fn),
-    "fp8": (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
-}
 PROMPT, OWN, SLOTS, GROUP = 256, 256, 512, 8
 BANDWIDTH = 4.24e6  # bytes a microsecond, read
 ROTATE_BYTES = 150e6
 
 
-def configurations(B, H, K, E, N, dtypes):
+def configurations(B, H, K, E, N, sizes):
     """Those that fit and give every multiprocessor something to do, as far as there is work."""
     for slots, cluster, warps, depth in itertools.product((1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4, 6)):
         config = AttentionConfig(slots, cluster, warps, depth)
         try:
-            make_attention_plan(
-                B, H, K, E, N, PROMPT, SLOTS, False, config, *(jnp.dtype(dtype).itemsize for dtype in dtypes)
-            )
+            AttentionPlan(B, H, K, E, N, PROMPT, SLOTS, False, config, *sizes)
         except ValueError:
             continue
         if B // slots * K * cluster <= 1100 and (slots == 1 or B >= GROUP):
@@ -47,10 +42,11 @@ def configurations(B, H, K, E, N, dtypes):
 
 def measure(name, B, every, cache):
     H, K, E = MODELS[name]
-    dtypes = CACHES[cache]
+    dtypes = kv_dtypes(cache, jnp.dtype(jnp.bfloat16))
+    sizes = [dtype.itemsize for dtype in dtypes]
     N = max(1, B // GROUP)
     key = jax.random.key(B)
-    live = (N * PROMPT + B * OWN) * K * E * sum(jnp.dtype(dtype).itemsize for dtype in dtypes)
+    live = (N * PROMPT + B * OWN) * K * E * sum(sizes)
     copies = max(2, min(8, int(-(-ROTATE_BYTES // live))))
 
     def normal(i, *shape):
@@ -65,8 +61,8 @@ def measure(name, B, every, cache):
         for copy in range(copies)
     ]
     rows = []
-    chosen = choose_attention(B, K, B >= GROUP, PROMPT + OWN, *(jnp.dtype(dtype).itemsize for dtype in dtypes))
-    for config in configurations(B, H, K, E, N, dtypes) if every else [chosen]:
+    chosen = choose_attention(B, K, B >= GROUP, PROMPT + OWN, *sizes)
+    for config in configurations(B, H, K, E, N, sizes) if every else [chosen]:
 
         def run(caches, config=config):
             outs = []
@@ -98,7 +94,7 @@ def main():
     parser.add_argument("--out", default="benchmarks/results/h200/decode_attention.json")
     parser.add_argument("--models", nargs="+", default=["7B", "14B"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--kv-cache-dtype", choices=CACHES, nargs="+", default=["auto"])
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     rows = []

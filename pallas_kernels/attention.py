@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from . import attention_kernel
-from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig
+from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
 from .stream_plan import RESIDENT
 from .variants import capability
 
@@ -88,7 +88,8 @@ def decode_attention(
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
     config = config or choose_attention(B, K, paired, P + C // 2, *sizes)
-    kernel = attention_kernel.build(B, H, K, E, N, P, C, config, None if norms is None else norms.eps, *sizes)
+    plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes)
+    kernel = attention_kernel.build(plan, None if norms is None else norms.eps)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)

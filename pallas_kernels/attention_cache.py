@@ -11,22 +11,32 @@ from . import ptx_memory as mem
 
 
 class Kept:
-    """What keys and values have in common: a row's bytes."""
+    """What keys and values have in common: a row's bytes, where a tile has them, and the tensor cores' product."""
 
-    def __init__(self, E: int, number_bytes: int):
-        self.E, self.row_bytes = E, E * number_bytes
+    number_bytes: int
+
+    def __init__(self, E: int):
+        self.E, self.row_bytes = E, E * self.number_bytes
+        self.product = p.mma_bf16 if self.number_bytes == 2 else fp8.mma_f16
+
+    def turn(self, row):
+        """What the numbers of a row's pieces of 16 bytes are exchanged by, so that rows that are read together fall in
+        different banks."""
+        raise NotImplementedError
+
+    def place(self, row, piece):
+        """Where a piece of a row lies in a tile."""
+        return p.add(p.mul(row, self.row_bytes), p.mul(p.xor(piece, self.turn(row)), 16))
 
 
 class Keys(Kept):
     """Keys in BF16."""
 
-    def __init__(self, E: int):
-        super().__init__(E, 2)
+    number_bytes = 2
 
-    def place(self, row, piece):
-        """Where 16 bytes of a row lie in a tile: neighbouring rows swap halves of 128 bytes, so that two rows' loads of
-        64 bytes fall in different banks."""
-        return p.add(p.mul(row, self.row_bytes), p.mul(p.xor(piece, p.mul(p.and_(row, 1), 4)), 16))
+    def turn(self, row):
+        """Halves of 128 bytes for neighbouring rows, of which 64 bytes are read together."""
+        return p.mul(p.and_(row, 1), 4)
 
     def chunks(self, tile, g, t):
         """This lane's address of each chunk of row g."""
@@ -46,9 +56,6 @@ class Keys(Kept):
 
     rounded = operand
 
-    def product(self, acc, a, b0, b1):
-        return p.mma_bf16(acc, a, b0, b1)
-
     def write(self, address, t, words):
         """A row, BF16 words [chunk][4], to the cache."""
         to = mem.offset(address, p.mul(t, 16))
@@ -59,19 +66,18 @@ class Keys(Kept):
 class NarrowKeys(Keys):
     """Keys in E4M3."""
 
-    def __init__(self, E: int):
-        Kept.__init__(self, E, 1)
+    number_bytes = 1
 
-    def _turn(self, row):
-        """By how many chunks rows are shifted against each other: 4 rows' loads of 32 bytes fall in different banks."""
+    def _chunks_turned(self, row):
+        """Chunks of 32 bytes, which are read of 4 rows together."""
         return p.and_(row, 3) if self.E == 128 else p.and_(p.shr(row, 1), 1)
 
-    def place(self, row, piece):
-        return p.add(p.mul(row, self.row_bytes), p.mul(p.xor(piece, p.mul(self._turn(row), 2)), 16))
+    def turn(self, row):
+        return p.mul(self._chunks_turned(row), 2)
 
     def chunks(self, tile, g, t):
         row = p.add(p.add(tile, p.mul(g, self.row_bytes)), p.mul(t, 8))
-        return [(p.add(row, p.mul(p.xor(self._turn(g), chunk), 32)), 0) for chunk in range(self.E // 32)]
+        return [(p.add(row, p.mul(p.xor(self._chunks_turned(g), chunk), 32)), 0) for chunk in range(self.E // 32)]
 
     def load(self, chunk, rows: int):
         address, offset = chunk
@@ -86,9 +92,6 @@ class NarrowKeys(Keys):
     def rounded(self, word):
         return fp8.f16_of_e4m3(fp8.e4m3_of_bf16(word))[0]
 
-    def product(self, acc, a, b0, b1):
-        return fp8.mma_f16(acc, a, b0, b1)
-
     def write(self, address, t, words):
         to = mem.offset(address, p.mul(t, 8))
         for chunk, four in enumerate(words):
@@ -98,12 +101,11 @@ class NarrowKeys(Keys):
 class Values(Kept):
     """Values in BF16. The 16 outputs of a block are two tensor-core tiles: the first 8 and the last 8."""
 
-    def __init__(self, E: int):
-        super().__init__(E, 2)
+    number_bytes = 2
 
-    def place(self, row, piece):
-        """Where 16 bytes of a row lie in a tile: of 8 rows that ldmatrix reads together in different banks."""
-        return p.add(p.mul(row, self.row_bytes), p.mul(p.xor(piece, p.and_(row, 7)), 16))
+    def turn(self, row):
+        """ldmatrix reads 8 rows together."""
+        return p.and_(row, 7)
 
     def blocks(self, tile, lane):
         """This lane's address of each block's matrices: keys 0-7 and 8-15 of the first tile, and of the second."""
@@ -130,9 +132,6 @@ class Values(Kept):
         """Two weights."""
         return p.pack_bf16(lo, hi)
 
-    def product(self, acc, a, b0, b1):
-        return p.mma_bf16(acc, a, b0, b1)
-
     def leave(self, row, t, block: int, first, second):
         """A block's sums of one row, two of each tile, to a float32 row in shared memory."""
         at = p.add(row, p.mul(t, 8))
@@ -149,21 +148,17 @@ class Values(Kept):
 class NarrowValues(Values):
     """Values in E4M3. ldmatrix moves pairs of them, so that the tiles of a block are its even and its odd outputs."""
 
-    def __init__(self, E: int):
-        Kept.__init__(self, E, 1)
+    number_bytes = 1
 
-    def _turn(self, row):
+    def turn(self, row):
         return p.and_(row, 7) if self.E == 128 else p.and_(p.shr(row, 1), 3)
-
-    def place(self, row, piece):
-        return p.add(p.mul(row, self.row_bytes), p.mul(p.xor(piece, self._turn(row)), 16))
 
     def blocks(self, tile, lane):
         """Keys 0-7 and 8-15 of a block and of the next one: a load is two blocks."""
         matrix, in_row = p.shr(lane, 3), p.and_(lane, 7)
         row = p.add(tile, p.mul(p.add(p.mul(p.and_(matrix, 1), 8), in_row), self.row_bytes))
         return [
-            (p.add(row, p.mul(p.xor(p.add(d, p.shr(matrix, 1)), self._turn(in_row)), 16)), 0)
+            (p.add(row, p.mul(p.xor(p.add(d, p.shr(matrix, 1)), self.turn(in_row)), 16)), 0)
             for d in range(0, self.E // 16, 2)
         ]
 
@@ -184,9 +179,6 @@ class NarrowValues(Values):
 
     def pack(self, lo, hi):
         return fp8.pack_f16(lo, hi)
-
-    def product(self, acc, a, b0, b1):
-        return fp8.mma_f16(acc, a, b0, b1)
 
     def leave(self, row, t, block: int, first, second):
         at = p.add(row, p.mul(t, 16))

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith
 from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
-from .attention_plan import AttentionConfig, make_attention_plan
+from .attention_plan import AttentionPlan
 from .attention_tiles import LOWEST, AttentionTiles
 
 
@@ -160,25 +160,12 @@ def _join(parts):
 
 
 @functools.cache
-def build(
-    B: int,
-    H: int,
-    K: int,
-    E: int,
-    N: int,
-    P: int,
-    C: int,
-    config: AttentionConfig,
-    eps: float | None = None,
-    key_bytes: int = 2,
-    value_bytes: int = 2,
-):
+def build(plan: AttentionPlan, eps: float | None = None):
     """The kernel as a function (q [B, H * E], k [B, K * E], v [B, K * E], cos [B, E / 2], sin [B, E / 2],
     prompt_k [N, P, K, E], prompt_v, prompt_of [B], prompt_lengths [B], own_lengths [B], [q_norm [E], k_norm [E]],
-    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` comes with the norms,
-    `key_bytes` and `value_bytes` are those of a number in the cache: 2 (BF16) or 1 (E4M3).
+    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` is that of the norms.
     """
-    plan = make_attention_plan(B, H, K, E, N, P, C, eps is not None, config, key_bytes, value_bytes)
+    c = plan.config
     count = 14 + (2 if plan.has_norms else 0)
 
     def decode_attention(*refs):
@@ -190,13 +177,13 @@ def build(
 
     call = plgpu.kernel(
         decode_attention,
-        out_type=jax.ShapeDtypeStruct((B, H * E), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.bfloat16),
         scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.units * K,),
+        grid=(plan.units * plan.K,),
         grid_names=("units",),
-        cluster=(config.cluster,),
+        cluster=(c.cluster,),
         cluster_names=("rank",),
-        num_threads=config.warps // 4,
+        num_threads=c.warps // 4,
         thread_name="warpgroup",
         compiler_params=lane_level.PARAMS,
     )

@@ -28,7 +28,11 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """Shapes (see attention_kernel.py for the letters) and places in shared memory, in bytes."""
+    """What a kernel is built for: shapes (letters as in attention_kernel.py), and places in shared memory, in bytes.
+
+    Raises:
+      ValueError: the kernel does not take the shape; names the constraint.
+    """
 
     B: int
     H: int
@@ -39,8 +43,23 @@ class AttentionPlan:
     C: int
     has_norms: bool
     config: AttentionConfig
-    key_bytes: int  # of one number of a key in the cache: 2 (BF16) or 1 (E4M3)
-    value_bytes: int
+    key_bytes: int = 2  # of one number of a key in the cache: 2 (BF16) or 1 (E4M3)
+    value_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        c = self.config
+        if self.E not in HEAD_SIZES:
+            raise ValueError(f"head size {self.E}: the kernel takes {HEAD_SIZES}")
+        if self.H % self.K or self.Q > MAX_GROUP:
+            raise ValueError(
+                f"{self.H} query heads on {self.K} key-value heads: the kernel takes up to {MAX_GROUP} on each"
+            )
+        if c.slots not in (1, 2) or self.B % c.slots:
+            raise ValueError(f"slots must be 1, or 2 with an even number of samples; got {c.slots} and B = {self.B}")
+        if c.warps % 4 or not 4 <= c.warps <= 32 or c.depth < 2 or c.cluster not in RESIDENT:
+            raise ValueError(f"{c}: warps must be 4, 8, .. 32, depth at least 2, cluster one of {list(RESIDENT)}")
+        if self.total > SMEM_LIMIT:
+            raise ValueError(f"{c} needs {self.total} bytes of shared memory; limit {SMEM_LIMIT}")
 
     @property
     def Q(self) -> int:
@@ -95,31 +114,3 @@ class AttentionPlan:
     @property
     def total(self) -> int:
         return self.barrier_at + 16
-
-
-def make_attention_plan(
-    B: int,
-    H: int,
-    K: int,
-    E: int,
-    N: int,
-    P: int,
-    C: int,
-    has_norms: bool,
-    config: AttentionConfig,
-    key_bytes: int = 2,
-    value_bytes: int = 2,
-) -> AttentionPlan:
-    """Raises ValueError naming the constraint when the kernel does not take the shape."""
-    if E not in HEAD_SIZES:
-        raise ValueError(f"head size {E}: the kernel takes {HEAD_SIZES}")
-    if H % K or H // K > MAX_GROUP:
-        raise ValueError(f"{H} query heads on {K} key-value heads: the kernel takes up to {MAX_GROUP} on each")
-    if config.slots not in (1, 2) or B % config.slots:
-        raise ValueError(f"slots must be 1, or 2 with an even number of samples; got {config.slots} and B = {B}")
-    if config.warps % 4 or not 4 <= config.warps <= 32 or config.depth < 2 or config.cluster not in RESIDENT:
-        raise ValueError(f"{config}: warps must be 4, 8, .. 32, depth at least 2, cluster one of {list(RESIDENT)}")
-    plan = AttentionPlan(B, H, K, E, N, P, C, has_norms, config, key_bytes, value_bytes)
-    if plan.total > SMEM_LIMIT:
-        raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
-    return plan

@@ -148,9 +148,14 @@ def grid_dependency_launch():
 
 
 def mma_bf16(acc, a, b0, b1):
-    """acc [4] += A (16 x 16, row) B (16 x 8, col), float32 accumulation."""
+    """acc [4] += A (16 x 16, row) B (16 x 8, col) of BF16 numbers, float32 accumulation."""
+    return mma("bf16", acc, a, b0, b1)
+
+
+def mma(kind: str, acc, a, b0, b1):
+    """The same of 16-bit numbers of any kind."""
     return ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, "
         "{$10, $11, $12, $13};",
         *a,
         b0,

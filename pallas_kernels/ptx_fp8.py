@@ -1,6 +1,6 @@
 """PTX for numbers of 8 bits (E4M3: sign, 4 bits of exponent, 3 of mantissa), which become FP16 to be multiplied."""
 
-from .ptx import f32_t, i32_t, pack_halves, ptx
+from .ptx import i32_t, mma, pack_halves, ptx
 
 
 def e4m3_of_bf16(word):
@@ -40,14 +40,5 @@ def columns_together(word):
 
 
 def mma_f16(acc, a, b0, b1):
-    """acc [4] += A (16 x 16, row) B (16 x 8, col) of FP16 numbers, float32 accumulation."""
-    return ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-        "{$10, $11, $12, $13};",
-        *a,
-        b0,
-        b1,
-        *acc,
-        results=[f32_t()] * 4,
-        convergent=True,
-    )
+    """`mma_bf16` of FP16 numbers."""
+    return mma("f16", acc, a, b0, b1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, stored, takes_decode_attention
 from qerl_jax.errors import UserError
+from qerl_jax.format_names import KVCacheDtype
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer, Model
 from qerl_jax.models.transformer import KV, Attend, rotation_at, split_heads
@@ -32,32 +33,38 @@ class KVCache(flax.struct.PyTreeNode):
     prompt_lengths_R: jax.Array  # int32
 
 
-def cache_dtypes(model: Model, kv_cache_dtype: str) -> tuple[jnp.dtype, jnp.dtype]:
-    """The dtypes of keys and of values, see `SamplingSettings`.
+def kv_dtypes(kv_cache_dtype: KVCacheDtype, wide: jnp.dtype) -> tuple[jnp.dtype, jnp.dtype]:
+    """The dtypes of keys and of values where the compute dtype is `wide`."""
+    narrow = jnp.dtype(jnp.float8_e4m3fn)
+    return (narrow if kv_cache_dtype == "fp8" else wide), (wide if kv_cache_dtype == "auto" else narrow)
+
+
+def cache_dtypes(model: Model, kv_cache_dtype: KVCacheDtype) -> tuple[jnp.dtype, jnp.dtype]:
+    """The dtypes of keys and of values of a model's cache, see `SamplingSettings`.
 
     Raises:
       UserError: 8-bit keys for a model whose keys have biases. Those of trained models make some numbers of a key
         hundreds of times larger than what changes from token to token, which 3 bits of mantissa then lose: vLLM's and
         TensorRT-LLM's 8-bit caches are known to make Qwen2 and Qwen2.5 answer nonsense.
     """
-    wide, narrow = model.base.embed.dtype, jnp.dtype(jnp.float8_e4m3fn)
+    wide = model.base.embed.dtype
     if kv_cache_dtype == "fp8" and any(layer.k_bias is not None for layer in model.base.layers):
         raise UserError(
             f"kv_cache_dtype is fp8, and the keys of {model.config.model_type} have biases, beside which 8 bits lose "
             "what differs from token to token; allowed for this model: fp8_values, which keeps its keys in "
             f"{wide.name}, and auto"
         )
-    return (narrow if kv_cache_dtype == "fp8" else wide), (wide if kv_cache_dtype == "auto" else narrow)
+    return kv_dtypes(kv_cache_dtype, wide)
 
 
-def empty_kv(model: Model, rows: int, positions: int, kv_cache_dtype: str = "auto") -> tuple[KV, ...]:
+def empty_kv(model: Model, rows: int, positions: int, kv_cache_dtype: KVCacheDtype = "auto") -> tuple[KV, ...]:
     """Zero keys and values [rows, positions, K, E] for each layer."""
     config, (keys, values) = model.config, cache_dtypes(model, kv_cache_dtype)
     shape = (rows, positions, config.num_key_value_heads, config.head_dim)
     return tuple((jnp.zeros(shape, keys), jnp.zeros(shape, values)) for _ in model.base.layers)
 
 
-def kept(model: Model, layers: tuple[KV, ...], kv_cache_dtype: str) -> tuple[KV, ...]:
+def kept(model: Model, layers: tuple[KV, ...], kv_cache_dtype: KVCacheDtype) -> tuple[KV, ...]:
     """Keys and values of each layer as the cache keeps them."""
     keys, values = cache_dtypes(model, kv_cache_dtype)
     return tuple((stored(k, keys), stored(v, values)) for k, v in layers)

@@ -71,8 +71,8 @@ def begun(
     norms = norms_of(model, adapter) if norms is None else norms
     last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms)
     lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
-    narrow = settings.kv_cache_dtype
-    cache = KVCache(kept(model, layers, narrow), empty_kv(model, B, C, narrow), lengths_N)
+    dtype = settings.kv_cache_dtype
+    cache = KVCache(kept(model, layers, dtype), empty_kv(model, B, C, dtype), lengths_N)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
     limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]

@@ -8,7 +8,7 @@ from jax import export
 
 from pallas_kernels import HeadNorms, OwnKV, PromptKV, attention_kernel, decode_attention, stored
 from pallas_kernels.attention import choose_attention
-from pallas_kernels.attention_plan import AttentionConfig, make_attention_plan
+from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
 
 B, H, K, E, N, P, C = 4, 6, 2, 64, 2, 9, 5
 
@@ -98,7 +98,7 @@ def test_the_kernel_refuses_other_caches():
 def test_choice(samples, kv_heads, paired, positions, bytes_of, expected):
     config = choose_attention(samples, kv_heads, paired, positions, *bytes_of)
     assert config == expected
-    make_attention_plan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, config, *bytes_of)
+    AttentionPlan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, config, *bytes_of)
 
 
 @pytest.mark.parametrize("shape, config, message", [
@@ -110,7 +110,7 @@ def test_choice(samples, kv_heads, paired, positions, bytes_of, expected):
 ])  # fmt: skip
 def test_shapes_that_the_kernel_does_not_take(shape, config, message):
     with pytest.raises(ValueError, match=message):
-        make_attention_plan(*shape, N, P, C, False, config)
+        AttentionPlan(*shape, N, P, C, False, config)
 
 
 @pytest.mark.parametrize("head, norms, config, keys, values", [
@@ -122,7 +122,9 @@ def test_kernel_lowers_for_cuda_and_writes_the_cache_in_place(head, norms, confi
     def s(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    kernel = attention_kernel.build(B, H, K, head, N, P, C, config, 1e-6 if norms else None, keys, values)
+    kernel = attention_kernel.build(
+        AttentionPlan(B, H, K, head, N, P, C, norms, config, keys, values), 1e-6 if norms else None
+    )
     kept = [{2: jnp.bfloat16, 1: jnp.float8_e4m3fn}[size] for size in (keys, values)]
     args = [s((B, n * head)) for n in (H, K, K)] + [s((B, head // 2), jnp.float32)] * 2
     args += (
