@@ -7,7 +7,8 @@ import pytest
 from chi_squared import BOUND, exactly, pvalue
 
 from qerl_jax.errors import UserError
-from qerl_jax.rollout.sampling import SamplingSettings, chosen_in_one_pass, chosen_in_turn, sample, truncate
+from qerl_jax.rollout import sampling
+from qerl_jax.rollout.sampling import GROUP, SamplingSettings, joined_at_once, joined_by_passes, sample, truncate
 
 LOGITS = jnp.log(jnp.array([[0.5, 0.2, 0.15, 0.1, 0.05]]))
 
@@ -36,11 +37,14 @@ SPREAD = np.linspace(3, -3, 96)  # logits; probabilities from 0.06 down, less th
 
 
 @functools.cache
-def draws(**kwargs):
+def draws(group=GROUP, **kwargs):
+    """Tokens' places among `SPREAD`, and their log-probabilities; drawn by groups of so many."""
     order = np.random.default_rng(8).permutation(len(SPREAD))  # so that the vocabulary is not sorted
-    run = jax.jit(sample, static_argnames="settings")
+    run = jax.jit(lambda *given: sample(*given), static_argnums=2)
     rows = jnp.broadcast_to(jnp.asarray(SPREAD[order], jnp.float32), (MANY, len(SPREAD)))
-    tokens, logps, renormalised = run(rows, jax.random.split(jax.random.key(0), MANY), settings(**kwargs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "GROUP", group)
+        tokens, logps, renormalised = run(rows, jax.random.split(jax.random.key(0), MANY), settings(**kwargs))
     return order[np.asarray(tokens)], logps, renormalised
 
 
@@ -57,10 +61,11 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("group", [7, GROUP])
 @pytest.mark.parametrize("kwargs", CASES, ids=str)
-def test_frequencies_and_recorded_logps_match_exact_probabilities(kwargs):
+def test_frequencies_and_recorded_logps_match_exact_probabilities(kwargs, group):
     exact = exactly(SPREAD, **kwargs)
-    tokens, logps, renormalised = draws(**kwargs)
+    tokens, logps, renormalised = draws(group, **kwargs)
     assert pvalue(tokens, exact) > BOUND
     np.testing.assert_allclose(logps, np.log(exactly(SPREAD, kwargs.get("temperature", 1.0)))[tokens], rtol=1e-5)
     if exact.min() == 0:
@@ -113,50 +118,72 @@ def test_bad_settings_are_named(kwargs, message):
         settings(**kwargs)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5, "min_p": 0.01}], ids=str)
-def test_one_pass_gives_what_one_for_each_result_gives(kwargs):
-    """GPUs take the one, CPUs the other; 700 logits of size 6, of which the first row has equal ones."""
-    scaled = 6 * jax.random.normal(jax.random.key(0), (16, 700))
-    scaled = scaled.at[0, ::3].set(30.0).at[1].add(1000.0).at[2].add(-1000.0)
-    allowed = truncate(scaled, settings(**kwargs)) if kwargs else None
-    noisy = (scaled if allowed is None else allowed) + jax.random.gumbel(jax.random.key(1), scaled.shape)
-    noisy = noisy.at[0].set(scaled[0])  # where equal ones are the largest
-    tokens, logps, renormalised = jax.jit(chosen_in_one_pass)(noisy, scaled, allowed)
-    expected = chosen_in_turn(noisy, scaled, allowed)
-    assert tokens.dtype == expected[0].dtype == jnp.int32 and tokens[0] == 0
-    np.testing.assert_array_equal(tokens, expected[0])
-    np.testing.assert_allclose(logps, expected[1], rtol=1e-5, atol=1e-4)
-    assert (renormalised is None) == (expected[2] is None) == (not kwargs)
-    if kwargs:
-        np.testing.assert_allclose(renormalised, expected[2], rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("counted", [1, 2])
+def test_parts_of_a_row_are_joined_alike_at_once_and_by_passes(counted):
+    """GPUs take the one, CPUs the other; also where a part has nothing, and where numbers are of another size."""
+    largest = (6 * jax.random.normal(jax.random.key(0), (16, 5, 70))).at[1].add(1000.0).at[2].add(-1000.0)
+    largest = largest.at[3, :, ::2].set(jnp.finfo(jnp.float32).min)
+    sums = [jax.random.uniform(jax.random.key(1 + i), largest.shape) for i in range(counted)]
+    got, expected = (jax.jit(f)(largest, *sums) for f in (joined_at_once, joined_by_passes))
+    assert len(got) == 1 + counted and got[1].shape == (16, 5)
+    np.testing.assert_array_equal(got[0], np.max(largest, -1))
+    np.testing.assert_allclose(got[1], (np.exp(np.float64(largest) - got[0][..., None]) * sums[0]).sum(-1), rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
 
 
-def test_one_pass_over_excluded_and_broken_logits():
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_groups_of_tokens_are_joined_to_the_vocabulary(kwargs):
+    """3001 tokens, so that the last of 24 groups is not full."""
+    logits = 3 * jax.random.normal(jax.random.key(0), (64, 3001))
+    temperature = kwargs.get("temperature") or 1.0
+    tokens, logps, renormalised = sample(logits, jax.random.split(jax.random.key(1), 64), settings(**kwargs))
+    assert tokens.dtype == jnp.int32 and len(set((np.asarray(tokens) // GROUP).tolist())) > 10
+
+    def picked(logits):
+        return np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(tokens)[:, None], 1)[:, 0]
+
+    np.testing.assert_allclose(logps, picked(logits / temperature), rtol=1e-5, atol=2e-6)
+    if temperature != 1:
+        np.testing.assert_allclose(
+            renormalised, picked(truncate(logits / 0.7, settings(**kwargs))), rtol=1e-5, atol=2e-6
+        )
+    elif kwargs:
+        np.testing.assert_array_equal(tokens, np.argmax(logits, -1))
+
+
+def test_of_equal_logits_greedy_takes_the_first():
+    logits = jnp.zeros((2, 300)).at[0, [5, 290]].set(1.0).at[1, [200, 210, 299]].set(2.0)
+    tokens, _, _ = sample(logits, jax.random.split(jax.random.key(0), 2), settings(temperature=0.0))
+    assert tokens.tolist() == [5, 200]
+
+
+def test_excluded_and_broken_logits():
     """By hand: of 0, ln 3 and two that are excluded, the second has probability 3/4; a NaN is not hidden."""
-    scaled = jnp.array([[-jnp.inf, 0.0, np.log(3.0), -jnp.inf], [0.0, jnp.nan, 1.0, 2.0]])
-    tokens, logps, renormalised = chosen_in_one_pass(scaled, scaled, scaled)
-    assert tokens.tolist() == [2, 1]
-    np.testing.assert_allclose(logps[0], np.log(0.75), rtol=1e-6)
-    np.testing.assert_allclose(renormalised[0], np.log(0.75), rtol=1e-6)
-    assert np.isnan(logps[1])
-    best, [logp], _ = chosen_in_one_pass(scaled[:1, :1], scaled[:1, :1], None)
-    assert best.tolist() == [0] and logp < -1e30  # nothing to choose from: not NaN, and nothing to learn from
+    logits = jnp.array([[-jnp.inf, 0.0, np.log(3.0), -jnp.inf], [0.0, jnp.nan, 1.0, 2.0]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    for greedy, least in ((settings(temperature=0.0), 2), (settings(), 1)):
+        tokens, logps, _ = sample(logits, keys, greedy)
+        assert tokens[0] in range(least, 3) and tokens[1] == 1
+        np.testing.assert_allclose(logps[0], np.log([0.25, 0.75])[tokens[0] - 1], rtol=1e-6)
+        assert np.isnan(logps[1])
+    tokens, [logp], _ = sample(jnp.full((1, 200), -jnp.inf), keys[:1], settings())
+    assert logp < -1e30  # nothing to choose from: not NaN, and nothing to learn from
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
-def test_a_gpu_samples_what_one_pass_for_each_result_gives(kwargs):
-    logits = 3 * jax.random.normal(jax.random.key(0), (8, 152064))
-    keys = jax.random.split(jax.random.key(1), 8)
-
-    def in_turn(logits, keys):
-        scaled = logits / settings(**kwargs).temperature
-        allowed = truncate(scaled, settings(**kwargs)) if len(kwargs) > 1 else None
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-        return chosen_in_turn((scaled if allowed is None else allowed) + noise, scaled, allowed)
-
-    tokens, *logps = jax.jit(sample, static_argnames="settings")(logits, keys, settings(**kwargs))
-    expected, *expected_logps = jax.jit(in_turn)(logits, keys)
-    np.testing.assert_array_equal(tokens, expected)
-    assert len(jax.tree.leaves(logps)) == (2 if len(kwargs) > 1 else 1)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), logps, expected_logps)
+@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_a_gpu_samples_what_a_cpu_samples(kwargs):
+    """But where two scores are as good as equal, as their logarithms differ in the last bit."""
+    logits = 3 * jax.random.normal(jax.random.key(0), (256, 152064))
+    keys = jax.random.split(jax.random.key(1), 256)
+    run = jax.jit(sample, static_argnames="settings")
+    tokens, logps, renormalised = run(logits, keys, settings(**kwargs))
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected, *_ = run(*jax.device_get((logits, jax.random.key_data(keys))), settings(**kwargs))
+    assert np.mean(np.asarray(tokens) == np.asarray(expected)) > 0.98
+    scaled = np.asarray(logits) / (kwargs.get("temperature") or 1.0)
+    picked = np.take_along_axis(scaled, np.asarray(tokens)[:, None], 1)[:, 0]
+    np.testing.assert_allclose(logps, picked - np.logaddexp.reduce(np.float64(scaled), axis=1), rtol=1e-5)
+    assert (renormalised is None) == (kwargs.get("temperature") != 0.7)
+    if renormalised is not None:
+        assert (np.asarray(renormalised) > np.asarray(logps)).all()

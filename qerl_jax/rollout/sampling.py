@@ -1,6 +1,6 @@
 """Sampling one token per row from logits, with temperature, top-k, top-p and min-p.
 
-Dimension letters: B rows, V vocabulary.
+Dimension letters: B rows, V vocabulary, C groups of W tokens, N numbers drawn.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
+
+GROUP = 128  # tokens; it divides Qwen's vocabularies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,68 +76,68 @@ def truncate(scaled_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
 def sample(
     logits_BV: jax.Array, keys_B: jax.Array, settings: SamplingSettings
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Draws one token per row by Gumbel-argmax, each row from a key of its own.
+    """Draws one token per row, each row from a key of its own, by Gumbel-argmax: first a group of neighbouring tokens
+    by the sums of their probabilities, then one of the group. So C + W numbers of a row are hashed instead of V.
 
     Returns:
       tokens_B int32; logps_B, the token's log_softmax(logits / temperature) over the full vocabulary; and, where
       sampling is truncated, the same renormalised over the tokens that could be drawn (else None).
     """
-    scaled_BV = logits_BV.astype(jnp.float32)
-    allowed_BV = noisy_BV = scaled_BV
+    scaled_BV = allowed_BV = logits_BV.astype(jnp.float32)
     if settings.temperature > 0:
         scaled_BV = scaled_BV / settings.temperature
         allowed_BV = truncate(scaled_BV, settings)
-        gumbel_BV = jax.vmap(lambda key: jax.random.gumbel(key, scaled_BV.shape[-1:], jnp.float32))(keys_B)
-        noisy_BV = allowed_BV + gumbel_BV
-    chosen: tuple[jax.Array, jax.Array, jax.Array | None] = jax.lax.platform_dependent(
-        noisy_BV, scaled_BV, allowed_BV if settings.truncated else None, cuda=chosen_in_one_pass, default=chosen_in_turn
+    scaled_BCW, allowed_BCW = _grouped(scaled_BV), _grouped(allowed_BV)
+    _, C, W = scaled_BCW.shape
+    counted = [jnp.ones_like(scaled_BCW)]
+    if settings.truncated:
+        counted.append((allowed_BCW > -jnp.inf).astype(jnp.float32))
+    # finite, so that the difference of two excluded ones is not NaN
+    largest_BC, *sums_BC = _joined(jnp.maximum(scaled_BCW, jnp.finfo(jnp.float32).min), *counted)
+    score_BC, noise_BW = largest_BC, 0.0
+    if settings.temperature > 0:
+        noise_BN = jax.vmap(lambda key: jax.random.gumbel(key, (W + C,), jnp.float32))(keys_B)
+        score_BC, noise_BW = largest_BC + jnp.log(sums_BC[-1]) + noise_BN[:, W:], noise_BN[:, :W]
+    group_B1 = jnp.argmax(score_BC, axis=-1, keepdims=True)
+    scaled_BW, allowed_BW = (
+        jnp.take_along_axis(of_BCW, group_B1[..., None], axis=1)[:, 0] for of_BCW in (scaled_BCW, allowed_BCW)
     )
-    return chosen
-
-
-def chosen_in_turn(
-    noisy_BV: jax.Array, scaled_BV: jax.Array, allowed_BV: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`sample`'s results from logits with and without noise, and, where sampling is truncated, those of allowed tokens
-    (-inf for the others), by one pass for each of them, as a CPU likes it."""
-    tokens_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
-
-    def pick(logs_BV: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(logs_BV, tokens_B[:, None], axis=-1)[:, 0]
-
-    renormalised_B = None if allowed_BV is None else pick(jax.nn.log_softmax(allowed_BV))
-    return tokens_B, pick(jax.nn.log_softmax(scaled_BV)), renormalised_B
-
-
-def chosen_in_one_pass(
-    noisy_BV: jax.Array, scaled_BV: jax.Array, allowed_BV: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The same in a single reduction: two kernels on a GPU, where one pass for each takes six and reads the logits
-    three times."""
-
-    def joined(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
-        """Of two parts of a row: the largest logit with noise, its token, that one's own logit, the largest logit, and
-        sums of exponentials beside it."""
-        noisy, token, scaled, largest, *sums = zip(one, other, strict=True)
-        better = (noisy[0] > noisy[1]) | jnp.isnan(noisy[0])
-        first = better | ((noisy[0] == noisy[1]) & (token[0] < token[1]))
-        larger, shrink = largest[0] > largest[1], jnp.exp(-jnp.abs(largest[0] - largest[1]))
-        return [
-            jnp.where(better, *noisy),
-            jnp.where(first, *token),
-            jnp.where(first, *scaled),
-            jnp.maximum(*largest),
-            *(jnp.where(larger, a + b * shrink, a * shrink + b) for a, b in sums),
-        ]
-
-    lowest = jnp.finfo(jnp.float32).min  # finite, so that the difference of two excluded ones is not NaN
-    tokens_BV = jax.lax.broadcasted_iota(jnp.int32, scaled_BV.shape, 1)
-    counted = [jnp.ones_like(scaled_BV)]
-    if allowed_BV is not None:
-        counted.append((allowed_BV > -jnp.inf).astype(jnp.float32))
-    values = (noisy_BV, tokens_BV, scaled_BV, jnp.maximum(scaled_BV, lowest), *counted)
-    of_nothing = (-jnp.inf, scaled_BV.shape[1], 0, lowest, *(0 for _ in counted))
-    inits = tuple(jnp.asarray(init, value.dtype) for init, value in zip(of_nothing, values, strict=True))
-    _, tokens_B, chosen_B, largest_B, *sums = jax.lax.reduce(values, inits, joined, (1,))
-    logps_B, *renormalised = (chosen_B - largest_B - jnp.log(total_B) for total_B in sums)
+    place_B1 = jnp.argmax(allowed_BW + noise_BW, axis=-1, keepdims=True)
+    chosen_B = jnp.take_along_axis(scaled_BW, place_B1, axis=-1)[:, 0]
+    largest_B, *sums_B = _joined(largest_BC, *sums_BC)
+    logps_B, *renormalised = (chosen_B - largest_B - jnp.log(total_B) for total_B in sums_B)
+    tokens_B = (group_B1 * W + place_B1)[:, 0].astype(jnp.int32)
     return tokens_B, logps_B, renormalised[0] if renormalised else None
+
+
+def _grouped(logits_BV: jax.Array) -> jax.Array:
+    """[B, C, W]: in groups of up to `GROUP` tokens; what fills the last one cannot be drawn."""
+    B, V = logits_BV.shape
+    W = min(V, GROUP)
+    return jnp.pad(logits_BV, ((0, 0), (0, -V % W)), constant_values=-jnp.inf).reshape(B, -1, W)
+
+
+def _joined(largest: jax.Array, *sums: jax.Array) -> list[jax.Array]:
+    """Joins the parts of rows that lie along the last axis. Of a part are given a logit that none of it exceeds, and
+    sums of its exponentials relative to that one; so they are of the whole."""
+    whole: list[jax.Array] = jax.lax.platform_dependent(largest, *sums, cuda=joined_at_once, default=joined_by_passes)
+    return whole
+
+
+def joined_by_passes(largest: jax.Array, *sums: jax.Array) -> list[jax.Array]:
+    """`_joined` as a CPU likes it."""
+    whole = jnp.max(largest, axis=-1)
+    shrink = jnp.exp(largest - whole[..., None])
+    return [whole, *(jnp.sum(part * shrink, axis=-1) for part in sums)]
+
+
+def joined_at_once(*parts: jax.Array) -> list[jax.Array]:
+    """`_joined` for a GPU: one kernel that reads the parts once, where two passes are two that read them twice."""
+
+    def join(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
+        largest, *sums = zip(one, other, strict=True)
+        larger, shrink = largest[0] > largest[1], jnp.exp(-jnp.abs(largest[0] - largest[1]))
+        return [jnp.maximum(*largest), *(jnp.where(larger, a + b * shrink, a * shrink + b) for a, b in sums)]
+
+    of_nothing = tuple(jnp.float32(value) for value in (jnp.finfo(jnp.float32).min, *(0 for _ in parts[1:])))
+    return list(jax.lax.reduce(parts, of_nothing, join, (parts[0].ndim - 1,)))
