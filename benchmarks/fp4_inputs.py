@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks.fp4_block import EPS, SHAPES
 from benchmarks.fp4_matmul import device_us
 from pallas_kernels import inputs_kernel
-from pallas_kernels.inputs_plan import GIVEN, NORMED, SWIGLU, make_inputs_plan
+from pallas_kernels.inputs_plan import GIVEN, NORMED, make_inputs_plan
 
 CALLS = 24
 
@@ -28,7 +28,6 @@ def measure(source, m, k, ranks, ordered):
 
     parts = {
         GIVEN: [numbers(0, m, k)],
-        SWIGLU: [numbers(0, m, k), numbers(1, m, k)],
         NORMED: [numbers(0, m, k, dtype=jnp.float32), numbers(1, m, k, dtype=jnp.float32), jnp.ones(k)],
     }[source]
     adapters = [[numbers(10 * i + j, rank, k) for j, rank in enumerate(ranks)] for i in range(CALLS)]
@@ -60,7 +59,7 @@ def main():
         for m in args.m:
             ordered = m if m <= 64 else 0  # as o and q, k, v of 7B do not want it
             for source, k, count, order in (
-                (GIVEN, heads, 1, 0), (NORMED, hidden, 2, ordered), (SWIGLU, inner, 1, ordered), (NORMED, hidden, 3, 0)
+                (GIVEN, heads, 1, 0), (NORMED, hidden, 2, ordered), (GIVEN, inner, 1, ordered), (NORMED, hidden, 3, 0)
             ):  # fmt: skip
                 row = measure(source, m, k, (args.rank,) * count, order)
                 rows.append({"model": name, **row})

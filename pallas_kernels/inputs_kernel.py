@@ -2,7 +2,7 @@
 
 Letters: M rows, K inputs, R ranks of all adapters together; fragments of 16 ranks x 8 rows, as m16n8k16 leaves them.
 
-x is given; or it is RMSNorm of the residual stream, to which another matmul's result is added here; or silu(gate) * up.
+x is given, or it is RMSNorm of the residual stream, to which another matmul's result is added here.
 By XLA each of these is a launch or two, s x A^T two or three (a product, the sum over its slices of K, the rounding),
 where adapters share x one more that puts their A one below the other, and the order of x that wgmma reads
 (fragment_order.py) another. The work is small; what takes time is latency, so that all of the GPU should ask at once.
@@ -24,12 +24,12 @@ from jaxlib.mlir.dialects import arith
 from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
-from .inputs_plan import CHUNK, CLUSTER, FRAGMENT, GIVEN, NORMED, SWIGLU, InputsPlan, make_inputs_plan
+from .inputs_plan import CHUNK, CLUSTER, FRAGMENT, GIVEN, NORMED, InputsPlan, make_inputs_plan
 from .inputs_sources import Sources, pieces
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
 
-SOURCES = {GIVEN: 1, NORMED: 3, SWIGLU: 2}  # arrays of which x is made
+SOURCES = {GIVEN: 1, NORMED: 3}  # arrays of which x is made
 
 
 class _Kernel(Sources):
@@ -176,8 +176,7 @@ def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0,
     float32 [1]...) -> `inputs_outs` arrays by name.
 
     x is made of itself, bfloat16 [M, K]; of the residual stream float32 [M, K], what is added to it, alike, and the
-    norm's scale float32 [K]; or of gate and up, bfloat16 [M, K]. Raises ValueError naming the constraint when the
-    kernel does not take the shape.
+    norm's scale float32 [K]. Raises ValueError naming the constraint when the kernel does not take the shape.
     """
     plan = make_inputs_plan(m, k, ranks, source, ordered)
     outs = inputs_outs(plan)
@@ -211,10 +210,7 @@ def reference(plan: InputsPlan, eps: float, *operands: jax.Array) -> dict[str, j
     parts, rest = operands[:count], operands[count:]
     a, scales, scalings = (rest[i * ranks : (i + 1) * ranks] for i in range(3))
     outs, x = {}, parts[0]
-    if plan.source == SWIGLU:
-        gate, up = (part.astype(jnp.float32) for part in parts)
-        x = (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
-    elif plan.source == NORMED:
+    if plan.source == NORMED:
         outs["residual"] = flow = parts[0] + parts[1]
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(flow), -1, keepdims=True) + eps)
         x = (flow * inverse * parts[2]).astype(jnp.bfloat16)

@@ -5,7 +5,7 @@ import dataclasses
 from .layout import COLS, ROWS
 from .stream_plan import SMEM_LIMIT
 
-GIVEN, NORMED, SWIGLU = "given", "normed", "swiglu"  # what x is
+GIVEN, NORMED = "given", "normed"  # what x is
 CLUSTER = 8
 CHUNK = 64  # columns: for each of four lanes two pieces of 16 bytes of a row, the second half a chunk behind the first
 APART = 64  # bytes from the first to the second
@@ -106,9 +106,8 @@ class InputsPlan:
 
     @property
     def batch(self) -> int:
-        """Chunks of a given x, or of SwiGLU's, whose loads are under way together."""
-        of_x = self.eights * (2 if self.source == SWIGLU else 1)
-        return min(self.run, max(1, LOADS // (2 * (2 * self.tiles + of_x))))
+        """Chunks of a given x whose loads are under way together."""
+        return min(self.run, max(1, LOADS // (2 * (2 * self.tiles + self.eights))))
 
     @property
     def norm_batch(self) -> int:

@@ -1,4 +1,4 @@
-"""The x of the kernel that makes a matmul's inputs (inputs_kernel.py): given, RMSNorm's or SwiGLU's, chunk by chunk."""
+"""The x of the kernel that makes a matmul's inputs (inputs_kernel.py): given or RMSNorm's, chunk by chunk."""
 
 import functools
 
@@ -6,7 +6,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .inputs_plan import APART, CHUNK, CLUSTER, GIVEN, InputsPlan
+from .inputs_plan import APART, CHUNK, CLUSTER, InputsPlan
 
 
 class Sources:
@@ -15,13 +15,13 @@ class Sources:
     plan: InputsPlan
     eps: float
 
-    # ---- x that is given, and SwiGLU's ----------------------------------------------------------------------------
+    # ---- x that is given ------------------------------------------------------------------------------------------
 
     def streamed(self):
         """This warp's run of K, some chunks at a time; its sums."""
         plan, column = self.plan, p.mul(self.t, 16)
-        rows = [[mem.offset(mem.wide_offset(s, row, 2 * plan.k), column) for row in self.known] for s in self.source]
-        p.cluster_sync()  # a CTA's shared memory may be written once it has begun
+        (source,) = self.source
+        rows = [mem.offset(mem.wide_offset(source, row, 2 * plan.k), column) for row in self.known]
 
         def batch(start, acc):
             loaded = []
@@ -29,15 +29,15 @@ class Sources:
                 has = p.lt(p.add(start, b), self.end)
                 chunk = p.minimum(p.add(start, b), p.sub(self.end, 1))
                 at = p.mul(chunk, 2 * CHUNK)
-                words = [[pieces(mem.offset(row, at)) for row in of] for of in rows]
-                loaded.append((has, chunk, self.load_a(chunk), words))
-            for has, chunk, halves, words in loaded:
-                xs = words[0] if plan.source == GIVEN else [_swiglu(*pair) for pair in zip(*words, strict=True)]
+                loaded.append((has, chunk, self.load_a(chunk), [pieces(mem.offset(row, at)) for row in rows]))
+            for has, chunk, halves, xs in loaded:
                 self.store_x(has, chunk, xs)
                 acc = self.products(acc, halves, xs, has)
             return acc
 
-        return p.for_range(self.begin, self.end, plan.batch, [p.f32(0.0)] * (4 * plan.fragments), batch)
+        acc = p.for_range(self.begin, self.end, plan.batch, [p.f32(0.0)] * (4 * plan.fragments), batch)
+        p.cluster_sync()  # a CTA's shared memory may be written once it has begun
+        return acc
 
     # ---- RMSNorm of the residual stream ---------------------------------------------------------------------------
 
@@ -177,14 +177,3 @@ def _sixteen(row, at):
     """Two pieces of eight float32 numbers."""
     here = mem.offset(row, at)
     return [v for byte in (0, 16, 128, 144) for v in mem.load_global_f32x4(here, byte)]
-
-
-def _swiglu(gate, up):
-    """silu(gate) * up of pairs of bfloat16 numbers, word by word."""
-
-    def one(g, u):
-        share = p.reciprocal(arith.addf(p.f32(1.0), p.exp2(arith.mulf(g, p.f32(-p.LOG2_E)))))
-        return arith.mulf(arith.mulf(g, share), u)
-
-    pairs = [zip(p.unpack_bf16(a), p.unpack_bf16(b), strict=True) for a, b in zip(gate, up, strict=True)]
-    return [p.pack_bf16(*[one(g, u) for g, u in pair]) for pair in pairs]

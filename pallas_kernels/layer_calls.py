@@ -1,7 +1,8 @@
 """What one decode step computes between two attentions for 33-256 rows: two launches for each matmul.
 
 The first makes what the matmul reads (inputs_kernel.py): x, and s x A^T of its adapters. The second multiplies: the
-streaming or the wide kernel, by the table. With fewer rows the streaming kernel's own LoRA is faster than a launch.
+streaming or the wide kernel, by the table; of gate and up it writes silu(gate) * up. With fewer rows the streaming
+kernel's own LoRA is faster than a launch.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight.
 """
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from . import inputs_kernel, stream_kernel, wide
-from .inputs_plan import GIVEN, NORMED, SWIGLU, make_inputs_plan
+from .inputs_plan import GIVEN, NORMED, make_inputs_plan
 from .layer_part import LayerPart, Projection, operands
 from .layout import COLS
 from .stream_plan import StreamConfig, make_plan
@@ -32,6 +33,7 @@ class Call(NamedTuple):
       source: what x is, see inputs_plan.py.
       config: the kernel that multiplies, with its configuration.
       ordered: rows of x in fragment order, or 0.
+      swiglu: whether the projections are gate and up, of which the result is silu(gate) * up.
     """
 
     m: int
@@ -41,6 +43,7 @@ class Call(NamedTuple):
     source: str
     config: StreamConfig | WideConfig
     ordered: int
+    swiglu: bool
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -56,21 +59,22 @@ def calls_of(m: int, layer: LayerPart) -> list[Call]:
     """The matmuls, in their order; raises ValueError naming the constraint when a kernel does not take the shape."""
     if m < FEWEST_ROWS:
         raise ValueError(f"M must be at least {FEWEST_ROWS}, got {m}")
-    return [
-        _call(m, group, source) for group, source in zip(layer.groups, (GIVEN, NORMED, SWIGLU, NORMED), strict=False)
-    ]
+    kinds = ((GIVEN, False), (NORMED, True), (GIVEN, False), (NORMED, False))
+    return [_call(m, group, *kind) for group, kind in zip(layer.groups, kinds, strict=False)]
 
 
-def _call(m: int, group: Sequence[Projection], source: str) -> Call:
+def _call(m: int, group: Sequence[Projection], source: str, swiglu: bool) -> Call:
     (k,) = {projection.weight.k for projection in group}
     n = tuple(projection.weight.n for projection in group)
     ranks = tuple(projection.rank for projection in group)
     if k % COLS:
         raise ValueError(f"K must be a multiple of {COLS}, got {k}")
-    config = choose_prepared(m, k, n, ranks)
+    config = choose_prepared(m, k, n, ranks, swiglu)
     streams = isinstance(config, StreamConfig)
-    ordered = 8 * make_plan(m, k, n, config, ranks, prepared=True).m_tiles if streams and config.wgmma else 0
-    call = Call(m, k, n, ranks, source, config, ordered)
+    ordered = (
+        8 * make_plan(m, k, n, config, ranks, prepared=True, swiglu=swiglu).m_tiles if streams and config.wgmma else 0
+    )
+    call = Call(m, k, n, ranks, source, config, ordered, swiglu)
     if not call.reads_given:
         make_inputs_plan(m, k, call.present, source, ordered)
     return call
@@ -83,8 +87,8 @@ def between_attentions(
     calls = calls_of(x.shape[0], layer)
     scales = [jnp.asarray(scale, jnp.float32) for scale in norms]
     _, (y,) = _run(calls[0], layer.groups[0], (x,), jnp.float32, eps)
-    residual, gate_up = _run(calls[1], layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)
-    _, (y,) = _run(calls[2], layer.groups[2], tuple(gate_up), jnp.float32, eps)
+    residual, product = _run(calls[1], layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)
+    _, (y,) = _run(calls[2], layer.groups[2], product, jnp.float32, eps)
     if not layer.qkv:
         return residual + y, ()
     residual, qkv = _run(calls[3], layer.groups[3], (residual, y, scales[1]), jnp.bfloat16, eps)
@@ -105,11 +109,12 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float)
     biases = stream_kernel.all_biases([weight.bias for weight in weights], call.n)
     ranks = call.ranks if present else ()
     if isinstance(call.config, WideConfig):
-        ys = wide.multiply(made["x"], lora, data, scales, biases, call.n, ranks, call.config, out_dtype)
+        ys = wide.multiply(made["x"], lora, data, scales, biases, call.n, ranks, call.config, out_dtype, call.swiglu)
     else:
         wide_out = out_dtype != jnp.bfloat16
+        of = call.m, call.k, call.n, call.config
         multiply = stream_kernel.build(
-            call.m, call.k, call.n, call.config, bool(biases), wide_out=wide_out, ranks=ranks, prepared=True
+            *of, bool(biases), wide_out=wide_out, ranks=ranks, prepared=True, swiglu=call.swiglu
         )
         ys = multiply(made["x"], *data, *scales, *biases, *lora)
     return made.get("residual"), ys

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
+from .stream_plan import Plan
 
 
 def pick(sizes: Sequence[int], index, values):
@@ -16,3 +17,12 @@ def pick(sizes: Sequence[int], index, values):
         chosen = [arith.select(earlier, a, b) for a, b in zip(chosen, here, strict=True)]
         local = p.select(earlier, local, p.sub(index, first))
     return chosen, local
+
+
+def of_tile(plan: Plan, index, values):
+    """Of which weight of the streaming kernel a row tile is: the `values` of that one, and the tile's place in it. With
+    SwiGLU gate's and up's tiles take turns."""
+    if not plan.swiglu:
+        return pick(plan.tiles_of, index, values)
+    is_up = p.eq(p.and_(index, 1), 1)
+    return [arith.select(is_up, up, gate) for gate, up in zip(*values, strict=True)], p.shr(index, 1)

@@ -6,7 +6,7 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .fragments import decode_codes, decode_scales
 from .layout import CODE_BYTES, QUAD_BYTES, ROWS
-from .pick import pick
+from .pick import of_tile
 from .stream_lora import LoraWarps
 
 FINISHED, PREPARED = 1, 2  # named barriers; 0 is the whole CTA's
@@ -52,7 +52,7 @@ class ComputeWarps(LoraWarps):
             local_tile = p.add(p.mul(warp_n, c.tiles), r)
             self.local_tiles.append(local_tile)
             self.valid.append(p.lt(local_tile, self.tile_count))
-            (w,), at = pick(self.plan.tiles_of, p.add(self.first_tile, local_tile), [(d,) for d in self.data])
+            (w,), at = of_tile(plan, p.add(self.first_tile, local_tile), [(d,) for d in self.data])
             source = mem.offset(mem.wide_offset(w, at, plan.quads * QUAD_BYTES), p.mul(self.first_quad, QUAD_BYTES))
             self.codes.append(mem.offset(source, p.add(p.mul(first_unit, 512), p.mul(self.lane, 16))))
             pair = p.mul(p.shr(first_unit, 1), 128)

@@ -9,7 +9,7 @@ Each cluster of CTAs owns an equal run of row tiles (the grid is one wave), and 
     quads), so weights need no barrier at all;
   * one more warp streams x through a ring that all warps of the CTA read, so x is read once per CTA;
   * at the end the sums meet in shared memory (the cluster's, when K is split over CTAs), are added in a fixed order,
-    scaled, biased and stored.
+    scaled, biased and stored; or, where the weights are gate and up, silu(gate) * up of both is.
 
 The order of additions for an output depends on K and the configuration, never on M, other rows, or timing; nothing is
 added with atomics.
@@ -27,11 +27,12 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .counters import first_counters
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
-from .pick import pick
+from .pick import of_tile
 from .stream_compute import ComputeWarps
 from .stream_operands import Refs
 from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan, padded_rank
 from .stream_slices import SliceWarps
+from .swiglu import gated
 
 MAX_ROWS = 64
 
@@ -47,7 +48,7 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.data = [mem.global_address(r) for r in refs.data]
         self.global_scale = [mem.global_address(r) for r in refs.global_scale]
         self.bias = [mem.global_address(r) for r in refs.bias]
-        self.outs = [mem.global_address(r) for r in refs.outs]
+        self.outs = [mem.global_address(r) for r in refs.outs] * plan.joined  # one for each weight
         # a weight without an adapter has rank 0: its addresses are never used
         self.a, self.b, self.lora_scale = (
             [mem.global_address(refs.x[0] if r is None else r) for r in kind]
@@ -72,8 +73,11 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.b_base, self.h_base = p.add(base, plan.b_at), p.add(base, plan.h_at)
         self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
         self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
-        self.first_tile = p.div(p.mul(self.cluster, plan.all_tiles), plan.clusters)
-        self.tile_count = p.sub(p.div(p.mul(p.add(self.cluster, 1), plan.all_tiles), plan.clusters), self.first_tile)
+        # results' row tiles; with SwiGLU each is two of the weights'
+        results = plan.all_tiles // plan.joined
+        first = p.div(p.mul(self.cluster, results), plan.clusters)
+        self.result_tiles = p.sub(p.div(p.mul(p.add(self.cluster, 1), results), plan.clusters), first)
+        self.first_tile, self.tile_count = p.mul(first, plan.joined), p.mul(self.result_tiles, plan.joined)
 
     def run(self):
         c = self.plan.config
@@ -151,44 +155,50 @@ class _Kernel(ComputeWarps, SliceWarps):
         plan, c = self.plan, self.plan.config
         if self.pdl:
             p.grid_dependency_wait()
-        pairs = p.mul(self.tile_count, plan.m * ROWS // 2)
+        pairs = p.mul(self.result_tiles, plan.m * ROWS // 2)
         share = p.div(p.add(pairs, c.cluster - 1), c.cluster)
         end = p.minimum(p.mul(p.add(self.rank, 1), share), pairs)
         part = plan.used_warps // c.warps_k * plan.red_warp
 
         def one(index, _):
-            per_row = p.mul(self.tile_count, ROWS // 2)
+            per_row = p.mul(self.result_tiles, ROWS // 2)
             m, rest = p.div(index, per_row), p.rem(index, per_row)
-            tile, row = p.shr(rest, 3), p.mul(p.and_(rest, 7), 2)
+            first, row = p.mul(p.shr(rest, 3), plan.joined), p.mul(p.and_(rest, 7), 2)
+            tiles = [p.add(first, i) for i in range(plan.joined)]
+            loaded = [load(tile, m, row) for tile in tiles]
+            self.store([p.add(self.first_tile, tile) for tile in tiles], m, row, list(map(p.total, loaded)))
+            return []
+
+        def load(tile, m, row):
             warp_n, r = p.div(tile, c.tiles), p.rem(tile, c.tiles)
             at = p.add(self.ring_base, p.add(p.mul(warp_n, plan.red_warp), p.mul(m, plan.red_stride)))
             at = p.add(at, p.mul(p.add(p.mul(r, ROWS), row), 4))
             loaded = []
             for rank in range(c.cluster):
                 remote = mem.map_rank(at, p.i32(rank)) if c.cluster > 1 else at
-                load = mem.load_cluster_f32x2 if c.cluster > 1 else mem.load_shared_f32x2
-                loaded += [load(p.add(remote, k * part)) for k in range(c.warps_k)]
-            sums = loaded[0]
-            for pair in loaded[1:]:
-                sums = [arith.addf(a, b) for a, b in zip(sums, pair, strict=True)]
-            self.store(p.add(self.first_tile, tile), m, row, sums)
-            return []
+                load_pair = mem.load_cluster_f32x2 if c.cluster > 1 else mem.load_shared_f32x2
+                loaded += [load_pair(p.add(remote, k * part)) for k in range(c.warps_k)]
+            return loaded
 
         p.for_range(p.add(p.mul(self.rank, share), self.tid), end, plan.warpgroups * 128, [], one)
 
-    def store(self, tile, m, row, sums):
+    def store(self, tiles, m, row, sums):
+        """Two neighbouring outputs of a row tile, or of gate's and up's, from the sums of each."""
         bias = self.bias or self.outs
         values = [(p.i32(4 * i), self.outs[i], bias[i], p.i32(self.plan.n[i])) for i in range(self.n_w)]
-        (factor, out, bias, n), local = pick(self.plan.tiles_of, tile, values)
-        scale = mem.load_shared_f32(p.add(self.factor_base, factor), 0)
+        picked = [of_tile(self.plan, tile, values) for tile in tiles]
+        (_, out, _, n), local = picked[0]
+        scales = [mem.load_shared_f32(p.add(self.factor_base, factor), 0) for (factor, *_), _ in picked]
         column = p.add(p.mul(local, ROWS), row)
         size = 4 if self.wide_out else 2
 
         def value(e):
-            v = arith.mulf(sums[e], scale)
-            if not self.has_bias:
-                return v
-            return arith.addf(v, mem.load_global_f32(mem.offset(bias, p.mul(p.add(column, e), 4))))
+            ys = [arith.mulf(pair[e], scale) for pair, scale in zip(sums, scales, strict=True)]
+            if self.has_bias:
+                at = p.mul(p.add(column, e), 4)
+                biases = [mem.load_global_f32(mem.offset(bias, at)) for (_, _, bias, _), _ in picked]
+                ys = [arith.addf(y, more) for y, more in zip(ys, biases, strict=True)]
+            return gated(*ys) if self.plan.swiglu else ys[0]
 
         def address(e):
             return mem.offset(out, p.mul(p.add(p.mul(m, n), p.add(column, e)), size))
@@ -217,6 +227,7 @@ def build(
     wide_out: bool = False,
     ranks: tuple[int, ...] = (),
     prepared: bool = False,
+    swiglu: bool = False,
 ):
     """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, scale and, if `has_bias`, bias;
     with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
@@ -228,10 +239,12 @@ def build(
     in the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
     bf16 (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
 
+    With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once.
+
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
     `wide_out`. Ranks are multiples of 16.
     """
-    plan = make_plan(m, k, n, config, ranks, prepared)
+    plan = make_plan(m, k, n, config, ranks, prepared, swiglu)
 
     def nvfp4_decode_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -242,7 +255,7 @@ def build(
         if pdl:
             plgpu.griddepcontrol_wait()  # tells the launcher that the kernel takes part; the body has waited already
 
-    outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.bfloat16) for n_i in n]
+    outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.bfloat16) for n_i in plan.outs]
     call = plgpu.kernel(
         nvfp4_decode_matmul,
         out_type=outs + lora_space(plan),
@@ -263,7 +276,7 @@ def build(
         if config.wgmma and not prepared:
             ordered = fragment_order.in_fragment_order(x, plan.m_tiles * 8)
             xs = (ordered, x) if plan.ranks else (ordered,)
-        return call(*xs, *rest)[: len(n)]
+        return call(*xs, *rest)[: len(plan.outs)]
 
     return jax.jit(run)
 

@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from .layout import ROWS
-from .pick import pick
+from .pick import of_tile
 from .stream_plan import Plan
 
 
@@ -24,8 +24,8 @@ class LoraWarps:
         plan = self.plan
         ends = [sum(plan.rank_tiles[: i + 1]) for i in range(len(plan.n))]
         values = [(p.i32(end - count), p.i32(end)) for end, count in zip(ends, plan.rank_tiles, strict=True)]
-        (first, _), _ = pick(plan.tiles_of, self.first_tile, values)
-        (_, end), _ = pick(plan.tiles_of, p.sub(p.add(self.first_tile, self.tile_count), 1), values)
+        (first, _), _ = of_tile(plan, self.first_tile, values)
+        (_, end), _ = of_tile(plan, p.sub(p.add(self.first_tile, self.tile_count), 1), values)
         return first, end
 
     # ---- the warp that loads x -----------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class LoraWarps:
             values = [
                 (self.b[i], p.i32(first[i]), p.i32(plan.rank_tiles[i]), p.i32(plan.n[i])) for i in range(len(plan.n))
             ]
-            (b, h, count, n), local = pick(self.plan.tiles_of, p.add(self.first_tile, self.local_tiles[r]), values)
+            (b, h, count, n), local = of_tile(plan, p.add(self.first_tile, self.local_tiles[r]), values)
             count = p.select(arith.andi(adds_lora, self.valid[r]), count, 0)
             self.h_of.append(p.mul(h, plan.h_tile))
             self.ranks_of.append(count)

@@ -17,7 +17,7 @@ class Refs:
     b: list  # B of LoRA; None for a weight without
     a: list  # A and scale of LoRA like B, or empty when h is given
     lora_scale: list
-    outs: list
+    outs: list  # with SwiGLU one
     lora_space: list  # counters and sums of the slices, or empty when h is given
     shared: object
 
@@ -38,6 +38,6 @@ class Refs:
         a = take_of_adapters() if plan.computes_h else []
         b = take_of_adapters()
         lora_scale = take_of_adapters() if plan.computes_h else []
-        counters, outs, sums = take(plan.computes_h), take(n_w), take(plan.computes_h)
+        counters, outs, sums = take(plan.computes_h), take(len(plan.outs)), take(plan.computes_h)
         (shared,) = left
         return cls(x, data, scale, bias, h, b, a, lora_scale, outs, counters + sums, shared)

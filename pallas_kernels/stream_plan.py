@@ -57,6 +57,17 @@ class Plan:
     config: StreamConfig
     ranks: tuple[int, ...] = ()  # of each weight's LoRA, 0 for none; empty when no weight has one
     prepared: bool = False  # whether x comes as the kernel reads it, and x A^T with it
+    swiglu: bool = False  # whether the two weights are gate and up, and silu(gate) * up is what it writes
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        """Columns of the arrays that it writes."""
+        return self.n[:1] if self.swiglu else self.n
+
+    @property
+    def joined(self) -> int:
+        """Row tiles that make one of the results' and so lie in one cluster, side by side: a gate's and its up's."""
+        return 2 if self.swiglu else 1
 
     @property
     def given_h(self) -> bool:
@@ -122,13 +133,17 @@ class Plan:
 
     @property
     def clusters(self) -> int:
-        return min(RESIDENT[self.config.cluster] * self.config.waves, self.all_tiles)
+        return min(RESIDENT[self.config.cluster] * self.config.waves, self.all_tiles // self.joined)
+
+    @property
+    def most_tiles(self) -> int:
+        """Row tiles of the cluster that has most."""
+        return -(-self.all_tiles // self.joined // self.clusters) * self.joined
 
     @property
     def used_warps(self) -> int:
         """Compute warps that own row tiles in some CTA; with wgmma the others only fill up a group of four."""
-        tiles = -(-self.all_tiles // self.clusters)
-        return min(self.config.warps_n, -(-tiles // self.config.tiles)) * self.config.warps_k
+        return min(self.config.warps_n, -(-self.most_tiles // self.config.tiles)) * self.config.warps_k
 
     @property
     def units_warp(self) -> int:
@@ -224,7 +239,13 @@ def padded_rank(rank: int) -> int:
 
 
 def make_plan(
-    m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...] = (), prepared: bool = False
+    m: int,
+    k: int,
+    n: tuple[int, ...],
+    config: StreamConfig,
+    ranks: tuple[int, ...] = (),
+    prepared: bool = False,
+    swiglu: bool = False,
 ) -> Plan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     quads = -(-k // COLS)
@@ -242,12 +263,15 @@ def make_plan(
         ranks = ()
     if (ranks and len(ranks) != len(n)) or any(r % ROWS for r in ranks):
         raise ValueError(f"ranks must be one for each weight and multiples of {ROWS}, got {ranks}")
-    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks), prepared)
+    if swiglu and (len(n) != 2 or n[0] != n[1]):
+        raise ValueError(f"swiglu joins two weights of equal N, got N = {n}")
+    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks), prepared, swiglu)
     if config.cluster > quads:
         raise ValueError(f"K = {k} is {quads} quads of 256, too few for a cluster of {config.cluster}")
     slots = config.warps_n * config.tiles
-    if -(-plan.all_tiles // plan.clusters) > slots:
-        raise ValueError(f"N = {n} is {plan.all_tiles} row tiles; {plan.clusters} clusters of {slots} do not hold them")
+    if plan.most_tiles > slots:
+        tiles = f"{plan.all_tiles} row tiles" + ", two by two" * swiglu
+        raise ValueError(f"N = {n} is {tiles}; {plan.clusters} clusters of {slots} do not hold them")
     if plan.warpgroups * 128 > 1024:
         raise ValueError(f"{config} has more than 1024 threads")
     if plan.total > SMEM_LIMIT:

@@ -82,10 +82,12 @@ def has_kernels() -> bool:
     return capability() == 90
 
 
-def takes_lora(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...]) -> bool:
+def takes_lora(
+    m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...], swiglu: bool = False
+) -> bool:
     """Whether the configuration also has room for adapters of these ranks, and its CTAs can wait for each other."""
     try:
-        make_plan(_range(m), k, n, config, ranks)
+        make_plan(_range(m), k, n, config, ranks, swiglu=swiglu)
     except ValueError:
         return False
     # a wave cannot wait for the next one's part of x A^T
@@ -127,29 +129,30 @@ def _range(m: int) -> int:
 
 
 @functools.cache
-def config_for(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = ()) -> StreamConfig:
+def config_for(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = (), swiglu: bool = False) -> StreamConfig:
     """The streaming kernel's configuration for a shape; raises ValueError naming the constraint when none fits."""
     m = _range(m)  # the whole range must fit, and so share one configuration
     entries = [TABLE.get((k, sum(n), m, lora)) for lora in ((True, False) if any(ranks) else (False,))]
     # another split of the same N into matrices may need more row tiles; without room, LoRA is added outside the kernel
     for tried in (ranks, ()):
         for entry in entries:
-            if entry is not None and takes_lora(m, k, n, entry, tried):
+            if entry is not None and takes_lora(m, k, n, entry, tried, swiglu):
                 return entry
-    all_tiles = sum(-(-n_i // 16) for n_i in n)
+    joined = 2 if swiglu else 1  # row tiles that stay together
+    results = sum(-(-n_i // 16) for n_i in n) // joined
     reason = None
     for cluster in (1, 2, 4, 8):
-        per_cta = -(-all_tiles // min(RESIDENT[cluster], all_tiles))
+        per_cta = joined * -(-results // min(RESIDENT[cluster], results))
         for tiles, warps_k in ((1, 2), (1, 1), (2, 2), (2, 1), (3, 1), (4, 1)):
             entry = StreamConfig(cluster, -(-per_cta // tiles), warps_k, tiles, 2, 2)
             try:
-                make_plan(m, k, n, entry, ranks)
+                make_plan(m, k, n, entry, ranks, swiglu=swiglu)
             except ValueError as error:
                 reason = error
                 continue
             return entry
     if any(ranks):
-        return config_for(m, k, n)
+        return config_for(m, k, n, swiglu=swiglu)
     raise ValueError(f"no configuration of the streaming kernel takes M = {m}, K = {k}, N = {n}: {reason}")
 
 
@@ -189,19 +192,21 @@ def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideC
     return _first([functools.partial(_wide, "dx", m, k, (n,))])
 
 
-def choose_prepared(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> StreamConfig | WideConfig:
+def choose_prepared(
+    m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], swiglu: bool = False
+) -> StreamConfig | WideConfig:
     """The kernel for rows whose inputs another kernel has made (inputs_kernel.py): x A^T costs it nothing, so what is
     fastest without adapters is. Raises ValueError naming the constraint when none takes the shape."""
     if m > STREAM_ROWS:
         return _wide("forward", m, k, n)
     with contextlib.suppress(ValueError):
         return few_rows_config(m, k, n, False)
-    entry = config_for(m, k, n)
+    entry = config_for(m, k, n, swiglu=swiglu)
     rings = itertools.product(range(entry.depth, 1, -1), range(entry.x_depth, 1, -1))
     for depth, x_depth in rings:  # which have the room that B and x A^T need
         with contextlib.suppress(ValueError):
             shorter = dataclasses.replace(entry, depth=depth, x_depth=x_depth)
-            make_plan(_range(m), k, n, shorter, ranks, prepared=True)
+            make_plan(_range(m), k, n, shorter, ranks, prepared=True, swiglu=swiglu)
             return shorter
     raise ValueError(f"{entry} has no room for adapters of the ranks {ranks} at M = {m}, K = {k}, N = {n}")
 

@@ -30,11 +30,14 @@ def matmul_all(
     return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype)
 
 
-def multiply(x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype) -> list[jax.Array]:
-    """The same of the kernel's own operands: `lora` is empty, or what `_lora_operands` gives for these ranks."""
+def multiply(
+    x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype, swiglu: bool = False
+) -> list[jax.Array]:
+    """The same of the kernel's own operands: `lora` is empty, or what `_lora_operands` gives for these ranks. With
+    `swiglu`, of gate and up, silu(gate) * up."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
-    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks)
+    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks, swiglu)
     return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *map(_flat, data), *scales, *biases)]
 
 

@@ -1,10 +1,9 @@
 """Tensor-core operands of the wide kernel, decoded from the shared-memory copy of a weight block.
 
-A block is what one CTA multiplies between two steps of its ring: 18432 bytes of KernelWeight.
-  * forward, x W^T: 8 row tiles x one quad (128 outputs, 256 inputs): codes [2 pairs of units][8 tiles][1024 B], then
-    scales [8 tiles][256 B];
-  * dx, dy W: 16 row tiles x one pair of units (128 inputs, 256 outputs): codes [16 tiles][1024 B], then scales
-    [16 tiles][128 B].
+A block is what one CTA multiplies between two steps of its ring, 128 inputs of 128 outputs: 8 row tiles x one pair of
+units of a quad, 9216 bytes of KernelWeight, as codes [8 tiles][1024 B] and then scales [8 tiles][128 B]. Forward,
+x W^T, the row tiles are outputs and the units inputs; for dx = dy W the other way round.
+
 Unlike the streaming kernel's x, the other operand comes in its own order, by the copy engine. So forward, a lane must
 take the codes of columns 2 t, 2 t + 1 (and 8 more) of all four scale blocks of a unit, which lie with the four lanes of
 its group: it loads each of their 16 bytes in turn (a broadcast) and takes the halves of two words that it needs. For dx
@@ -18,8 +17,9 @@ from .fragments import EACH_TWICE, decode_codes, decode_scales
 from .layout import VALUE_MASK
 from .ptx_tensor import transpose_8x8
 
-BLOCK_BYTES = 18432
-SCALES_AT = 16384
+BLOCK = 128  # inputs
+BLOCK_BYTES = 9216
+SCALES_AT = 8192
 # Forward, lane t takes of a word the pairs 0 and 1 where t is even, 2 and 3 where it is odd (see layout.py): a rotation
 # and a mask for row g; for row g + 8 a rotation, its mask, and a mask of the word as it stands.
 LOW_TURN, LOW_MASK = (2, 28), VALUE_MASK
@@ -33,7 +33,7 @@ class ForwardFragments:
         g, t = p.shr(lane, 2), p.and_(lane, 3)
         tile = p.add(p.mul(group, 4), warp)
         self.codes_at = p.add(p.mul(tile, 1024), p.mul(g, 64))
-        self.scales_at = p.add(p.add(p.mul(tile, 256), p.mul(g, 16)), SCALES_AT)
+        self.scales_at = p.add(p.add(p.mul(tile, 128), p.mul(g, 16)), SCALES_AT)
         self.second = p.eq(p.shr(t, 1), 1)
         odd = p.eq(p.and_(t, 1), 1)
 
@@ -46,15 +46,15 @@ class ForwardFragments:
         self.row = lambda h: p.add(p.add(p.mul(warp, 16), g), 8 * h)
 
     def load(self, block, step: int):
-        """What unit `step` of the quad needs, from shared memory: words of the four scale blocks, scale words."""
+        """What unit `step` of the pair needs, from shared memory: words of the four scale blocks, scale words."""
         at = p.add(block, self.codes_at)
-        words = [mem.load_shared_v4(at, step // 2 * 8192 + step % 2 * 512 + 16 * b) for b in range(4)]
-        return words, mem.load_shared_v4(p.add(block, self.scales_at), step // 2 * 128)
+        words = [mem.load_shared_v4(at, 512 * step + 16 * b) for b in range(4)]
+        return words, mem.load_shared_v4(p.add(block, self.scales_at), 0)
 
     def decode(self, loaded, step: int):
         """Four left operands, one for each 16 columns."""
         words, scales = loaded
-        which = p.i32(0x4342 if step % 2 else 0x4140)
+        which = p.i32(0x4342 if step else 0x4140)
         out = []
         for b in range(4):
             pair = decode_scales(scales[b], which)

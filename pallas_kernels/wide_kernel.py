@@ -5,10 +5,13 @@ Letters: M rows of x, R outputs and D inputs of the product (N and K forward, K 
 A tile is 128 outputs x `m_tile` rows: out^T = W x^T, so that the weights are the operand that wgmma takes from
 registers, and each of two warpgroups holds the float32 sums of 64 outputs. A third warpgroup only loads: one warp x, by
 tensor copies into slots of 64 inputs (shared by a cluster's CTAs where `share` says so), one warp blocks of packed
-weights (256 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. Clusters
+weights (128 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. Clusters
 take items in turn, one tile for each CTA, rows fastest, until none is left; with `split` several compute each of the
 last items together and add their sums in a fixed order (wide_split.py). So the order of additions for an output depends
 on D, the configuration and, where that decides which items are the last, the number of tiles.
+
+With `swiglu` a tile is 64 outputs of gate, of the first warpgroup, and the same 64 of up, of the second; chunk by chunk
+their sums meet in shared memory, where outputs are always put in order for their way out.
 
 LoRA: x A^T of all weights comes ready, scaled and side by side [M, sum of ranks]. It goes through the ring of x before
 x itself, and is multiplied by fragments of B from global memory, or zeros where ranks are another weight's. Every CTA
@@ -73,8 +76,9 @@ class _Kernel(MultiplyWarps, SplitTiles):
             b_refs, rest = dict(zip(present, rest, strict=False)), rest[len(present) :]
             # a weight without an adapter multiplies nothing by the rows of another's B
             self.b = [mem.global_address(b_refs.get(i, b_refs[present[0]])) for i in range(n_w)]
-        boxes = ((16, 256), (16, 32)) if plan.transposed else ((8, 256), (8, 64))
-        self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
+        # codes and scales of a pair of units in the row tiles of a block that are one weight's
+        own = 4 if plan.swiglu else 8
+        self.maps = [[pt.tensor_map(ctx, ref, (own, words), None) for words in (256, 32)] for ref in rest[:n_w]]
         self.global_scale = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
         self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
         *rest, shared = rest[(3 if has_bias else 2) * n_w :]
@@ -193,7 +197,11 @@ class _Kernel(MultiplyWarps, SplitTiles):
 
         def one(unit, carry):
             r_tile, _ = self.tile(unit.item)
-            (codes, scales), tile = pick(self.plan.tiles_of, r_tile, self.maps)
+            if plan.swiglu:
+                parts, tile, rows = self.maps, r_tile, 4
+            else:
+                part, tile = pick(plan.tiles_of, r_tile, self.maps)
+                parts, rows = [part], 8
 
             def block(i, carry):
                 slot, parity = carry
@@ -201,17 +209,12 @@ class _Kernel(MultiplyWarps, SplitTiles):
                 to = p.add(self.w_base, p.mul(slot, BLOCK_BYTES))
                 mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
                 mem.barrier_expect(full, p.i32(BLOCK_BYTES))
-                if plan.transposed:
-                    quad, pair = p.mul(p.shr(tile, 1), QUAD_WORDS), p.and_(tile, 1)
-                    row = p.mul(i, 16)
-                    pt.tensor_load(to, codes, p.add(quad, p.mul(pair, 256)), row, full)
-                    at = p.add(quad, p.add(p.mul(pair, 32), 512))
-                else:
-                    quad, row = p.mul(i, QUAD_WORDS), p.mul(tile, 8)
-                    pt.tensor_load(to, codes, quad, row, full)
-                    pt.tensor_load(p.add(to, 8192), codes, p.add(quad, 256), row, full)
-                    at = p.add(quad, 512)
-                pt.tensor_load(p.add(to, SCALES_AT), scales, at, row, full)
+                eight_tiles, units = (i, tile) if plan.transposed else (tile, i)
+                row, quad, pair = p.mul(eight_tiles, rows), p.mul(p.shr(units, 1), QUAD_WORDS), p.and_(units, 1)
+                for i, (codes, scales) in enumerate(parts):
+                    at, scales_at = p.add(to, i * rows * 1024), p.add(to, SCALES_AT + i * rows * 128)
+                    pt.tensor_load(at, codes, p.add(quad, p.mul(pair, 256)), row, full)
+                    pt.tensor_load(scales_at, scales, p.add(quad, p.add(p.mul(pair, 32), 512)), row, full)
                 return self.advance(slot, parity, c.w_depth)
 
             # opaque: LLVM unrolled a loop of ten blocks, for which 40 registers are too few
@@ -234,15 +237,17 @@ def build(
     has_bias: bool = False,
     wide_out: bool = False,
     ranks: tuple[int, ...] = (),
+    swiglu: bool = False,
 ):
-    """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i].
+    """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
+    or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
 
     The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
     `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by s x A^T scale /
     EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one.
     """
-    plan = make_plan(m, d, r, transposed, config, ranks)
-    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in r]
+    plan = make_plan(m, d, r, transposed, config, ranks, swiglu)
+    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.results]
     if plan.split_items:
         outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))
 
@@ -268,6 +273,6 @@ def build(
 
     def product(*operands):
         sync = [jnp.asarray(first_counters(plan.counters))] if plan.split_items else []
-        return call(*operands, *sync)[: len(r)]
+        return call(*operands, *sync)[: len(plan.results)]
 
     return jax.jit(product)

@@ -7,8 +7,11 @@ from . import ptx_memory as mem
 from . import ptx_tensor as pt
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
+from .swiglu import gated
 from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
+
+BOTH = 3  # the named barrier of both warpgroups; each has one of its own
 
 
 class MultiplyWarps:
@@ -27,12 +30,13 @@ class MultiplyWarps:
         def one(unit, carry):
             w, w_parity, x, x_parity = carry
             r_tile, first_row = self.tile(unit.item)
-            needs = self.needs(r_tile, group)
             acc = [p.f32(0.0)] * (c.m_tile // 2)
             if plan.ranks:
                 x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
                 if c.promote:
                     acc = self.finish(x, acc)
+            # not before LoRA: with these in registers too, ptxas lets no two wgmma overlap in some configurations
+            needs = self.needs(r_tile, group)
             state, start, end = [w, w_parity, x, x_parity, *acc], unit.first_block, unit.end_block
             if c.promote:
                 # a loop for each chain: with a branch in one loop ptxas lets no two wgmma overlap
@@ -42,11 +46,11 @@ class MultiplyWarps:
             else:
                 state = self.blocks(start, end, state)
             w, w_parity, x, x_parity, *acc = state
-            store = self.output(r_tile, group, *needs)
+            store = self.output(r_tile, group, needs)
             if unit.parts > 1:
-                self.add_up(unit, acc, warp, group, first_row, store)
+                self.add_up(unit, acc, group, first_row, store)
             else:
-                self.store_rows(acc, warp, group, first_row, store)
+                self.store_rows(acc, group, first_row, store)
             return [w, w_parity, x, x_parity]
 
         if c.promote and not plan.totals_in_registers:
@@ -92,7 +96,7 @@ class MultiplyWarps:
         return acc
 
     def block(self, is_first, carry):
-        """One block of weights, four slots of x: decode for a slot while the slot before is multiplied."""
+        """One block of weights, two slots of x: decode for a slot while the slot before is multiplied."""
         w, w_parity, x, x_parity, *acc = carry
         block = p.add(self.w_base, p.mul(w, BLOCK_BYTES))
         mem.barrier_wait(p.add(self.w_full, p.mul(w, 8)), w_parity)
@@ -123,8 +127,7 @@ class MultiplyWarps:
             (self.b[i], p.i32(2 * plan.ranks[i]), p.i32(sum(steps[:i])), p.i32(steps[i]), p.i32(plan.r[i] - 1))
             for i in range(len(plan.r))
         ]
-        (b, row_bytes, first, count, last_row), tile = pick(self.plan.tiles_of, r_tile, values)
-        column = p.add(p.mul(tile, TILE), p.mul(group, 64))
+        (b, row_bytes, first, count, last_row), column = self.of_group(r_tile, group, values)
         pair = p.mul(p.and_(self.lane, 3), 4)  # bytes
         rows = []
         for h in range(2):
@@ -177,60 +180,90 @@ class MultiplyWarps:
                 for e in range(2):
                     mem.store_shared_f32(to, acc[4 * i + 2 * h + e], (8 * i + e - first) * SUM_STRIDE)
 
+    def of_group(self, r_tile, group, values):
+        """Of each weight's `values` those of this warpgroup's, and the first of its outputs among that weight's."""
+        plan = self.plan
+        if plan.swiglu:
+            is_gate = p.eq(group, 0)
+            chosen = [arith.select(is_gate, gate, up) for gate, up in zip(*values, strict=True)]
+            return chosen, p.mul(r_tile, plan.own_outputs)
+        chosen, tile = pick(plan.tiles_of, r_tile, values)
+        return chosen, p.add(p.mul(tile, TILE), p.mul(group, 64))
+
     def needs(self, r_tile, group):
-        """What outputs need besides sums, asked for before them, as it comes from far: a tile's scale and biases."""
+        """What outputs need besides sums, asked for before them, as it comes from far: the global scale and this lane's
+        biases of the warpgroup's weight; with `swiglu` gate's and up's."""
         plan = self.plan
-        values = list(zip(self.global_scale, self.bias or self.outs, map(p.i32, plan.r), strict=True))
-        (global_scale, bias, r), tile = pick(plan.tiles_of, r_tile, values)
-        bias = mem.offset(bias, p.mul(p.minimum(self.column(tile, group), p.sub(r, 4)), 4))
-        return mem.load_global_f32(global_scale), mem.load_global_f32x4(bias, 0) if self.has_bias else []
+        values = list(zip(self.global_scale, self.bias or self.outs * len(plan.r), map(p.i32, plan.r), strict=False))
+        here, first = self.of_group(r_tile, group, values)
+        column = self.column(first)
+        found = []
+        for global_scale, bias, r in values if plan.swiglu else [here]:
+            bias = mem.offset(bias, p.mul(p.minimum(column, p.sub(r, 4)), 4))
+            found.append((mem.load_global_f32(global_scale), mem.load_global_f32x4(bias, 0) if self.has_bias else []))
+        return found
 
-    def column(self, tile, group):
-        """The first of this lane's four outputs among those of its weight."""
-        return p.add(p.add(p.mul(tile, TILE), p.mul(group, 64)), p.mul(p.and_(self.lane, 15), 4))
+    def column(self, first):
+        """The first of this lane's four outputs, of 64 from `first` on."""
+        return p.add(first, p.mul(p.and_(self.lane, 15), 4))
 
-    def output(self, r_tile, group, global_scale, bias):
-        """A function (row, sums) that scales, biases and stores this lane's four outputs of a row.
-
-        A warp stores two rows at a time: lanes 0-15 the 64 outputs of one, lanes 16-31 of the next.
-        """
+    def output(self, r_tile, group, needs):
+        """A function (row, sums of each weight in `needs`) that scales, biases and stores this lane's four outputs of a
+        row, if `row` is one."""
         plan = self.plan
-        values = list(zip(self.outs, map(p.i32, plan.r), strict=True))
-        (out, r), tile = pick(plan.tiles_of, r_tile, values)
-        column = self.column(tile, group)
+        values = list(zip(self.outs, map(p.i32, plan.r), strict=False))
+        if plan.swiglu:
+            values *= 2
+        (out, r), first = self.of_group(r_tile, group, values)
+        column = self.column(first)
         # `share` may make tiles past the last one, of no weight
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
-        factor = p.divide(p.f32(EPILOGUE_FACTOR), global_scale)
+        factors = [p.divide(p.f32(EPILOGUE_FACTOR), global_scale) for global_scale, _ in needs]
         size = 4 if self.wide_out else 2
         put = pt.store_global_f32x4 if self.wide_out else pt.store_global_bf16x4
 
-        def store(row, sums):
-            values = [arith.mulf(s, factor) for s in sums]
-            if self.has_bias:
-                values = [arith.addf(v, b) for v, b in zip(values, bias, strict=True)]
+        def store(row, *sums):
+            outputs = []
+            for of_weight, factor, (_, bias) in zip(sums, factors, needs, strict=True):
+                values = [arith.mulf(s, factor) for s in of_weight]
+                outputs.append([arith.addf(v, b) for v, b in zip(values, bias, strict=True)] if bias else values)
+            values = [gated(*pair) for pair in zip(*outputs, strict=True)] if plan.swiglu else outputs[0]
             place = mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size))
             put(arith.andi(exists, p.lt(row, plan.m)), place, values)
 
         return store
 
-    def store_rows(self, acc, warp, group, first_row, store):
+    def store_rows(self, acc, group, first_row, store):
         """Sums of this warpgroup's rows from `first_row` on to shared memory and from there to the result, a chunk of
-        rows at a time. `store` is what `output` returns."""
-        at = p.add(self.base, p.add(p.mul(group, CHUNK * SUM_STRIDE), self.plan.chunks_at))
-        pair, end = p.shr(self.lane, 4), 2 * len(acc)
+        rows at a time. `store` is what `output` returns.
+
+        Sixteen lanes store the 64 outputs of a row. A warpgroup stores its own, or with `swiglu` both all rows'.
+        """
+        plan, end = self.plan, 2 * len(acc)
+        chunks = p.add(self.base, plan.chunks_at)
+        threads, sync = (256, self.both_sync) if plan.swiglu else (128, lambda: self.group_sync(group))
+        first_mine = p.shr(p.and_(p.opaque(self.tid), threads - 1), 4)  # opaque: not in registers before
+        of_lane = p.add(p.mul(first_mine, SUM_STRIDE), p.mul(p.and_(self.lane, 15), 16))
+        of_group = p.mul(group, CHUNK * SUM_STRIDE)
+        mine = [p.add(p.add(chunks, of_lane), at) for at in ((0, CHUNK * SUM_STRIDE) if plan.swiglu else (of_group,))]
         for first in range(0, end, CHUNK):
-            rows = min(CHUNK, end - first)
-            first_mine = p.add(p.mul(warp, rows // 4), pair)
-            mine = p.add(p.add(at, p.mul(first_mine, SUM_STRIDE)), p.mul(p.and_(self.lane, 15), 16))
-            self.put_sums(acc, at, first, rows)
-            self.group_sync(group)
-            sums = [pt.load_shared_f32x4(p.add(mine, i * SUM_STRIDE)) for i in range(0, rows // 4, 2)]
+            rows, step = min(CHUNK, end - first), threads // 16
+            self.put_sums(acc, p.add(chunks, of_group), first, rows)
+            sync()
+            at_once = [[pt.load_shared_f32x4(p.add(at, i * SUM_STRIDE)) for at in mine] for i in range(0, rows, step)]
             # opaque: LLVM would keep all rows' places in a tile in registers of their own
             row = p.opaque(p.add(p.add(first_row, first_mine), first))
-            for i, values in enumerate(sums):
-                store(p.add(row, 2 * i), values)
-            self.group_sync(group)
+            for i, sums in enumerate(at_once):
+                here = p.add(row, i * step)
+                if rows % step:  # eight rows, for sixteen
+                    here = p.select(p.lt(p.add(first_mine, i * step), rows), here, plan.m)
+                store(here, *sums)
+            sync()
 
     def group_sync(self, group):
         """Barrier of one warpgroup."""
         p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)
+
+    def both_sync(self):
+        """Barrier of both."""
+        p.named_sync(BOTH, 256)

@@ -5,13 +5,12 @@ Letters: R outputs (N forward, K for dx), D inputs (K forward, N for dx), M rows
 
 import dataclasses
 
-from .layout import COLS
 from .stream_plan import RESIDENT, SMEM_LIMIT
-from .wide_fragments import BLOCK_BYTES
+from .wide_fragments import BLOCK, BLOCK_BYTES
 
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
-STAGES = COLS // STAGE  # slots of x to one block of weights
+STAGES = BLOCK // STAGE  # slots of x to one block of weights
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
@@ -27,24 +26,24 @@ class WideConfig:
       split: where the last wave (the only one, where all tiles fit into one) does not fill the GPU, each of its tiles
         is computed by so many CTAs, or as many as there are, which split D and add their sums at the end. Which tiles
         these are, and by how many, depends on the number of tiles, and where that depends on M, on M.
-      x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (256 inputs each).
+      x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (128 inputs each).
       promote: the tensor core's additions truncate, the more the longer their chain is: after so many steps of 16
         inputs the sums are added to totals outside: in registers in tiles of up to 128 rows, else in memory of each
-        lane's own, which takes longer chains to be cheap. A multiple of 16; 0 for never.
+        lane's own, which takes longer chains to be cheap. A multiple of 8; 0 for never.
     """
 
     m_tile: int = 256
     share: int = 2
     split: int = 1
     x_depth: int = 4
-    w_depth: int = 2
+    w_depth: int = 4
     promote: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
-    empty without any."""
+    empty without any. With `swiglu` the weights are gate and up, and the result is silu(x W_gate^T) * (x W_up^T)."""
 
     m: int
     d: int
@@ -52,23 +51,35 @@ class WidePlan:
     transposed: bool
     config: WideConfig
     ranks: tuple[int, ...] = ()
+    swiglu: bool = False
 
     @property
     def blocks(self) -> int:
-        return -(-self.d // COLS)
+        return -(-self.d // BLOCK)
 
     @property
     def promote_blocks(self) -> int:
         """Blocks of weights in a chain of additions."""
-        return self.config.promote * 16 // COLS
+        return self.config.promote * 16 // BLOCK
 
     @property
     def totals_in_registers(self) -> bool:
         return self.config.m_tile <= TOTALS_ROWS
 
     @property
+    def results(self) -> tuple[int, ...]:
+        """Outputs of each array that is written."""
+        return self.r[:1] if self.swiglu else self.r
+
+    @property
+    def own_outputs(self) -> int:
+        """Of a tile's outputs those of one weight: with `swiglu` a warpgroup's."""
+        return TILE // 2 if self.swiglu else TILE
+
+    @property
     def tiles_of(self) -> tuple[int, ...]:
-        return tuple(-(-r // TILE) for r in self.r)
+        """Of each weight, or of both together with `swiglu`."""
+        return tuple(-(-r // self.own_outputs) for r in self.results)
 
     @property
     def rank_steps(self) -> tuple[int, ...]:
@@ -122,7 +133,7 @@ class WidePlan:
     @property
     def longest_chain(self) -> int:
         """Steps of 16 inputs that a CTA adds up for an output at most."""
-        return -(-self.blocks // (self.parts if self.split_items == self.items else 1)) * COLS // 16
+        return -(-self.blocks // (self.parts if self.split_items == self.items else 1)) * BLOCK // 16
 
     @property
     def split_tiles(self) -> int:
@@ -155,10 +166,16 @@ class WidePlan:
 
 
 def make_plan(
-    m: int, d: int, r: tuple[int, ...], transposed: bool, config: WideConfig, ranks: tuple[int, ...] = ()
+    m: int,
+    d: int,
+    r: tuple[int, ...],
+    transposed: bool,
+    config: WideConfig,
+    ranks: tuple[int, ...] = (),
+    swiglu: bool = False,
 ) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
-    plan = WidePlan(m, d, tuple(r), transposed, config, tuple(ranks) if any(ranks) else ())
+    plan = WidePlan(m, d, tuple(r), transposed, config, tuple(ranks) if any(ranks) else (), swiglu)
     if plan.ranks and (transposed or len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
         raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
@@ -169,14 +186,16 @@ def make_plan(
         raise ValueError(f"split needs a share of 1 or 2, got split {config.split} and share {config.share}")
     if config.m_tile % (8 * config.share):
         raise ValueError(f"m_tile must be a multiple of 8 share = {8 * config.share}, got {config.m_tile}")
-    if config.promote % (COLS // 16):
-        raise ValueError(f"promote must be a multiple of {COLS // 16}, got {config.promote}")
+    if config.promote % (BLOCK // 16):
+        raise ValueError(f"promote must be a multiple of {BLOCK // 16}, got {config.promote}")
     if m < 1:
         raise ValueError(f"M must be at least 1, got {m}")
     if d % 8 or any(i % 8 for i in r):
         raise ValueError(f"the wide kernel takes N and K that are multiples of 8, got {d} inputs and {r} outputs")
     if config.split > plan.blocks:
-        raise ValueError(f"{d} inputs are {plan.blocks} blocks of {COLS}, too few to split by {config.split}")
+        raise ValueError(f"{d} inputs are {plan.blocks} blocks of {BLOCK}, too few to split by {config.split}")
+    if swiglu and (transposed or len(r) != 2 or r[0] != r[1]):
+        raise ValueError(f"swiglu takes two weights of as many outputs, forward, got {r}")
     if transposed and len(r) != 1:
         raise ValueError(f"dx takes one weight at a time, got {len(r)}")
     if plan.total > SMEM_LIMIT:

@@ -26,7 +26,7 @@ class SplitTiles:
 
     plan: WidePlan
 
-    def add_up(self, unit, acc, warp, group, first_row, store):
+    def add_up(self, unit, acc, group, first_row, store):
         """The tile's outputs from this part's sums `acc` and the others'. `store` is what `output` returns."""
         plan = self.plan
         tile = p.add(p.mul(p.sub(unit.item, plan.items - plan.split_items), plan.config.share), self.rank)
@@ -43,7 +43,7 @@ class SplitTiles:
                 total = self.all_parts(part, places, acc)
                 # its answer comes while rows are stored
                 seen_by = mem.count_if(self.is_first_of_group(), counter)
-                self.store_rows(total, warp, group, p.add(first_row, 8 * self.eights(part).start), store)
+                self.store_rows(total, group, p.add(first_row, 8 * self.eights(part).start), store)
                 # every part has stored and seen that all have
                 p.when(p.eq(seen_by, 2 * unit.parts - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
 

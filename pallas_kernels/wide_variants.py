@@ -56,7 +56,7 @@ def candidates(op: str, m: int, d: int, r: tuple[int, ...], m_tiles: tuple[int, 
     """The cuts that fit, the least estimated time first."""
     plans = []
     for m_tile in m_tiles:
-        depths = (6, 3) if m_tile <= 128 else (4, 2)
+        depths = (6, 6) if m_tile <= 128 else (4, 4)
         for share, split in _CUTS:
             try:
                 plan = make_plan(m, d, r, op == "dx", WideConfig(m_tile, share, split, *depths))
@@ -71,12 +71,12 @@ _CUTS = ((2, 1), (1, 1), (4, 1), (2, 2), (2, 3), (2, 4), (1, 2), (1, 3), (1, 4))
 
 
 def clocks(plan: WidePlan) -> float:
-    """Estimated clocks: 4096 for 256 inputs of a tile of 256 rows, more for fewer rows, where decoding is not hidden,
+    """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more for fewer rows, where decoding is not hidden,
     and where x is not shared or, where all tiles are split, is; a tile's way out; and adding up where D is split."""
     c = plan.config
     slower = 1 + 0.25 * (256 - c.m_tile) / 128
     shares = c.share > 1
-    block = 16 * c.m_tile * slower * (1.0 if shares != (plan.split_items == plan.items) else 1.02)
+    block = 8 * c.m_tile * slower * (1.0 if shares != (plan.split_items == plan.items) else 1.02)
     waves = -(-(plan.items - plan.split_items) // plan.resident)
     time = waves * (plan.blocks * block + 12 * c.m_tile)
     if plan.split_items:

@@ -49,14 +49,14 @@ def test_more_rows_are_the_wide_kernels_and_some_of_many_are_compared(monkeypatc
     fp4_error.start(programs, K, N, [300], lambda m, k, n: configs)
     rows = fp4_error.measure(programs, K, N, [300], lambda m, k, n: configs, np.random.default_rng(0), timed=False)
     assert rows[0]["positive"] == pytest.approx(2.0**-10, rel=1e-3) and rows[1]["ratio"] < 4
-    assert rows[1]["config"] == [128, 2, 1, 4, 2, 16]
+    assert rows[1]["config"] == [128, 2, 1, 4, 4, 16]
     assert isinstance(fp4_error.of_the_table(65, 5120, 5120), WideConfig)
     assert isinstance(fp4_error.of_the_table(64, 5120, 5120), StreamConfig)
 
 
 def test_the_fastest_that_is_right_takes_the_place_of_a_table_entry_that_is_not(tmp_path):
     def row(m, promote, ratio, us, k=3584):
-        config = [128, 1, 1, 6, 3, promote]
+        config = [128, 1, 1, 6, 6, promote]
         return {"k": k, "n": 3584, "m": m, "config": config, "table": not promote, "ratio": ratio, "us": us}
 
     rows = [row(128, 0, 2.0, 9.0), row(128, 32, 1.1, 10.0), row(128, 64, 1.1, 9.5), row(128, 128, 1.2, 9.1)]
@@ -70,7 +70,7 @@ def test_the_fastest_that_is_right_takes_the_place_of_a_table_entry_that_is_not(
 
 
 def test_chains_of_the_wide_kernel_that_are_short_already_are_not_tried():
-    config = WideConfig(128, 1, 4, 6, 3)  # 56 steps
+    config = WideConfig(128, 1, 4, 6, 6)  # 56 steps
     assert fp4_error.promoted(config, 32, 128, 3584, 3584).promote == 32
     assert fp4_error.promoted(config, 64, 128, 3584, 3584) is None
     assert fp4_error.promoted(config, 0, 128, 3584, 3584) == config

@@ -94,7 +94,7 @@ def sample(
         counted.append((allowed_BCW > -jnp.inf).astype(jnp.float32))
     # finite, so that the difference of two excluded ones is not NaN
     largest_BC, *sums_BC = _joined(jnp.maximum(scaled_BCW, jnp.finfo(jnp.float32).min), *counted)
-    score_BC, noise_BW = largest_BC, 0.0
+    score_BC, noise_BW = largest_BC, jnp.float32(0)
     if settings.temperature > 0:
         noise_BN = jax.vmap(lambda key: jax.random.gumbel(key, (W + C,), jnp.float32))(keys_B)
         score_BC, noise_BW = largest_BC + jnp.log(sums_BC[-1]) + noise_BN[:, W:], noise_BN[:, :W]

@@ -33,6 +33,7 @@ from pallas_kernels import (
     stream_kernel,
     stream_lora,
     stream_slices,
+    swiglu,
 )
 from pallas_kernels.inputs_plan import CLUSTER
 
@@ -155,7 +156,7 @@ def _emulated(m):
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
-    inputs = inputs_kernel, inputs_sources
+    inputs = inputs_kernel, inputs_sources, swiglu
     return replaced((*stream, *inputs, block_compute, block_kernel, block_outputs, block_service, pick), names)
 
 
@@ -214,7 +215,7 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
     xs += [x] if c.wgmma and plan.computes_h else []
     operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *scales, *biases, *loras)]
     dtype = np.float32 if wide_out else ml_dtypes.bfloat16
-    shapes = [((plan.m, n), dtype) for n in plan.n]
+    shapes = [((plan.m, n), dtype) for n in plan.outs]
     shapes += [(s.shape, s.dtype) for s in stream_kernel.lora_space(plan)]
     outs = [m.put(np.full(shape, np.nan, dtype)) for shape, dtype in shapes]
     results = []
@@ -226,7 +227,7 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
                 stream_kernel._Kernel(plan, refs, False, wide_out).run()
 
             m.launch(plan.clusters * c.cluster, c.cluster, 4 * plan.warpgroups, plan.total, program)
-            results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.n)], strict=False)])
+            results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.outs)], strict=False)])
     return results
 
 

@@ -1,4 +1,4 @@
-"""Random packed weights, their values by NumPy, and outputs that begin as NaN: what the kernels' GPU tests share."""
+"""Random packed weights, true values by NumPy, and outputs that begin as NaN: what tests of the kernels share."""
 
 from typing import NamedTuple
 
@@ -54,3 +54,12 @@ def adversarial(rng, case: str, m: int, n: int, k: int) -> tuple[jax.Array, Matr
 def poison(*shape: int) -> None:
     """NaN in memory that is freed at once, so that the output may get it."""
     jax.device_put(np.full(shape, np.nan, np.float32)).block_until_ready()
+
+
+def swiglu(true, bound):
+    """silu(gate) * up of the true two, and its error in float32 where they have errors up to their bounds."""
+    (gate, up), (of_gate, of_up) = true, bound
+    silu = gate / (1 + np.exp(-gate))
+    # silu's slope is at most 1.1; what exp2 takes is rounded
+    error = 1.1 * of_gate * (np.abs(up) + of_up) + np.abs(silu) * of_up + 1e-6 * (1 + np.abs(gate)) * np.abs(silu * up)
+    return silu * up, error

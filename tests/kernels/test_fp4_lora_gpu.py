@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ahead import ahead, packed, shape, start_stream
-from random_weights import poison, random_matrix
+from random_weights import poison, random_matrix, swiglu
 
 from pallas_kernels import KernelWeight, fp4_matmul, fragment_order, inputs_kernel, stream_kernel, variants
 from pallas_kernels.inputs_plan import GIVEN
@@ -22,9 +22,10 @@ def _start(programs, m, k, ns, ranks):
     return [start_stream(programs, rows, k, ns, config, padded) for rows in (m, m - 1) if rows]
 
 
-def _call(rng, m, k, ns, ranks):
+def _call(rng, m, k, ns, ranks, global_scales=None):
     """x, matrices and adapters (or None), and the kernel's operands behind x."""
-    matrices = [random_matrix(rng, n, k, 2688, 0x10, 0x50) for n in ns]
+    global_scales = global_scales or [2688] * len(ns)
+    matrices = [random_matrix(rng, n, k, scale, 0x10, 0x50) for n, scale in zip(ns, global_scales, strict=True)]
     x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
     loras = [
         None if not r else (
@@ -53,15 +54,20 @@ def _same_each_time(m, ns, call):
     return first
 
 
+def _true(x, matrix, lora):
+    """What one weight's results are, and how far from it they may be."""
+    x64, dense = np.asarray(x, np.float64), matrix.dense
+    true, bound = x64 @ dense.T, 1e-5 * (np.abs(x64) @ np.abs(dense).T)
+    if lora is not None:
+        a, b, s = (np.asarray(v, np.float64) for v in lora)
+        hidden = s * (x64 @ a.T)
+        true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
+    return true, bound
+
+
 def _assert_right(ys, x, matrices, loras):
-    x64 = np.asarray(x, np.float64)
     for y, matrix, lora in zip(ys, matrices, loras, strict=True):
-        dense = matrix.dense
-        true, bound = x64 @ dense.T, 1e-5 * (np.abs(x64) @ np.abs(dense).T)
-        if lora is not None:
-            a, b, s = (np.asarray(v, np.float64) for v in lora)
-            hidden = s * (x64 @ a.T)
-            true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
+        true, bound = _true(x, matrix, lora)
         assert (np.abs(y - true) <= bound).all()
 
 
@@ -88,22 +94,23 @@ def test_lora_in_the_kernel(rng, programs, m, k, ns, ranks):
         assert all(np.array_equal(np.asarray(y, np.float64), f[: m - 1]) for y, f in zip(again, first, strict=True))
 
 
-def _start_prepared(programs, m, k, ns, ranks, config):
+def _start_prepared(programs, m, k, ns, ranks, config, swiglu=False):
     """The streaming kernel behind those that make its x and s x A^T; the key."""
     config = config or variants.config_for(m, k, ns, ranks)
-    plan = make_plan(m, k, ns, config, ranks, prepared=True)
-    kernel = stream_kernel.build(m, k, ns, config, wide_out=True, ranks=ranks, prepared=True)
+    plan = make_plan(m, k, ns, config, ranks, prepared=True, swiglu=swiglu)
+    kernel = stream_kernel.build(m, k, ns, config, wide_out=True, ranks=ranks, prepared=True, swiglu=swiglu)
     present = [(r, n) for r, n in zip(ranks, ns, strict=True) if r]
-    down = inputs_kernel.build(m, k, tuple(r for r, _ in present), GIVEN)
+    down = inputs_kernel.build(m, k, tuple(r for r, _ in present), GIVEN) if present else None
 
     def run(x, data, scales, all_a, all_b, of_adapters):
         ordered = fragment_order.in_fragment_order(x, plan.m_tiles * 8) if config.wgmma else x
-        return kernel(ordered, *data, *scales, down(x, *all_a, *of_adapters)["h"], *all_b)
+        h = [down(x, *all_a, *of_adapters)["h"]] if down else []
+        return kernel(ordered, *data, *scales, *h, *all_b)
 
     x, one, data = shape((m, k), jnp.bfloat16), shape((1,), jnp.float32), [packed(n, k) for n in ns]
     all_a = [shape((r, k), jnp.bfloat16) for r, _ in present]
     all_b = [shape((n, r), jnp.bfloat16) for r, n in present]
-    key = ("prepared", m, k, ns, ranks, config)
+    key = ("prepared", m, k, ns, ranks, config, swiglu)
     programs.start(key, run, x, data, [one] * len(ns), all_a, all_b, [one] * 2 * len(present))
     return key
 
@@ -119,13 +126,37 @@ def _start_prepared(programs, m, k, ns, ranks, config):
 ])  # fmt: skip
 def test_prepared_operands(rng, programs, m, k, ns, ranks, config):
     x, matrices, loras, _ = _call(rng, m, k, ns, ranks)
+    program = programs.get(_start_prepared(programs, m, k, ns, ranks, config))
+    ys = _same_each_time(m, ns, lambda: program(x, *_prepared_operands(matrices, loras)))
+    _assert_right(ys, x, matrices, loras)
+
+
+def _prepared_operands(matrices, loras):
+    """What the program of _start_prepared takes behind x."""
     present = [(*lora, w) for lora, w in zip(loras, matrices, strict=True) if lora is not None]
     all_a, all_b = [a for a, *_ in present], [b for _, b, *_ in present]
     of_adapters = [*_scales([w for *_, w in present]), *(stream_kernel.number(s) for _, _, s, _ in present)]
-    data, scales = [w.weight.data for w in matrices], _scales(matrices)
-    program = programs.get(_start_prepared(programs, m, k, ns, ranks, config))
-    ys = _same_each_time(m, ns, lambda: program(x, data, scales, all_a, all_b, of_adapters))
-    _assert_right(ys, x, matrices, loras)
+    return [w.weight.data for w in matrices], _scales(matrices), all_a, all_b, of_adapters
+
+
+def _start_swiglu(programs, m, k, n, ranks, config):
+    return _start_prepared(programs, m, k, (n, n), ranks, config, swiglu=True)
+
+
+@ahead(_start_swiglu)
+@pytest.mark.parametrize("m, k, n, ranks, config", [
+    (8, 1024, 2001, (0, 16), StreamConfig(2, 4, 2, 1, 3, 3)),
+    (33, 3584, 18944, (32, 32), StreamConfig(1, 20, 1, 1, 2, 2, True, promote=0)),
+    (64, 5120, 13824, (32, 16), StreamConfig(1, 16, 1, 1, 2, 2, True, promote=0)),
+    (48, 1024, 27648, (0, 0), StreamConfig(1, 16, 1, 1, 3, 3, True, waves=2, promote=0)),
+])  # fmt: skip
+def test_swiglu(rng, programs, m, k, n, ranks, config):
+    x, matrices, loras, _ = _call(rng, m, k, (n, n), ranks, (200, 700))
+    program = programs.get(_start_swiglu(programs, m, k, n, ranks, config))
+    (y,) = _same_each_time(m, (n,), lambda: program(x, *_prepared_operands(matrices, loras)))
+    both = [_true(x, matrix, lora) for matrix, lora in zip(matrices, loras, strict=True)]
+    true, bound = swiglu(*zip(*both, strict=True))
+    assert (np.abs(y - true) <= bound).all()
 
 
 def test_lora_gradient_loop_and_vmap(rng):

@@ -1,5 +1,7 @@
 """fp4_matmul: the reference path, gradients, vmap, errors; and that each kernel lowers for CUDA without a GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.counters import first_counters
 from pallas_kernels.stream_plan import COUNTERS, StreamConfig, make_plan
-from pallas_kernels.variants import TABLE, config_for
+from pallas_kernels.variants import TABLE, choose_prepared, config_for
 
 
 def _weight(seed, n, k):
@@ -181,6 +183,16 @@ def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, n, ranks):
     assert "mosaic_gpu" in module
 
 
+def prepared_operands(m, k, n, config, ranks):
+    """Shapes of what a kernel of prepared operands takes."""
+    shape = jax.ShapeDtypeStruct
+    args = [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n] + [shape((1,), jnp.float32)] * len(n)
+    if ranks:
+        args.append(shape((m, sum(ranks)), jnp.bfloat16))
+        args += [shape((i, r), jnp.bfloat16) for i, r in zip(n, ranks, strict=True) if r]
+    return [shape(make_plan(m, k, n, config, ranks, True).x_shape, jnp.bfloat16), *args]
+
+
 @pytest.mark.parametrize("m, k, n, ranks", [
     (16, 3584, (3584, 512, 512), (128, 0, 32)),  # mma.sync, clusters of 2
     (33, 18944, (3584,), (32,)),  # wgmma, clusters of 4
@@ -191,17 +203,28 @@ def test_kernel_with_prepared_operands_lowers_for_cuda_without_a_gpu(m, k, n, ra
     with compiling_for(90):
         config = config_for(m, k, n, ranks)
         kernel = stream_kernel.build(m, k, n, config, ranks=ranks, prepared=True)
-        shape = jax.ShapeDtypeStruct
-        args = [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n] + [shape((1,), jnp.float32)] * len(n)
-        if ranks:
-            args.append(shape((m, sum(ranks)), jnp.bfloat16))
-            args += [shape((i, r), jnp.bfloat16) for i, r in zip(n, ranks, strict=True) if r]
-        x = shape(make_plan(m, k, n, config, ranks, True).x_shape, jnp.bfloat16)
+        x, *args = prepared_operands(m, k, n, config, ranks)
         module = export.export(kernel, platforms=["cuda"])(x, *args).mlir_module()
     assert module.count("stablehlo.custom_call @mosaic_gpu") == 1  # nothing comes before it
     assert config.wgmma == (m > 16) and config.waves == (2 if m == 64 else 1)
     with pytest.raises(ValueError, match="prepared x must be"):
-        jax.eval_shape(kernel, shape((m + 1, k), jnp.bfloat16), *args)
+        jax.eval_shape(kernel, jax.ShapeDtypeStruct((m + 1, k), jnp.bfloat16), *args)
+
+
+@pytest.mark.parametrize("config, m, n, ranks", [
+    (StreamConfig(2, 3, 2, 1, 3, 3), 5, 33, (0, 32)),
+    (StreamConfig(1, 4, 1, 2, 2, 2, True, promote=0), 64, 40, (32, 16)),
+    (StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2), 33, 48, ()),
+])  # fmt: skip
+@pytest.mark.parametrize("wide_out", [False, True])
+def test_kernel_with_swiglu_lowers_for_cuda_without_a_gpu(config, m, n, ranks, wide_out):
+    k, n = 1024, (n, n)
+    kernel = stream_kernel.build(m, k, n, config, wide_out=wide_out, ranks=ranks, prepared=True, swiglu=True)
+    args = prepared_operands(m, k, n, config, ranks)
+    (y,) = jax.eval_shape(kernel, *args)
+    assert y.shape == (m, n[0]) and y.dtype == (jnp.float32 if wide_out else jnp.bfloat16)
+    module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
+    assert module.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("lora", [(None, 4), (20, None), (8, 8)])
@@ -240,6 +263,29 @@ def test_a_plan_for_lora():
     assert first_counters(3).tolist() == [0, 0, 0, 1]
     shape = 16, 5120, (13824, 13824), StreamConfig(2, 27, 1, 1, 2, 3), (32, 32)
     assert [make_plan(*shape, given).warpgroups for given in (False, True)] == [8, 7]  # nobody multiplies by A
+
+
+def test_a_plan_for_swiglu():
+    config = StreamConfig(1, 27, 1, 1, 2, 2)
+    plan = make_plan(8, 5120, (27648, 27648), config)  # 3456 row tiles, at most 27 for each of 132 CTAs
+    assert plan.clusters == 132 and plan.most_tiles == 27
+    with pytest.raises(ValueError, match="two by two; 132 clusters of 27"):  # 1728 pairs, at most 14
+        make_plan(8, 5120, (27648, 27648), config, swiglu=True)
+    plan = make_plan(8, 5120, (27648, 27648), dataclasses.replace(config, warps_n=28), swiglu=True)
+    assert plan.most_tiles == 28 and plan.outs == (27648,)
+    assert make_plan(8, 512, (40, 40), config, swiglu=True).clusters == 3
+    for n in ((64,), (64, 80), (64, 64, 64)):
+        with pytest.raises(ValueError, match="two weights of equal N"):
+            make_plan(8, 512, n, config, swiglu=True)
+
+
+@pytest.mark.parametrize("n", [4864, 8960, 11008, 17408, 18944, 27648])
+def test_gate_and_up_of_any_size_find_a_configuration(n):
+    """4864 and the like are not in the table, and by themselves would be an odd number of tiles for a CTA."""
+    with compiling_for(90):
+        for m in (33, 64):
+            config = choose_prepared(m, 1024, (n, n), (16, 16), swiglu=True)
+            assert make_plan(m, 1024, (n, n), config, (16, 16), True, swiglu=True).most_tiles % 2 == 0
 
 
 def test_dequantize_kernel_lowers_for_cuda_without_a_gpu():

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from random_weights import swiglu
 
-from pallas_kernels import layout, repack, stream_compute, stream_kernel, stream_plan
+from pallas_kernels import layout, ptx, repack, stream_compute, stream_kernel, stream_plan
 from pallas_kernels.layout import EPILOGUE_FACTOR
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 
@@ -18,10 +19,10 @@ GLOBAL_SCALE = np.float32(2688.0)
 
 @functools.cache
 def _matrix():
-    """A packed matrix [96, 1024] and its values; cases take tiles and quads of it, so it is packed once."""
+    """A packed matrix [160, 1024] and its values; cases take tiles and quads of it, so it is packed once."""
     rng = np.random.default_rng(7)
-    packed = rng.integers(0, 256, (96, 512), dtype=np.uint8)
-    scale = rng.integers(0x10, 0x50, (96, 64), dtype=np.uint8)
+    packed = rng.integers(0, 256, (160, 512), dtype=np.uint8)
+    scale = rng.integers(0x10, 0x50, (160, 64), dtype=np.uint8)
     weight = repack(jnp.asarray(packed), jnp.asarray(scale))
     return np.asarray(weight.data), np.asarray(layout.dequantize(weight, GLOBAL_SCALE, jnp.float32), np.float64)
 
@@ -29,7 +30,7 @@ def _matrix():
 class Case:
     """Operands of a call, its true outputs and the error that they may have."""
 
-    def __init__(self, m, k, n, config, ranks=(), bias=False):
+    def __init__(self, m, k, n, config, ranks=(), bias=False, global_scales=None):
         rng = np.random.default_rng(m)
 
         def normal(*shape, scale=1.0):
@@ -38,13 +39,14 @@ class Case:
         self.x, self.weights, self.true, self.bound, loras = normal(m, k), [], [], [], []
         self.h_and_b, all_h, all_b = [], [], []
         x = self.x.astype(np.float64)
-        self.scales = [stream_kernel.number(GLOBAL_SCALE)] * len(n)
+        global_scales = np.float32(global_scales or [GLOBAL_SCALE] * len(n))
+        self.scales = list(map(stream_kernel.number, global_scales))
         self.biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
         (data, values), tile = _matrix(), 0
         for i, (n_i, rank) in enumerate(zip(n, ranks or (0,) * len(n), strict=True)):
             tiles = -(-n_i // 16)
             self.weights.append(data[tile : tile + tiles, : k // 256])
-            dense = values[16 * tile : 16 * tile + n_i, :k]
+            dense = values[16 * tile : 16 * tile + n_i, :k] * (np.float64(GLOBAL_SCALE) / global_scales[i])
             tile += tiles
             true, bound = x @ dense.T, 1e-6 * (np.abs(x) @ np.abs(dense).T)
             if bias:
@@ -52,7 +54,7 @@ class Case:
             if rank:
                 a, b = normal(rank, k, scale=k**-0.5), normal(n_i, rank)
                 hidden = 0.7 * x @ a.astype(np.float64).T  # rounded to bfloat16 between the products
-                all_h.append(hidden * (GLOBAL_SCALE / EPILOGUE_FACTOR))
+                all_h.append(hidden * (global_scales[i] / EPILOGUE_FACTOR))
                 all_b.append(b)
                 true = true + hidden @ b.astype(np.float64).T
                 bound = bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.astype(np.float64)).T)
@@ -71,6 +73,16 @@ class Case:
 
     def is_right(self, ys):
         return all((np.abs(y - true) <= bound).all() for y, true, bound in zip(ys, self.true, self.bound, strict=True))
+
+
+class Joined(Case):
+    """Of gate and up, silu(gate) * up; `apart` has both."""
+
+    def __init__(self, m, k, n, config, ranks=(), bias=False):
+        self.apart = Case(m, k, (n, n), config, ranks, bias, (40.0, 700.0))
+        vars(self).update(vars(self.apart))
+        self.plan = make_plan(m, k, (n, n), config, self.plan.ranks, swiglu=True)
+        self.true, self.bound = ([v] for v in swiglu(self.true, self.bound))
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +129,40 @@ def test_lora_inside_and_its_counters_after_a_call(config, m, k, n, ranks):
 def test_prepared_operands(config, m, k, n, ranks, bias):
     case = Case(m, k, n, config, ranks, bias)
     assert case.is_right(case.run(prepared=True)[0])
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, bias, clusters, most", [
+    (StreamConfig(1, 6, 1, 1, 3, 2), 3, 768, 70, (), True, 2, 6),
+    (StreamConfig(2, 2, 2, 2, 2, 3), 9, 512, 40, (32, 16), False, 2, 4),
+    (StreamConfig(1, 2, 4, 3, 2, 2), 5, 1024, 69, (0, 32), True, 2, 6),  # up's tile may be the next warp's
+    (StreamConfig(4, 3, 1, 2, 2, 2, promote=0), 2, 1024, 48, (16, 0), False, 1, 6),
+    (StreamConfig(1, 4, 1, 1, 3, 2, True), 33, 512, 48, (0, 32), True, 2, 4),
+    (StreamConfig(2, 4, 1, 2, 2, 2, True, promote=0), 17, 768, 79, (32, 16), False, 2, 6),
+    (StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2), 9, 512, 65, (16, 32), True, 4, 4),
+    (StreamConfig(1, 4, 1, 4, 2, 2, True), 12, 512, 76, (), False, 2, 6),  # two of four warps are used
+])  # fmt: skip
+def test_swiglu(config, m, k, n, ranks, bias, clusters, most):
+    case = Joined(m, k, n, config, ranks, bias)
+    assert (case.plan.clusters, case.plan.most_tiles) == (clusters, most)  # of runs that are not all equal
+    (product,) = case.run(prepared=True)[0]
+    assert case.is_right([product])
+    # the same sums, as the kernel that writes both leaves them
+    gate, up = case.apart.run(prepared=True)[0]
+    silu = gate * (np.float32(1) / (np.float32(1) + np.exp2(gate * np.float32(-ptx.LOG2_E))))
+    np.testing.assert_array_equal(product, silu * up)
+
+
+def test_swiglu_is_rounded_once():
+    case = Joined(2, 512, 21, StreamConfig(1, 2, 1, 2, 2, 2))
+    (wide,), (narrow,) = case.run(), case.run(wide_out=False)
+    np.testing.assert_array_equal(narrow[0], np.asarray(jnp.asarray(wide[0], jnp.bfloat16)))
+
+
+def test_swiglu_with_lora_inside():
+    case = Joined(9, 768, 40, StreamConfig(2, 2, 2, 2, 2, 3), (32, 16))
+    first, second = case.run(calls=2)
+    assert case.is_right(first)
+    np.testing.assert_array_equal(first[0], second[0])
 
 
 def test_given_h_may_be_several_waves(monkeypatch):

@@ -69,13 +69,13 @@ def test_every_output_row_of_a_unit_is_named_once(monkeypatch):
 
 
 @pytest.mark.parametrize("config, m, d, r, dx, bias, wide_out", [
-    (WideConfig(256, 2, 1, 4, 2), 300, 1024, (1024,), False, False, False),
-    (WideConfig(128, 1, 3, 6, 3), 100, 1024, (512, 128), False, True, True),  # one wave, D split by 3
-    (WideConfig(256, 2, 4, 4, 2), 1024, 1024, (5120,), False, False, False),  # a wave, and 14 pairs of tiles by 4
-    (WideConfig(256, 1, 1, 4, 2), 300, 1024, (1024,), True, False, False),
-    (WideConfig(128, 2, 2, 6, 3), 40, 768, (80,), True, False, True),
-    (WideConfig(128, 1, 1, 6, 3, promote=32), 100, 1024, (512, 128), False, False, True),
-    (WideConfig(256, 2, 1, 4, 2, promote=32), 300, 1024, (1024,), False, True, False),
+    (WideConfig(256, 2, 1, 4, 4), 300, 1024, (1024,), False, False, False),
+    (WideConfig(128, 1, 3, 6, 6), 100, 1024, (512, 128), False, True, True),  # one wave, D split by 3
+    (WideConfig(256, 2, 4, 4, 4), 1024, 1024, (5120,), False, False, False),  # a wave, and 14 pairs of tiles by 4
+    (WideConfig(256, 1, 1, 4, 4), 300, 1024, (1024,), True, False, False),
+    (WideConfig(128, 2, 2, 6, 6), 40, 768, (80,), True, False, True),
+    (WideConfig(128, 1, 1, 6, 6, promote=32), 100, 1024, (512, 128), False, False, True),
+    (WideConfig(256, 2, 1, 4, 4, promote=32), 300, 1024, (1024,), False, True, False),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_out):
     kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out)
@@ -93,11 +93,11 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_ou
 @pytest.mark.parametrize("config, d, r, message", [
     (WideConfig(m_tile=80), 1024, (512,), "m_tile"),
     (WideConfig(share=5), 1024, (512,), "share must be one of"),
-    (WideConfig(split=4), 512, (512,), "too few to split by 4"),
+    (WideConfig(split=5), 512, (512,), "4 blocks of 128, too few to split by 5"),
     (WideConfig(share=4, split=2), 512, (512,), "split needs a share of 1 or 2"),
     (WideConfig(), 1024, (12,), "multiples of 8"),
     (WideConfig(x_depth=7), 1024, (512,), "shared memory"),
-    (WideConfig(128, promote=24), 1024, (512,), "promote must be a multiple of 16"),
+    (WideConfig(128, promote=20), 1024, (512,), "promote must be a multiple of 8"),
 ])  # fmt: skip
 def test_what_a_plan_refuses(config, d, r, message):
     with pytest.raises(ValueError, match=message):

@@ -7,32 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ahead import ahead, start_wide
-from random_weights import CASES, adversarial, poison, random_matrix
+from random_weights import CASES, adversarial, poison, random_matrix, swiglu
 
 from benchmarks import fp4_error
 from benchmarks.fp4_matmul import CUBLAS
-from pallas_kernels import fp4_matmul, fp4_matmul_dx
+from pallas_kernels import fp4_matmul, fp4_matmul_dx, wide
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 pytestmark = pytest.mark.gpu
 
 CONFIGS = [
-    WideConfig(128, 1, 1, 6, 3),
-    WideConfig(256, 2, 1, 4, 2),
-    WideConfig(256, 2, 4, 4, 2),
-    WideConfig(160, 2, 2, 4, 2),
-    WideConfig(256, 1, 3, 4, 2),
-    WideConfig(128, 4, 1, 6, 3),
-    WideConfig(128, 2, 3, 6, 3, promote=16),
-    WideConfig(256, 1, 2, 4, 2, promote=32),
-    WideConfig(32, 1, 4, 6, 3, promote=16),
-    WideConfig(64, 1, 3, 6, 3, promote=16),
+    WideConfig(128, 1, 1, 6, 6),
+    WideConfig(256, 2, 1, 4, 4),
+    WideConfig(256, 2, 4, 4, 4),
+    WideConfig(160, 2, 2, 4, 4),
+    WideConfig(256, 1, 3, 4, 4),
+    WideConfig(128, 4, 1, 6, 6),
+    WideConfig(128, 2, 3, 6, 6, promote=16),
+    WideConfig(256, 1, 2, 4, 4, promote=32),
+    WideConfig(32, 1, 4, 6, 6, promote=16),
+    WideConfig(64, 1, 3, 6, 6, promote=16),
 ]
 
 
-SHAPES = [(300, 1024, 1000), (65, 1296, 1512), (1, 2048, 3584)]
+SHAPES = [(300, 1024, 1000), (65, 1296, 1512), (1, 2048, 3584)]  # 1296 ends in the first half of a quad
 MAIN = CONFIGS[1]
-IN_REGISTERS, IN_MEMORY = WideConfig(128, 2, 1, 6, 3, promote=32), WideConfig(256, 2, 1, 4, 2, promote=32)
+IN_REGISTERS, IN_MEMORY = WideConfig(128, 2, 1, 6, 6, promote=32), WideConfig(256, 2, 1, 4, 4, promote=32)
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +202,24 @@ def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
             true, bound = true + hidden @ b.T, bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b).T)
         assert (np.abs(np.asarray(y, np.float64) - true) <= bound + 2.0**-8 * np.abs(true)).all()
         np.testing.assert_array_equal(np.asarray(y), np.asarray(other))
+
+
+@pytest.mark.parametrize("m, k, n, config, biased", [
+    (100, 1152, 1000, WideConfig(128, 2, 1, 6, 6), True),  # the last tile is partly beyond the end
+    (256, 3584, 1792, WideConfig(256, 1, 4, 4, 4), False),  # 28 tiles by four parts
+    (64, 3584, 640, WideConfig(64, 1, 3, 6, 6, promote=24), True),  # parts of 24, 16 and 24 rows
+])  # fmt: skip
+def test_swiglu(rng, m, k, n, config, biased):
+    both = [random_matrix(rng, n, k, scale, 0x10, 0x50) for scale in (200, 700)]
+    x = jnp.asarray(rng.standard_normal((m, k)) / k**0.5, jnp.bfloat16)
+    biases = [jnp.asarray(rng.standard_normal(n), jnp.float32) for _ in both] if biased else []
+    data, scales = [w.weight.data for w in both], [jnp.full(1, w.global_scale, jnp.float32) for w in both]
+    product = jax.jit(lambda x: wide.multiply(x, [], data, scales, biases, (n, n), (), config, jnp.float32, True)[0])
+    poison(m, n)
+    y, x64 = np.asarray(product(x), np.float64), np.asarray(x, np.float64)
+    more = [np.asarray(bias, np.float64) for bias in biases] or [0.0, 0.0]
+    trues = [x64 @ w.dense.T + bias for w, bias in zip(both, more, strict=True)]
+    bounds = [1e-5 * (np.abs(x64) @ np.abs(w.dense).T + np.abs(bias)) for w, bias in zip(both, more, strict=True)]
+    true, bound = swiglu(trues, bounds)
+    assert (np.abs(y - true) <= bound).all()
+    assert all(bool((product(x) == y).all()) for _ in range(20))

@@ -58,7 +58,9 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
     (WideConfig(32, 2, 1, 3, 2), 30, 512, (256, 128), (), False),
     (WideConfig(32, 1, 1, 3, 2), 40, 512, (136,), (32,), True),  # two items a CTA, rows and outputs beyond the end
     (WideConfig(32, 2, 1, 3, 2), 30, 256, (128, 264), (32, 48), False),  # CTAs of two weights share; two slots of ranks
-    (WideConfig(64, 1, 2, 3, 2), 20, 768, (128,), (16,), True),
+    (WideConfig(64, 1, 2, 3, 2), 20, 768, (128,), (16,), True),  # parts meet in the middle of a quad
+    (WideConfig(32, 1, 1, 3, 2, promote=8), 9, 384, (128,), (), False),  # K ends in the middle of a quad
+    (WideConfig(32, 1, 1, 3, 2, promote=24), 9, 640, (128,), (), False),  # a chain of three blocks and one of two
     # D is split: in the only wave, by parts of unequal rows; after a whole wave; between pairs that share
     (WideConfig(160, 1, 3, 3, 2), 150, 1024, (128,), (), True),
     (WideConfig(32, 1, 3, 3, 2), 40, 768, (136,), (32,), True),
@@ -69,8 +71,30 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
     (WideConfig(160, 1, 1, 3, 2, promote=16), 20, 768, (128, 128), (0, 16), True),  # totals in memory, two items a CTA
 ])  # fmt: skip
 def test_products(plain_inputs, config, m, k, n, ranks, bias):
+    ys, true, bounds = products(config, m, k, n, ranks, bias)
+    for y, y_true, bound in zip(ys, true, bounds, strict=True):
+        assert (np.abs(y - y_true) <= bound).all()
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, bias", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 512, 136, (), True),  # rows and outputs beyond the end, two items a CTA
+    (WideConfig(32, 2, 1, 3, 2), 30, 256, 192, (32, 48), False),  # a cluster of three tiles: one CTA has none
+    (WideConfig(32, 1, 1, 3, 2), 20, 256, 64, (0, 16), True),
+    (WideConfig(64, 1, 3, 3, 2), 40, 768, 64, (16, 16), True),  # D is split, by parts of 24, 16 and 24 rows
+    (WideConfig(64, 2, 2, 3, 2, promote=16), 64, 512, 128, (), False),
+])  # fmt: skip
+def test_swiglu(plain_inputs, config, m, k, n, ranks, bias):
+    (y,), (gate, up), (of_gate, of_up) = products(config, m, k, (n, n), ranks, bias, swiglu=True)
+    share = 1 / (1 + np.exp(-gate))
+    slope = np.abs(share * (1 + gate * (1 - share)))  # of silu
+    bound = 1.1 * (slope * np.abs(up) * of_gate + np.abs(gate * share) * of_up) + of_gate * of_up + 1e-6 * np.abs(y)
+    assert y.shape == (m, n) and (np.abs(y - gate * share * up) <= bound).all()
+
+
+def products(config, m, k, n, ranks, bias, swiglu=False):
+    """What the program gives for random operands, and of each weight the true product and a bound of its error."""
     rng = np.random.default_rng(k + m)
-    x = rng.standard_normal((m, k)).astype(ml_dtypes.bfloat16)
+    x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(ml_dtypes.bfloat16)  # gates of size 1
     weights, scales = [_weight(rng, n_i, k) for n_i in n], SCALES[: len(n)]
     loras = []
     for n_i, rank in zip(n, ranks, strict=False):
@@ -81,9 +105,10 @@ def test_products(plain_inputs, config, m, k, n, ranks, bias):
     assert padded == ranks
     operands = [x, *lora, *(w.data.reshape(w.data.shape[0], -1) for w in weights)]
     operands += [np.array([s]) for s in scales] + biases
-    ys = wide_emulator.run(make_plan(m, k, n, False, config, padded), operands, bias)
-    for i, y in enumerate(ys):
-        w, x64 = np.asarray(layout.dequantize(weights[i], scales[i], jnp.float32), np.float64), x.astype(np.float64)
+    ys = wide_emulator.run(make_plan(m, k, n, False, config, padded, swiglu), operands, bias)
+    all_true, bounds = [], []
+    for i, weight in enumerate(weights):
+        w, x64 = np.asarray(layout.dequantize(weight, scales[i], jnp.float32), np.float64), x.astype(np.float64)
         true, bound = x64 @ w.T, 2e-6 * (np.abs(x64) @ np.abs(w).T)
         if loras and loras[i] is not None:
             a, b, scaling = loras[i]
@@ -92,7 +117,9 @@ def test_products(plain_inputs, config, m, k, n, ranks, bias):
                 true + hidden @ b.astype(np.float64).T,
                 bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.T.astype(np.float64))),
             )
-        assert (np.abs(y - (true + (biases[i] if bias else 0))) <= bound).all()
+        all_true.append(true + (biases[i] if bias else 0))
+        bounds.append(bound)
+    return ys, all_true, bounds
 
 
 @pytest.mark.parametrize("config, m, k, n", [

@@ -9,7 +9,7 @@ import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 from emulator import ARITH, Machine, replaced
 
-from pallas_kernels import pick, wide_fragments, wide_kernel, wide_multiply, wide_split
+from pallas_kernels import pick, swiglu, wide_fragments, wide_kernel, wide_multiply, wide_split
 from pallas_kernels.counters import first_counters
 from pallas_kernels.wide_fragments import LOW_MASK
 
@@ -159,7 +159,7 @@ def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
-    return replaced((wide_kernel, wide_multiply, wide_split, wide_fragments, pick), names)
+    return replaced((wide_kernel, wide_multiply, wide_split, wide_fragments, pick, swiglu), names)
 
 
 def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
@@ -168,7 +168,7 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
     m = Machine(seed)
     dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
     refs = [_put(m, np.asarray(v)) for v in operands]
-    outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.r]
+    outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.results]
     exchange, results = [], []
     if plan.split_items:
         refs.append(sync := _put(m, first_counters(plan.counters)))
