@@ -64,7 +64,7 @@ PEER: dict[str, dict[int, tuple[float, float | None]]] = {
 _KEYS = ("model", "format", "lora_rank", "batch", "prompt", "new", "num_generations")
 _SIGMA = 1e-2
 _REPLAYED = 8  # rows whose tokens go through the learner
-_PROFILED = 4  # decode steps under the profiler
+_PROFILED = 4  # decode steps under the profiler, and twice as many
 
 
 class Case(NamedTuple):
@@ -223,17 +223,17 @@ def kernel_times(case: Case) -> list[dict[str, Any]]:
     of = case.model, case.adapter, case.prompts, jax.random.key(0), case.settings, G, case.noisy
     slots, new = programs().begun(*of, np.full(N, case.new, np.int32))
     model, adapter = prepared(case.model, case.adapter, new)
-    # not donated, since it runs twice: what is copied for that is in both measurements
+    # not donated, since it runs twice: what is copied for that is in both measurements, if both have steps
     steps = jax.jit(functools.partial(decode, leave=0, settings=case.settings, group=G))
 
     def times(count: int) -> list[tuple[str, float]]:
         return profiler.measure(steps, aggregate=False)(slots, model, adapter, case.noisy, count)[1] or []
 
-    return per_step(times(0), times(_PROFILED), _PROFILED)
+    return per_step(times(_PROFILED), times(2 * _PROFILED), _PROFILED)
 
 
 def per_step(
-    without: Iterable[tuple[str, float]], with_steps: Iterable[tuple[str, float]], steps: int
+    fewer: Iterable[tuple[str, float]], more: Iterable[tuple[str, float]], steps: int
 ) -> list[dict[str, Any]]:
     """Kernels of a step from (name, milliseconds) of two runs, of which the second has `steps` more: what it has more
     of, over the steps. Kernels whose names differ in a number at the end alone, as XLA gives them, count together."""
@@ -244,7 +244,7 @@ def per_step(
             found[re.sub(r"[._]\d+$", "", name)] += (1, 1e3 * ms)
         return found
 
-    before, after = totals(without), totals(with_steps)
+    before, after = totals(fewer), totals(more)
     rows = ((name, *(sums - before[name]) / steps) for name, sums in after.items())
     found = [{"kernel": name, "count": float(count), "us": float(us)} for name, count, us in rows if count > 0]
     return sorted(found, key=lambda row: -row["us"])
