@@ -232,9 +232,7 @@ def kernel_times(case: Case) -> list[dict[str, Any]]:
     return per_step(times(_PROFILED), times(2 * _PROFILED), _PROFILED)
 
 
-def per_step(
-    fewer: Iterable[tuple[str, float]], more: Iterable[tuple[str, float]], steps: int
-) -> list[dict[str, Any]]:
+def per_step(fewer: Iterable[tuple[str, float]], more: Iterable[tuple[str, float]], steps: int) -> list[dict[str, Any]]:
     """Kernels of a step from (name, milliseconds) of two runs, of which the second has `steps` more: what it has more
     of, over the steps. Kernels whose names differ in a number at the end alone, as XLA gives them, count together."""
 
