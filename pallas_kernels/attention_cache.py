@@ -5,12 +5,14 @@ A row is a head's E numbers. Of a row of queries or keys, lane 4 g + t holds num
 E4M3 numbers are multiplied as FP16, which holds them exactly; what they meet, queries or weights, is FP16 too.
 """
 
+import abc
+
 from . import ptx as p
 from . import ptx_fp8 as fp8
 from . import ptx_memory as mem
 
 
-class Kept:
+class Kept(abc.ABC):
     """What keys and values have in common: a row's bytes, where a tile has them, and the tensor cores' product."""
 
     number_bytes: int
@@ -19,10 +21,10 @@ class Kept:
         self.E, self.row_bytes = E, E * self.number_bytes
         self.product = p.mma_bf16 if self.number_bytes == 2 else fp8.mma_f16
 
+    @abc.abstractmethod
     def turn(self, row):
         """What the numbers of a row's pieces of 16 bytes are exchanged by, so that rows that are read together fall in
         different banks."""
-        raise NotImplementedError
 
     def place(self, row, piece):
         """Where a piece of a row lies in a tile."""

@@ -77,8 +77,8 @@ class _Kernel(MultiplyWarps, SplitTiles):
             # a weight without an adapter multiplies nothing by the rows of another's B
             self.b = [mem.global_address(b_refs.get(i, b_refs[present[0]])) for i in range(n_w)]
         # codes and scales of a pair of units in the row tiles of a block that are one weight's
-        own = 4 if plan.swiglu else 8
-        self.maps = [[pt.tensor_map(ctx, ref, (own, words), None) for words in (256, 32)] for ref in rest[:n_w]]
+        boxes = [(plan.own_row_tiles, words) for words in (256, 32)]
+        self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
         self.global_scale = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
         self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
         *rest, shared = rest[(3 if has_bias else 2) * n_w :]
@@ -197,11 +197,8 @@ class _Kernel(MultiplyWarps, SplitTiles):
 
         def one(unit, carry):
             r_tile, _ = self.tile(unit.item)
-            if plan.swiglu:
-                parts, tile, rows = self.maps, r_tile, 4
-            else:
-                part, tile = pick(plan.tiles_of, r_tile, self.maps)
-                parts, rows = [part], 8
+            maps, tile = (self.maps, r_tile) if plan.swiglu else pick(plan.tiles_of, r_tile, self.maps)
+            of_weights, row_tiles = maps if plan.swiglu else [maps], plan.own_row_tiles
 
             def block(i, carry):
                 slot, parity = carry
@@ -209,10 +206,10 @@ class _Kernel(MultiplyWarps, SplitTiles):
                 to = p.add(self.w_base, p.mul(slot, BLOCK_BYTES))
                 mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
                 mem.barrier_expect(full, p.i32(BLOCK_BYTES))
-                eight_tiles, units = (i, tile) if plan.transposed else (tile, i)
-                row, quad, pair = p.mul(eight_tiles, rows), p.mul(p.shr(units, 1), QUAD_WORDS), p.and_(units, 1)
-                for i, (codes, scales) in enumerate(parts):
-                    at, scales_at = p.add(to, i * rows * 1024), p.add(to, SCALES_AT + i * rows * 128)
+                rows, units = (i, tile) if plan.transposed else (tile, i)
+                row, quad, pair = p.mul(rows, row_tiles), p.mul(p.shr(units, 1), QUAD_WORDS), p.and_(units, 1)
+                for w, (codes, scales) in enumerate(of_weights):
+                    at, scales_at = p.add(to, w * row_tiles * 1024), p.add(to, SCALES_AT + w * row_tiles * 128)
                     pt.tensor_load(at, codes, p.add(quad, p.mul(pair, 256)), row, full)
                     pt.tensor_load(scales_at, scales, p.add(quad, p.add(p.mul(pair, 32), 512)), row, full)
                 return self.advance(slot, parity, c.w_depth)
@@ -247,7 +244,7 @@ def build(
     EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one.
     """
     plan = make_plan(m, d, r, transposed, config, ranks, swiglu)
-    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.results]
+    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.outs]
     if plan.split_items:
         outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))
 
@@ -273,6 +270,6 @@ def build(
 
     def product(*operands):
         sync = [jnp.asarray(first_counters(plan.counters))] if plan.split_items else []
-        return call(*operands, *sync)[: len(plan.results)]
+        return call(*operands, *sync)[: len(plan.outs)]
 
     return jax.jit(product)

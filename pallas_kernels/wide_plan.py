@@ -5,6 +5,7 @@ Letters: R outputs (N forward, K for dx), D inputs (K forward, N for dx), M rows
 
 import dataclasses
 
+from .layout import ROWS
 from .stream_plan import RESIDENT, SMEM_LIMIT
 from .wide_fragments import BLOCK, BLOCK_BYTES
 
@@ -67,8 +68,8 @@ class WidePlan:
         return self.config.m_tile <= TOTALS_ROWS
 
     @property
-    def results(self) -> tuple[int, ...]:
-        """Outputs of each array that is written."""
+    def outs(self) -> tuple[int, ...]:
+        """Columns of the arrays that it writes."""
         return self.r[:1] if self.swiglu else self.r
 
     @property
@@ -77,9 +78,14 @@ class WidePlan:
         return TILE // 2 if self.swiglu else TILE
 
     @property
+    def own_row_tiles(self) -> int:
+        """The same in KernelWeight's row tiles."""
+        return self.own_outputs // ROWS
+
+    @property
     def tiles_of(self) -> tuple[int, ...]:
         """Of each weight, or of both together with `swiglu`."""
-        return tuple(-(-r // self.own_outputs) for r in self.results)
+        return tuple(-(-r // self.own_outputs) for r in self.outs)
 
     @property
     def rank_steps(self) -> tuple[int, ...]:

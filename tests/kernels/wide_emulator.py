@@ -168,7 +168,7 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
     m = Machine(seed)
     dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
     refs = [_put(m, np.asarray(v)) for v in operands]
-    outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.results]
+    outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.outs]
     exchange, results = [], []
     if plan.split_items:
         refs.append(sync := _put(m, first_counters(plan.counters)))
