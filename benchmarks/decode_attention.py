@@ -1,10 +1,12 @@
 """Device times of decode_attention against the bytes it must read: live keys and values, a group's prompt once.
 
     python -m benchmarks.decode_attention [--out benchmarks/results/h200/decode_attention.json] [--batch 1 8] [--all]
-        [--kv-cache-dtype auto fp8_values fp8]
+        [--contexts even refilled] [--config 1 1 4 3 ...] [--kv-cache-dtype auto fp8_values fp8]
 
-Prompts of 256 tokens, 8 samples to a prompt where the batch has as many, 256 own tokens each, caches rotated past the
-L2. --all times every configuration that fits; the default is what the library chooses.
+Prompts of 256 tokens, 8 samples to a prompt where the batch has as many, caches rotated past the L2. Contexts are
+`even`, 256 own tokens each, or `refilled`: what slots hold at MOMENTS steps of `benchmarks.refill`, beside `mean`, as
+many tokens each as its completions have on average half way, and `one`, where one sample has 4000. --config times
+configurations (AttentionConfig's four numbers), --all every one that fits; the default is what the library chooses.
 """
 
 import argparse
@@ -15,8 +17,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.refill import long_tailed
 from pallas_kernels.attention import OwnKV, PromptKV, choose_attention, decode_attention
 from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
 from qerl_jax.format_names import KV_CACHE_DTYPES
@@ -24,6 +28,7 @@ from qerl_jax.rollout.attention import kv_dtypes
 
 MODELS = {"7B": (28, 4, 128), "14B": (40, 8, 128), "32B": (40, 8, 128)}
 PROMPT, OWN, SLOTS, GROUP = 256, 256, 512, 8
+SHORTEST, LONGEST, PROMPTS, MOMENTS = 64, 4096, 256, 12  # of the refilled engine's run
 BANDWIDTH = 4.24e6  # bytes a microsecond, read
 ROTATE_BYTES = 150e6
 
@@ -40,14 +45,44 @@ def configurations(B, H, K, E, N, sizes):
             yield config
 
 
-def measure(name, B, every, cache):
+def refilled(slots: int) -> np.ndarray:
+    """Own tokens of each slot [MOMENTS, slots] at equal distances while samples wait: a slot whose sample has ended
+    goes on with the next one."""
+    waiting = iter(np.repeat(long_tailed(PROMPTS, SHORTEST, LONGEST), GROUP).tolist())
+    ends = np.array([next(waiting) for _ in range(slots)])
+    own, steps = np.zeros(slots, int), []
+    while True:
+        steps.append(own.copy())
+        own += 1
+        for slot in np.flatnonzero(own >= ends):
+            following = next(waiting, None)
+            if following is None:
+                return np.stack(steps)[np.linspace(0, len(steps) - 1, MOMENTS + 2).astype(int)[1:-1]]
+            own[slot], ends[slot] = 0, following
+
+
+def contexts_of(kind: str, B: int) -> dict[str, np.ndarray]:
+    """Own tokens [moments, B] by name."""
+    if kind == "even":
+        return {"even": np.full((1, B), OWN)}
+    half = int(np.mean(long_tailed(PROMPTS, SHORTEST, LONGEST))) // 2
+    one = np.full((1, B), half)
+    one[0, B // 2] = 4000
+    return {"refilled": refilled(B), "mean": np.full((1, B), half), "one": one}
+
+
+def measure(name, B, configs, every, cache, kind):
     H, K, E = MODELS[name]
     dtypes = kv_dtypes(cache, jnp.dtype(jnp.bfloat16))
     sizes = [dtype.itemsize for dtype in dtypes]
-    N = max(1, B // GROUP)
+    N, C = max(1, B // GROUP), SLOTS if kind == "even" else LONGEST
     key = jax.random.key(B)
-    live = (N * PROMPT + B * OWN) * K * E * sum(sizes)
-    copies = max(2, min(8, int(-(-ROTATE_BYTES // live))))
+    contexts = contexts_of(kind, B)
+
+    def live(own) -> float:
+        return (N * PROMPT + own.sum(1).mean()) * K * E * sum(sizes)
+
+    copies = max(2, min(8, int(-(-ROTATE_BYTES // min(map(live, contexts.values()))))))
 
     def normal(i, *shape):
         return jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16)
@@ -55,37 +90,42 @@ def measure(name, B, every, cache):
     q, k, v = normal(0, B, H * E), normal(1, B, K * E), normal(2, B, K * E)
     angles = jax.random.uniform(key, (B, E // 2)) * 100
     of = jnp.arange(B, dtype=jnp.int32) // GROUP
-    shapes = [(N, PROMPT, K, E)] * 2 + [(B, SLOTS, K, E)] * 2
+    shapes = [(N, PROMPT, K, E)] * 2 + [(B, C, K, E)] * 2
     caches = [
         [normal(10 * copy + i, *shape).astype(dtypes[i % 2]) for i, shape in enumerate(shapes)]
         for copy in range(copies)
     ]
     rows = []
-    chosen = choose_attention(B, K, B >= GROUP, PROMPT + OWN, *sizes)
-    for config in configurations(B, H, K, E, N, sizes) if every else [chosen]:
+    paired = B >= GROUP and kind == "even"  # slots that are refilled stand in no groups
+    if every:
+        configs = configurations(B, H, K, E, N, sizes)
+    for config in configs or [choose_attention(B, K, paired, PROMPT + C // 2, *sizes)]:
 
-        def run(caches, config=config):
+        def run(caches, own_lengths, config=config):
             outs = []
             for prompt_k, prompt_v, own_k, own_v in caches:
                 prompt = PromptKV(prompt_k, prompt_v, of, jnp.full(B, PROMPT, jnp.int32))
-                own = OwnKV(own_k, own_v, jnp.full(B, OWN, jnp.int32))
+                own = OwnKV(own_k, own_v, own_lengths)
                 outs += list(decode_attention(q, k, v, jnp.cos(angles), jnp.sin(angles), prompt, own, config=config))
             return outs
 
-        try:
-            us = kernel_us(jax.jit(run), caches) / copies
-        except jax.errors.JaxRuntimeError as error:
-            print("refused", config, str(error)[:100])
-            continue
-        row = {"model": name, "batch": B, "prompt": PROMPT, "own": OWN, "kv_cache_dtype": cache}
+        row = {"model": name, "batch": B, "prompt": PROMPT, "kv_cache_dtype": cache}
         row |= {"config": list(vars(config).values())}
-        rows.append(row | {"device_us": us, "floor_us": live / BANDWIDTH})
+        f = jax.jit(run)
+        for contexts_name, moments in contexts.items():
+            try:
+                us = np.mean([kernel_us(f, caches, jnp.asarray(own, jnp.int32)) for own in moments]) / copies
+            except jax.errors.JaxRuntimeError as error:
+                print("refused", config, str(error)[:100])
+                continue
+            row |= {f"{contexts_name}_us": us, f"{contexts_name}_floor_us": live(moments) / BANDWIDTH}
+        rows.append(row)
     return rows
 
 
-def kernel_us(f, caches):
+def kernel_us(f, *operands):
     """Device time of the attention kernels alone, without the copies that keep the caller's caches."""
-    _, events = profiler.measure(f, aggregate=False)(caches)
+    _, events = profiler.measure(f, aggregate=False)(*operands)
     return sum(ms for name, ms in events if "attention" in name) * 1e3
 
 
@@ -95,17 +135,17 @@ def main():
     parser.add_argument("--models", nargs="+", default=["7B", "14B"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
+    parser.add_argument("--contexts", choices=["even", "refilled"], nargs="+", default=["even"])
+    parser.add_argument("--config", nargs=4, type=int, action="append", default=[])
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
-    rows = []
-    for name, batch, cache in itertools.product(args.models, args.batch, args.kv_cache_dtype):
-        found = sorted(measure(name, batch, args.all, cache), key=lambda r: r["device_us"])
-        for row in found[:4]:
-            print(
-                f"{name} batch {batch:4} {cache:10} {row['config']} {row['device_us']:8.2f} us, "
-                f"floor {row['floor_us']:.2f}",
-                flush=True,
-            )
+    configs, rows = [AttentionConfig(*config) for config in args.config], []
+    for name, batch, cache, kind in itertools.product(args.models, args.batch, args.kv_cache_dtype, args.contexts):
+        found = measure(name, batch, configs, args.all, cache, kind)
+        first = "even_us" if kind == "even" else "refilled_us"
+        for row in sorted(found, key=lambda row: row.get(first, np.inf))[: 8 if kind == "refilled" else 4]:
+            times = " ".join(f"{what} {value:.2f}" for what, value in row.items() if what.endswith("_us"))
+            print(f"{name} batch {batch:4} {cache:10} {row['config']} {times}", flush=True)
         rows += found
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with open(args.out, "w") as f:

@@ -4,6 +4,7 @@ python -m benchmarks.fp4_sweep OUT.json [--m 1 8 16] [--shapes 3584x37888 ...] [
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -15,7 +16,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import layout, stream_kernel, variants
-from pallas_kernels.stream_plan import RESIDENT, StreamConfig, make_plan
+from pallas_kernels.stream_plan import RESIDENT
+from pallas_kernels.stream_variants import by_rule
 
 SHAPES = [
     (3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584), (5120, 7168), (5120, 5120), (5120, 27648), (13824, 5120),
@@ -24,58 +26,17 @@ SHAPES = [
 ROTATE_BYTES = 200e6
 
 
-def candidates(m, k, n):
-    """Configurations that fit: the best by a rough estimate for each cluster size, in turn."""
-    found = {}
-    tiles_all, quads, m_tiles = -(-n // 16), -(-k // 256), next(t for t in (1, 2, 4, 8) if 8 * t >= m)
-    for cluster, tiles, warps_k in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4)):
-        per_cta = -(-tiles_all // RESIDENT[cluster])
-        warps_n = -(-per_cta // tiles)
-        warps = warps_n * warps_k
-        registers = tiles * m_tiles * 4
-        if not 4 <= warps <= 31 or registers > (64 if warps <= 15 else 48 if warps <= 19 else 32):
-            continue
-        plans = []
-        for depth in range(2, 13):
-            try:
-                plans.append(make_plan(m, k, (n,), StreamConfig(cluster, warps_n, warps_k, tiles, depth, 3)))
-            except ValueError:
-                continue
-        enough = [q for q in plans if q.bytes_ahead >= 48_000]
-        for plan in {enough[0], enough[len(enough) // 2]} if enough else set(plans[-1:]):
-            busy = tiles_all / (per_cta * RESIDENT[cluster]) * quads / (-(-quads // cluster) * cluster)
-            smsp = warps / (4 * -(-warps // 4))
-            score = busy * smsp**0.3 * min(1, plan.bytes_ahead / 48_000) ** 0.7 * min(1, warps / 12) ** 0.4
-            score *= 1 if tiles > 1 or m <= 8 else 0.9
-            found.setdefault(cluster, []).append((score, plan.config))
-    ranked = [[c for _, c in sorted(f, key=lambda f: -f[0])] for f in found.values()]
-    return [c for turn in itertools.zip_longest(*ranked) for c in turn if c is not None]
-
-
-def wgmma_candidates(m, k, n):
-    """The same with wgmma; the registers must hold the sums and two steps of codes twice. Sums are promoted as often as
-    in the table's entry, so that a faster one errs no more."""
+def candidates(m, k, n, wgmma):
+    """Configurations that fit: the best by the kernel's own rule for each cluster size, in turn."""
+    of_cluster = {}
+    for config in by_rule(m, k, (n,), wgmma=wgmma):
+        of_cluster.setdefault(config.cluster, []).append(config)
+    found = [c for turn in itertools.zip_longest(*of_cluster.values()) for c in turn if c is not None]
     entry = variants.TABLE.get((k, n, m, False))
-    promote = entry.promote if entry and entry.wgmma else StreamConfig.promote
-    found = []
-    tiles_all, quads, m_tiles = -(-n // 16), -(-k // 256), next(t for t in (1, 2, 4, 8) if 8 * t >= m)
-    for cluster, tiles, warps_k, x_depth in itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (2, 3)):
-        per_cta = -(-tiles_all // RESIDENT[cluster])
-        warps_n = -(-per_cta // (4 * tiles)) * 4
-        for depth in range(8, 1, -1):
-            config = StreamConfig(cluster, warps_n, warps_k, tiles, depth, x_depth, True, promote=promote)
-            try:
-                plan = make_plan(m, k, (n,), config)
-            except ValueError:
-                continue
-            if plan.bytes_ahead > 90_000 and depth > 2:
-                continue
-            room = min(1, 65536 / (plan.warpgroups * 128) / (tiles * m_tiles * 4 + 16 * tiles + 36))
-            busy = tiles_all / (warps_n * tiles * RESIDENT[cluster]) * quads / (-(-quads // cluster) * cluster)
-            score = busy * room * min(1, plan.bytes_ahead / 40_000) ** 0.5 * min(1, config.warps / 12) ** 0.3
-            found.append((score, config))
-            break
-    return [c for _, c in sorted(found, key=lambda f: -f[0])]
+    if not wgmma or entry is None or not entry.wgmma:
+        return found
+    # promoted as often as the table's entry, so that a faster one errs no more
+    return list(dict.fromkeys(dataclasses.replace(config, promote=entry.promote) for config in found))
 
 
 def make_weights(key, k, n):
@@ -131,8 +92,7 @@ def main():
         for m in args.m:
             xs = list(jax.random.normal(jax.random.key(m), (len(weights), m, k), jnp.bfloat16))
             scale = stream_kernel.number(2688.0)
-            configs = (wgmma_candidates if args.wgmma else candidates)(m, k, n)
-            for config in configs[: args.limit]:
+            for config in candidates(m, k, n, args.wgmma)[: args.limit]:
                 if time.time() - start > args.seconds:
                     break
                 row = {"k": k, "n": n, "m": m, "config": [*vars(config).values()]}

@@ -14,6 +14,8 @@ MODELS = {
     "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 1e-6, 1e6, False, True, 32768),
     "qwen2.5-14b": ModelConfig("qwen2", 152064, 5120, 13824, 48, 40, 8, 128, 1e-5, 1e6, False, True, 32768),
     "qwen2.5-32b": ModelConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 1e6, False, True, 32768),
+    "qwen3-8b": ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 1e6, False, False, 40960),
+    "qwen3-14b": ModelConfig("qwen3", 151936, 5120, 17408, 40, 40, 8, 128, 1e-6, 1e6, False, False, 40960),
 }
 STD = 0.02  # of random weights
 

@@ -3,10 +3,10 @@
 fp4_table.json holds, for (K, sum of N) and the largest M of a range (8, 16, 32, 64), the configuration of the streaming
 kernel that was fastest on an H200, with `"lora": true` a better one for calls with adapters; `us` is its time without
 (with) rank 32, from several runs. Without `us` it has not been measured as it stands: the fastest, with as much
-promotion as cuBLAS's own error asks for. Shapes outside it get the first default that fits. All M of one range use one
-configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to the wide kernel
-(wide_variants.py), and from 17 on those of a few shapes; or, where it does not take the shape, through the streaming
-kernel 64 at a time.
+promotion as cuBLAS's own error asks for. Shapes outside it get what an estimate says (stream_variants.py). All M of
+one range use one configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to
+the wide kernel (wide_variants.py), and from 17 on those of a few shapes; or, where it does not take the shape, through
+the streaming kernel 64 at a time.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import jax
 
 from .block_plan import MAX_ROWS
 from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
+from .stream_variants import by_rule
 from .wide_plan import WideConfig
 from .wide_variants import few_rows_config, wide_config
 
@@ -138,22 +139,13 @@ def config_for(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = (), 
         for entry in entries:
             if entry is not None and takes_lora(m, k, n, entry, tried, swiglu):
                 return entry
-    joined = 2 if swiglu else 1  # row tiles that stay together
-    results = sum(-(-n_i // 16) for n_i in n) // joined
-    reason = None
-    for cluster in (1, 2, 4, 8):
-        per_cta = joined * -(-results // min(RESIDENT[cluster], results))
-        for tiles, warps_k in ((1, 2), (1, 1), (2, 2), (2, 1), (3, 1), (4, 1)):
-            entry = StreamConfig(cluster, -(-per_cta // tiles), warps_k, tiles, 2, 2)
-            try:
-                make_plan(m, k, n, entry, ranks, swiglu=swiglu)
-            except ValueError as error:
-                reason = error
-                continue
-            return entry
+    for config in by_rule(m, k, n, ranks, swiglu):
+        if takes_lora(m, k, n, config, ranks, swiglu):
+            return config
     if any(ranks):
         return config_for(m, k, n, swiglu=swiglu)
-    raise ValueError(f"no configuration of the streaming kernel takes M = {m}, K = {k}, N = {n}: {reason}")
+    make_plan(m, k, n, StreamConfig(), ranks, swiglu=swiglu)  # says why, where that is the shape
+    raise ValueError(f"no configuration of the streaming kernel takes M = {m}, K = {k}, N = {n}")
 
 
 def choose(
@@ -202,13 +194,14 @@ def choose_prepared(
     with contextlib.suppress(ValueError):
         return few_rows_config(m, k, n, False)
     entry = config_for(m, k, n, swiglu=swiglu)
-    rings = itertools.product(range(entry.depth, 1, -1), range(entry.x_depth, 1, -1))
-    for depth, x_depth in rings:  # which have the room that B and x A^T need
-        with contextlib.suppress(ValueError):
-            shorter = dataclasses.replace(entry, depth=depth, x_depth=x_depth)
-            make_plan(_range(m), k, n, shorter, ranks, prepared=True, swiglu=swiglu)
-            return shorter
-    raise ValueError(f"{entry} has no room for adapters of the ranks {ranks} at M = {m}, K = {k}, N = {n}")
+    for config in (entry, *by_rule(_range(m), k, n, swiglu=swiglu)):
+        rings = itertools.product(range(config.depth, 1, -1), range(config.x_depth, 1, -1))
+        for depth, x_depth in rings:  # which have the room that B and x A^T need
+            with contextlib.suppress(ValueError):
+                shorter = dataclasses.replace(config, depth=depth, x_depth=x_depth)
+                make_plan(_range(m), k, n, shorter, ranks, prepared=True, swiglu=swiglu)
+                return shorter
+    raise ValueError(f"no configuration has room for adapters of the ranks {ranks} at M = {m}, K = {k}, N = {n}")
 
 
 def _wide(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:

@@ -29,6 +29,10 @@ class SplitTiles:
     def add_up(self, unit, acc, group, first_row, store):
         """The tile's outputs from this part's sums `acc` and the others'. `store` is what `output` returns."""
         plan = self.plan
+        if plan.config.promote and not plan.totals_in_registers:
+            # In a variant whose warps went on with another tile while one of them was at its fence, totals in memory
+            # were lost. So nobody is at one while the other warpgroup may have any.
+            self.both_sync()
         tile = p.add(p.mul(p.sub(unit.item, plan.items - plan.split_items), plan.config.share), self.rank)
         place = p.add(p.mul(tile, 2), group)
         counter = mem.offset(self.counters, p.mul(place, 4))
