@@ -95,6 +95,26 @@ def test_full_waves_and_a_tail(rng, programs, dx):
         assert np.array_equal(got, _product(programs, dx, x, matrix, TAIL_CONFIG))
 
 
+FIRST_CALLS = [(m, WideConfig(256, 1, 2, 4, 4, promote=promote)) for m in range(150, 250, 10) for promote in (16, 32)]
+
+
+def _start_first_calls(programs):
+    for m, config in FIRST_CALLS:
+        start_wide(programs, False, m, 2048, 3584, config)
+
+
+@ahead(_start_first_calls)
+def test_first_calls_with_totals_in_memory(rng, programs):
+    """First calls, whose CTAs and warps are far apart in time."""
+    matrix = random_matrix(rng, 3584, 2048, 2688)
+    x = jnp.asarray(rng.standard_normal((250, 2048)), jnp.bfloat16)
+    x64 = np.asarray(x, np.float64)
+    true, size = x64 @ matrix.dense.T, np.abs(x64) @ np.abs(matrix.dense).T
+    for m, config in FIRST_CALLS:
+        got = _product(programs, False, x[:m], matrix, config)
+        assert (np.abs(got - true[:m]) <= 1e-5 * size[:m]).all(), (m, config)
+
+
 FEWER = ((70, CONFIGS[0]), (257, CONFIGS[1]), (700, CONFIGS[5]))  # any configuration without a split
 
 
