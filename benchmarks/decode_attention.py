@@ -117,9 +117,10 @@ def measure(name, B, configs, every, cache, kind):
                 us = np.mean([kernel_us(f, caches, jnp.asarray(own, jnp.int32)) for own in moments]) / copies
             except jax.errors.JaxRuntimeError as error:
                 print("refused", config, str(error)[:100])
-                continue
+                break
             row |= {f"{contexts_name}_us": us, f"{contexts_name}_floor_us": live(moments) / BANDWIDTH}
-        rows.append(row)
+        else:
+            rows.append(row)
     return rows
 
 
@@ -139,11 +140,13 @@ def main():
     parser.add_argument("--config", nargs=4, type=int, action="append", default=[])
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
+    if args.all and args.config:
+        parser.error("--all times every configuration that fits; --config names those to time: give one of them")
     configs, rows = [AttentionConfig(*config) for config in args.config], []
     for name, batch, cache, kind in itertools.product(args.models, args.batch, args.kv_cache_dtype, args.contexts):
         found = measure(name, batch, configs, args.all, cache, kind)
         first = "even_us" if kind == "even" else "refilled_us"
-        for row in sorted(found, key=lambda row: row.get(first, np.inf))[: 8 if kind == "refilled" else 4]:
+        for row in sorted(found, key=lambda row: row[first])[:8]:
             times = " ".join(f"{what} {value:.2f}" for what, value in row.items() if what.endswith("_us"))
             print(f"{name} batch {batch:4} {cache:10} {row['config']} {times}", flush=True)
         rows += found

@@ -10,26 +10,21 @@ import pytest
 from pallas_kernels import compiling_for
 from pallas_kernels.stream_plan import make_plan
 from pallas_kernels.stream_variants import by_rule
-from pallas_kernels.variants import choose_prepared
+from pallas_kernels.variants import RANGES, choose_prepared
 
 SWEEP = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "fp4_sweep.json"
-RANGES = (8, 16, 32, 64)
-
-
-def _cut(cluster, warps_n, warps_k, tiles, wgmma):
-    return cluster, warps_n, warps_k, tiles, wgmma
 
 
 @pytest.mark.parametrize("ms, mean, most", [((8, 16), 1.06, 1.17), ((32, 64), 1.02, 1.07)])
 def test_of_what_was_measured_it_takes_nearly_the_fastest(ms, mean, most):
     times = collections.defaultdict(dict)
     for k, n, m, (cluster, warps_n, warps_k, tiles, _, _, wgmma), us, _ in json.loads(SWEEP.read_text())["rows"]:
-        cut = _cut(cluster, warps_n, warps_k, tiles, wgmma)
+        cut = cluster, warps_n, warps_k, tiles, wgmma
         times[k, n, m][cut] = min(us, times[k, n, m].get(cut, math.inf))
     slower = []
     for (k, n, m), measured in times.items():
         c = by_rule(m, k, (n,))[0]
-        cut = _cut(c.cluster, c.warps_n, c.warps_k, c.tiles, c.wgmma)
+        cut = c.cluster, c.warps_n, c.warps_k, c.tiles, c.wgmma
         if m in ms and cut in measured:
             slower.append(measured[cut] / min(measured.values()))
     assert len(slower) >= 20
