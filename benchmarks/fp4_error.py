@@ -5,11 +5,11 @@
 
 Weights hold all codes and all scale bytes 0x00-0x7E; in the case "positive" all terms of a sum are positive, so that
 truncated additions show most. An error is the largest of |y - x W^T| / (|x| |W|^T) over sampled outputs, in float64. A
-row is right where `ratio`, the larger of both cases' errors over cuBLAS's, is at most 1.25. What the tables choose is
-tried with each value of --promote too (see StreamConfig.promote, with smaller rings where its totals take their room,
-and WideConfig.promote), and so are the configurations of --also, a file in the form of fp4_table.json. Times, also
-cuBLAS's, are CUPTI's, with float32 outputs. --table names wide_table.json: where, above 64 rows, what it chooses is not
-right, the fastest that is takes its place, without a time.
+row is right where `ratio`, the larger of both cases' errors over cuBLAS's, is at most 1.25. What is chosen for calls
+without and with adapters, which are left out, is tried with each value of --promote too (see StreamConfig.promote, with
+smaller rings where its totals take their room, and WideConfig.promote), and so are the configurations of --also, a file
+in the form of fp4_table.json. Times, also cuBLAS's, are CUPTI's, with float32 outputs. --table names wide_table.json:
+where, above 64 rows, what it chooses is not right, the fastest that is takes its place, without a time.
 """
 
 import argparse
@@ -59,9 +59,10 @@ def sampled(y, rows, columns):
     return y[rows][:, columns]
 
 
-def of_the_table(m: int, k: int, n: int) -> StreamConfig | WideConfig:
+def of_the_table(m: int, k: int, n: int) -> list[StreamConfig | WideConfig]:
+    """For calls without adapters, and another for calls with them where there is one."""
     with variants.compiling_for(90):
-        return variants.choose(m, k, (n,))
+        return list(dict.fromkeys(variants.choose(m, k, (n,), None, ranks) for ranks in ((), (32,))))
 
 
 def product(config: StreamConfig | WideConfig, m: int, k: int, n: int):
@@ -145,9 +146,10 @@ def measure(programs: Programs, k: int, n: int, ms, configs_of, rng, timed: bool
         theirs = errors(plain(*plain_operands))
         cublas_us = {"cublas_us": device_us(plain, *plain_operands) / count} if timed else {}
         count = weights_of(m, k, n)
-        for place, config in enumerate(configs_of(m, k, n)):
+        for config in configs_of(m, k, n):
             program, mine_operands = programs.get((m, k, n, config)), (few[:count], list(data[:count]), scale)
-            row = {"k": k, "n": n, "m": m, "config": list(dataclasses.astuple(config)), "table": place == 0}
+            row = {"k": k, "n": n, "m": m, "config": list(dataclasses.astuple(config))}
+            row["table"] = config in of_the_table(m, k, n)
             mine = errors(program(*mine_operands))
             for name, ours, cublas in zip(CASES, mine, theirs, strict=True):
                 row |= {name: ours, f"{name}_cublas": cublas}
@@ -203,8 +205,8 @@ def main():
     @functools.cache
     def configs_of(m, k, n):
         table = of_the_table(m, k, n)
-        tried = [promoted(table, promote, m, k, n) for promote in args.promote]
-        return list(dict.fromkeys([table, *filter(None, tried), *also.get((m, k, n), [])]))
+        tried = [promoted(config, promote, m, k, n) for config in table for promote in args.promote]
+        return list(dict.fromkeys([*table, *filter(None, tried), *also.get((m, k, n), [])]))
 
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     for k, n in shapes:

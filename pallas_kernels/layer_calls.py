@@ -1,8 +1,9 @@
-"""What one decode step computes between two attentions for 33-256 rows: two launches for each matmul.
+"""What one decode step computes between two attentions for 17-256 rows: one or two launches for each matmul.
 
 The first makes what the matmul reads (inputs_kernel.py): x, and s x A^T of its adapters. The second multiplies: the
-streaming or the wide kernel, by the table; of gate and up it writes silu(gate) * up. With fewer rows the streaming
-kernel's own LoRA is faster than a launch.
+streaming or the wide kernel, by the table; of gate and up it writes silu(gate) * up. Where the wide kernel has spare
+CTAs, these make s x A^T instead, and an x that is given needs no first launch. With fewer rows the streaming kernel's
+own LoRA is faster than a launch.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight.
 """
@@ -18,10 +19,10 @@ from .inputs_plan import GIVEN, NORMED, make_inputs_plan
 from .layer_part import LayerPart, Projection, operands
 from .layout import COLS
 from .stream_plan import StreamConfig, make_plan
-from .variants import choose_prepared
+from .variants import choose_prepared, spare_ctas_make_h
 from .wide_plan import WideConfig
 
-FEWEST_ROWS = 33
+FEWEST_ROWS = 17
 
 
 class Call(NamedTuple):
@@ -32,6 +33,7 @@ class Call(NamedTuple):
       ranks: padded ranks of their adapters, 0 for none.
       source: what x is, see inputs_plan.py.
       config: the kernel that multiplies, with its configuration.
+      makes_h: whether that kernel also makes s x A^T.
       ordered: rows of x in fragment order, or 0.
       swiglu: whether the projections are gate and up, of which the result is silu(gate) * up.
     """
@@ -42,17 +44,19 @@ class Call(NamedTuple):
     ranks: tuple[int, ...]
     source: str
     config: StreamConfig | WideConfig
+    makes_h: bool
     ordered: int
     swiglu: bool
 
     @property
-    def present(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self.ranks if rank)
+    def before(self) -> tuple[int, ...]:
+        """Ranks of the adapters whose s x A^T is made by the first launch."""
+        return () if self.makes_h else tuple(rank for rank in self.ranks if rank)
 
     @property
     def reads_given(self) -> bool:
         """Whether there is nothing to make."""
-        return self.source == GIVEN and not self.present and not self.ordered
+        return self.source == GIVEN and not self.before and not self.ordered
 
 
 def calls_of(m: int, layer: LayerPart) -> list[Call]:
@@ -74,9 +78,10 @@ def _call(m: int, group: Sequence[Projection], source: str, swiglu: bool) -> Cal
     ordered = (
         8 * make_plan(m, k, n, config, ranks, prepared=True, swiglu=swiglu).m_tiles if streams and config.wgmma else 0
     )
-    call = Call(m, k, n, ranks, source, config, ordered, swiglu)
+    makes_h = isinstance(config, WideConfig) and spare_ctas_make_h(m, k, n, ranks, config, swiglu)
+    call = Call(m, k, n, ranks, source, config, makes_h, ordered, swiglu)
     if not call.reads_given:
-        make_inputs_plan(m, k, call.present, source, ordered)
+        make_inputs_plan(m, k, call.before, source, ordered)
     return call
 
 
@@ -101,15 +106,18 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float)
     present = [weight for weight in weights if weight.a is not None]
     made = {"x": source[0]}
     if not call.reads_given:
-        kernel = inputs_kernel.build(call.m, call.k, call.present, call.source, call.ordered, eps)
-        adapters = [getattr(weight, name) for name in ("a", "scale", "lora_scale") for weight in present]
-        made |= kernel(*source, *adapters)
-    lora = [made["h"], *[weight.b for weight in present]] if present else []
+        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps)
+        names = ("a", "scale", "lora_scale") if call.before else ()
+        made |= kernel(*source, *[getattr(weight, name) for name in names for weight in present])
+    lora = [made["h"], *[weight.b for weight in present]] if call.before else []
+    if call.makes_h:
+        lora = [getattr(weight, name) for name in ("a", "b", "lora_scale") for weight in present]
     data, scales = [weight.data for weight in weights], [weight.scale for weight in weights]
     biases = stream_kernel.all_biases([weight.bias for weight in weights], call.n)
     ranks = call.ranks if present else ()
     if isinstance(call.config, WideConfig):
-        ys = wide.multiply(made["x"], lora, data, scales, biases, call.n, ranks, call.config, out_dtype, call.swiglu)
+        of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h
+        ys = wide.multiply(made["x"], lora, data, scales, biases, *of)
     else:
         wide_out = out_dtype != jnp.bfloat16
         of = call.m, call.k, call.n, call.config

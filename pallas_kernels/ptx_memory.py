@@ -244,6 +244,11 @@ def fence():
     ptx("fence.acq_rel.gpu;")
 
 
+def fence_async():
+    """Between stores to global memory and the copy engine's loads of it, on either side."""
+    ptx("fence.proxy.async.global;")
+
+
 def load_fresh_f32x4(address, byte_offset: int):
     """What another CTA wrote: never from this multiprocessor's L1."""
     return ptx(

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import jax
 
+from . import wide_variants
 from .block_plan import MAX_ROWS
 from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
 from .stream_variants import by_rule
@@ -106,6 +107,13 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     return takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
 
 
+def spare_ctas_make_h(
+    m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], config: WideConfig, swiglu: bool = False
+) -> bool:
+    """Whether the wide kernel itself makes x A^T of adapters of these padded ranks, by CTAs that have no tile."""
+    return has_room_for_a_wave() and wide_variants.spare_ctas_make_h(m, k, n, ranks, config, swiglu)
+
+
 def apart(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...]) -> bool:
     """Whether weights of a call are better multiplied one by one: where together they are more than one wave, which
     leaves adapters outside, and each alone takes its own inside. Gate and up of 5120 x 55296 at 64 rows took 105 us
@@ -165,7 +173,7 @@ def choose(
         return "dequantize" if at else "reference"
     stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(_wide, "forward", m, k, n)
     if m <= STREAM_ROWS:
-        few = functools.partial(few_rows_config, m, k, n, any(ranks))
+        few = functools.partial(few_rows_config, m, k, n, ranks)
         return _first([few, stream, wide] if has_room_for_a_wave() else [stream, wide])
     return _first([wide, stream] if m <= MAX_STREAM_ROWS else [wide])
 
@@ -193,7 +201,7 @@ def choose_prepared(
     if m > STREAM_ROWS:
         return _wide("forward", m, k, n)
     with contextlib.suppress(ValueError):
-        return few_rows_config(m, k, n, False)
+        return few_rows_config(m, k, n, ranks)
     entry = config_for(m, k, n, swiglu=swiglu)
     is_measured = entry == TABLE.get((k, sum(n), _range(m), False))
     for config in (entry,) if is_measured else by_rule(_range(m), k, n, swiglu=swiglu):

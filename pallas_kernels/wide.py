@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from . import inputs_kernel, wide_kernel
+from . import inputs_kernel, variants, wide_kernel
 from .inputs_plan import CHUNK, GIVEN, MAX_ROWS, InputsPlan
 from .layout import KernelWeight
 from .stream_kernel import all_biases, number
@@ -24,44 +24,45 @@ def matmul_all(
     """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] or
     None for each weight, `loras` is empty or has (A, B, s) or None for each."""
     x_MK = x_MK.astype(jnp.bfloat16)
-    ranks, lora = _lora_operands(x_MK, global_scales, loras)
     data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)
-    return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype)
+    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
+    makes_h = variants.spare_ctas_make_h(*x_MK.shape, n, ranks, config)
+    lora = _lora_operands(x_MK, scales, ranks, loras, makes_h)
+    return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype, makes_h=makes_h)
 
 
 def multiply(
-    x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype, swiglu: bool = False
+    x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype, swiglu: bool = False, makes_h=False
 ) -> list[jax.Array]:
-    """The same of the kernel's own operands: `lora` is empty, or what `_lora_operands` gives for these ranks. With
-    `swiglu`, of gate and up, silu(gate) * up."""
+    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives for these ranks. With `swiglu`, of
+    gate and up, silu(gate) * up."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
-    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks, swiglu)
+    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks, swiglu, makes_h)
     return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *map(_flat, data), *scales, *biases)]
 
 
-def _lora_operands(x_MK, global_scales, loras) -> tuple[tuple[int, ...], list[jax.Array]]:
-    """Padded ranks, and what the kernel takes for them: one product x A^T for all adapters, scaled so that the weights'
-    own scaling at the end makes it s x A^T, and B of each."""
-    if all(lora is None for lora in loras):
-        return (), []
-    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
-    present = [(*lora, rank, scale) for lora, rank, scale in zip(loras, ranks, global_scales, strict=True) if rank]
+def _lora_operands(x_MK, global_scales, ranks, loras, makes_h: bool) -> list[jax.Array]:
+    """What the kernel takes for adapters of these padded ranks: A, or one product x A^T for all of them, scaled so that
+    the weights' own scaling at the end makes it s x A^T; B of each; and, with A, their scalings."""
+    present = [(*lora, rank, scale) for lora, rank, scale in zip(loras, ranks, global_scales, strict=False) if rank]
     all_a = [jnp.pad(a.astype(jnp.bfloat16), ((0, rank - a.shape[0]), (0, 0))) for a, _, _, rank, _ in present]
     all_b = [jnp.pad(b.astype(jnp.bfloat16), ((0, 0), (0, rank - b.shape[1]))) for _, b, _, rank, _ in present]
-    scalings, scales = [s for _, _, s, _, _ in present], [scale for *_, scale in present]
-    return ranks, [_down(x_MK, all_a, scales, scalings), *all_b]
+    scalings, scales = [number(s) for _, _, s, _, _ in present], [scale for *_, scale in present]
+    if makes_h or not present:
+        return [*all_a, *all_b, *scalings]
+    return [_down(x_MK, all_a, scales, scalings), *all_b]
 
 
 def _down(x_MK, all_a, scales, scalings) -> jax.Array:
-    """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in bfloat16."""
+    """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in bfloat16; scales and scalings are [1]."""
     (m, k), ranks = x_MK.shape, tuple(a.shape[0] for a in all_a)
     if m <= MAX_ROWS and k % CHUNK == 0:
         make = inputs_kernel.build(m, k, ranks, GIVEN)
     else:
         make = functools.partial(inputs_kernel.reference, InputsPlan(m, k, ranks, GIVEN), 0.0)
-    return make(x_MK, *all_a, *map(number, scales), *map(number, scalings))["h"]
+    return make(x_MK, *all_a, *scales, *scalings)["h"]
 
 
 def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:

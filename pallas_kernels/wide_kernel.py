@@ -13,10 +13,7 @@ on D, the configuration and, where that decides which items are the last, the nu
 With `swiglu` a tile is 64 outputs of gate, of the first warpgroup, and the same 64 of up, of the second; chunk by chunk
 their sums meet in shared memory, where outputs are always put in order for their way out.
 
-LoRA: x A^T of all weights comes ready, scaled and side by side [M, sum of ranks]. It goes through the ring of x before
-x itself, and is multiplied by fragments of B from global memory, or zeros where ranks are another weight's. Every CTA
-multiplies all ranks, since CTAs that share slots may have different weights; of CTAs that split D only the first adds
-LoRA, the others load zeros, from behind the last rank.
+LoRA: x A^T of all weights comes ready, or is made by CTAs that have no tile (wide_spare.py); wide_lora.py adds it.
 """
 
 import functools
@@ -36,12 +33,12 @@ from .layout import QUAD_WORDS
 from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
-from .wide_plan import STAGE, STAGES, TILE, WideConfig, WidePlan, make_plan
+from .wide_plan import STAGE, STAGES, TILE, WARPS, WideConfig, WidePlan, make_plan
+from .wide_spare import SpareCtas, sums_shape
 from .wide_split import SplitTiles
 
 # Registers a thread: 2 x 128 x 232 + 128 x 40, which is what a CTA of 384 threads starts with, 168 each.
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
-WARPS = 12
 
 
 class Unit(NamedTuple):
@@ -60,32 +57,48 @@ class Unit(NamedTuple):
     end_block: ir.Value
 
 
-class _Kernel(MultiplyWarps, SplitTiles):
+class _Kernel(MultiplyWarps, SplitTiles, SpareCtas):
     """One CTA's program; what all its parts share is set in __init__."""
 
     def __init__(self, ctx, plan: WidePlan, refs, has_bias: bool, wide_out: bool):
         self.plan, self.has_bias, self.wide_out = plan, has_bias, wide_out
-        c, n_w = plan.config, len(plan.r)
-        x_ref, *rest = refs
+        c, given = plan.config, list(refs)
+
+        def take(count):
+            taken, given[:] = given[:count], given[count:]
+            return taken
+
+        def addresses(count):
+            return list(map(mem.global_address, take(count)))
+
+        present = [i for i, rank in enumerate(plan.ranks) if rank]
+        (x_ref,), n_w = take(1), len(plan.r)
+        h_refs = take(1) if plan.given_h else []
+        self.a = addresses(len(present)) if plan.makes_h else []
+        # a weight without an adapter multiplies nothing by the rows of another's B
+        b = dict(zip(present, addresses(len(present)), strict=True))
+        self.b = [b.get(i, b[present[0]]) for i in range(n_w)] if present else []
+        scalings = addresses(len(present)) if plan.makes_h else []
+        data_refs = take(n_w)
+        self.global_scale = addresses(n_w)
+        self.bias = addresses(n_w) if has_bias else []
+        counters = addresses(1) if plan.counters else []
+        self.outs = addresses(len(plan.outs))
+        if plan.split_items:
+            (self.counters,), (self.sums,) = counters, addresses(1)
+        if plan.makes_h:
+            self.h_scales = [(self.global_scale[i], scaling) for i, scaling in zip(present, scalings, strict=True)]
+            self.left, self.stored = (mem.offset(counters[0], p.i32(4 * (plan.counters - i))) for i in (2, 1))
+            (self.h_sums,), h_refs = addresses(1), take(1)
+            (self.h,), self.x = map(mem.global_address, h_refs), mem.global_address(x_ref)
+        (shared,) = given
         x_box = c.m_tile // c.share, STAGE
-        self.x_map = pt.tensor_map(ctx, x_ref, x_box, 128)
+        self.x_map, *h_map = (pt.tensor_map(ctx, ref, x_box, 128) for ref in (x_ref, *h_refs))
         if plan.ranks:
-            h_ref, *rest = rest
-            self.h_map = pt.tensor_map(ctx, h_ref, x_box, 128)
-            present = [i for i, rank in enumerate(plan.ranks) if rank]
-            b_refs, rest = dict(zip(present, rest, strict=False)), rest[len(present) :]
-            # a weight without an adapter multiplies nothing by the rows of another's B
-            self.b = [mem.global_address(b_refs.get(i, b_refs[present[0]])) for i in range(n_w)]
+            (self.h_map,) = h_map
         # codes and scales of a pair of units in the row tiles of a block that are one weight's
         boxes = [(plan.own_row_tiles, words) for words in (256, 32)]
-        self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in rest[:n_w]]
-        self.global_scale = [mem.global_address(r) for r in rest[n_w : 2 * n_w]]
-        self.bias = [mem.global_address(r) for r in rest[2 * n_w : 3 * n_w]] if has_bias else []
-        *rest, shared = rest[(3 if has_bias else 2) * n_w :]
-        if plan.split_items:
-            sync, *rest, sums = rest
-            self.counters, self.sums = mem.global_address(sync), mem.global_address(sums)
-        self.outs = [mem.global_address(r) for r in rest]
+        self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in data_refs]
         self.base = p.and_(p.add(mem.shared_address(shared), 1023), -1024)
         barriers = p.add(self.base, plan.barriers_at)
         self.x_full, self.x_empty = barriers, p.add(barriers, 8 * c.x_depth)
@@ -126,7 +139,13 @@ class _Kernel(MultiplyWarps, SplitTiles):
             self.multiply()
             p.warp_sync()
 
-        p.if_else(p.lt(self.warp, 8), multiply, load)
+        def tiles():
+            p.if_else(p.lt(self.warp, 8), multiply, load)
+
+        if self.plan.makes_h:
+            p.if_else(p.lt(self.cluster, self.plan.clusters), tiles, self.make_h)
+        else:
+            tiles()
         if in_cluster:
             p.cluster_sync()  # nobody leaves while another CTA may still write to its shared memory
 
@@ -179,16 +198,25 @@ class _Kernel(MultiplyWarps, SplitTiles):
                 pt.tensor_load(to, source, column, row, full, mask)
                 return self.advance(slot, parity, c.x_depth)
 
-            for slot in range(plan.lora_slots):
-                column = p.i32(slot * STAGE)
-                if unit.parts > 1:  # zeros are behind the last rank
-                    column = p.select(p.eq(unit.part, 0), column, plan.lora_slots * STAGE)
-                carry = load(self.h_map, column, carry)
+            def load_h(carry):
+                for slot in range(plan.lora_slots):
+                    column = p.i32(slot * STAGE)
+                    if unit.parts > 1:  # zeros are behind the last rank
+                        column = p.select(p.eq(unit.part, 0), column, plan.lora_slots * STAGE)
+                    carry = load(self.h_map, column, carry)
+                return carry
 
             def stage(i, carry):
                 return load(self.x_map, p.mul(i, STAGE), carry)
 
-            return p.for_range(p.mul(unit.first_block, STAGES), p.mul(unit.end_block, STAGES), 1, carry, stage)
+            if plan.given_h:
+                carry = load_h(carry)
+            carry = p.for_range(p.mul(unit.first_block, STAGES), p.mul(unit.end_block, STAGES), 1, carry, stage)
+            if plan.makes_h:
+                p.when(p.eq(unit.part, 0), self.await_h)
+                carry = load_h(carry)
+                p.when(p.eq(unit.part, 0), self.leave_h)
+            return carry
 
         self.each_unit([p.i32(0), p.i32(0)], one)
 
@@ -235,18 +263,23 @@ def build(
     wide_out: bool = False,
     ranks: tuple[int, ...] = (),
     swiglu: bool = False,
+    makes_h: bool = False,
 ):
     """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
     or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
 
     The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
     `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by s x A^T scale /
-    EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one.
+    EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one; or, if
+    `makes_h`, by A [rank_i, D] bf16, B, and LoRA's scaling float32 [1], each of all that have one.
     """
-    plan = make_plan(m, d, r, transposed, config, ranks, swiglu)
+    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h)
     outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.outs]
     if plan.split_items:
         outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))
+    if makes_h:
+        outs.append(jax.ShapeDtypeStruct(sums_shape(plan), jnp.float32))
+        outs.append(jax.ShapeDtypeStruct((m, sum(plan.ranks)), jnp.bfloat16))
 
     def nvfp4_wide_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -259,7 +292,7 @@ def build(
         nvfp4_wide_matmul,
         out_type=outs,
         scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.clusters,),
+        grid=(plan.clusters + (plan.spare.ctas // config.share if makes_h else 0),),
         grid_names=("clusters",),
         cluster=(config.share,),
         cluster_names=("rank",),
@@ -269,7 +302,7 @@ def build(
     )
 
     def product(*operands):
-        sync = [jnp.asarray(first_counters(plan.counters))] if plan.split_items else []
+        sync = [jnp.asarray(first_counters(plan.counters))] if plan.counters else []
         return call(*operands, *sync)[: len(plan.outs)]
 
     return jax.jit(product)

@@ -9,12 +9,13 @@ from .layout import EPILOGUE_FACTOR
 from .pick import pick
 from .swiglu import gated
 from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments
+from .wide_lora import LoraWarps
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
 
 BOTH = 3  # the named barrier of both warpgroups; each has one of its own
 
 
-class MultiplyWarps:
+class MultiplyWarps(LoraWarps):
     """What one of the eight multiplying warps does. The CTA's class sets the attributes below before."""
 
     plan: WidePlan
@@ -31,7 +32,9 @@ class MultiplyWarps:
             w, w_parity, x, x_parity = carry
             r_tile, first_row = self.tile(unit.item)
             acc = [p.f32(0.0)] * (c.m_tile // 2)
-            if plan.ranks:
+            if plan.makes_h:
+                self.fetch_b(r_tile, group)
+            if plan.given_h:
                 x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
                 if c.promote:
                     acc = self.finish(x, acc)
@@ -46,6 +49,9 @@ class MultiplyWarps:
             else:
                 state = self.blocks(start, end, state)
             w, w_parity, x, x_parity, *acc = state
+            if plan.makes_h:
+                x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
+                acc = self.finish(x, acc)
             store = self.output(r_tile, group, needs)
             if unit.parts > 1:
                 self.add_up(unit, acc, group, first_row, store)
@@ -112,49 +118,14 @@ class MultiplyWarps:
                 acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            if step == 0 and (self.plan.config.promote or not self.plan.ranks):  # what ended has released its last slot
+            if step == 0 and (
+                self.plan.config.promote or not self.plan.given_h
+            ):  # what ended has released its last slot
                 p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
             else:
                 self.release_x(self.before(x))
             x, x_parity = self.advance(x, x_parity, self.plan.config.x_depth)
         return [*self.advance(w, w_parity, self.plan.config.w_depth), x, x_parity, *acc]
-
-    def add_lora(self, r_tile, group, x, x_parity, acc):
-        """acc + (x A^T) B^T, the first slots of an item; the last of them is under way when this returns."""
-        plan = self.plan
-        steps = plan.rank_steps
-        values = [
-            (self.b[i], p.i32(2 * plan.ranks[i]), p.i32(sum(steps[:i])), p.i32(steps[i]), p.i32(plan.r[i] - 1))
-            for i in range(len(plan.r))
-        ]
-        (b, row_bytes, first, count, last_row), column = self.of_group(r_tile, group, values)
-        pair = p.mul(p.and_(self.lane, 3), 4)  # bytes
-        rows = []
-        for h in range(2):
-            row = p.minimum(p.add(column, self.fragments.row(h)), last_row)
-            rows.append(mem.offset(mem.long_offset(b, row, row_bytes), pair))
-
-        def operand(step):
-            """B's fragment of 16 ranks, as `fragments.decode` gives those of weights."""
-            mine = p.sub(step, first)
-            has = p.lt(mine, count)
-            at = [mem.offset(row, p.mul(p.select(has, mine, 0), 32)) for row in rows]
-            words = [mem.load_global_b32(row, byte) for byte in (0, 16) for row in at]
-            return [p.select(has, word, 0) for word in words]
-
-        for slot in range(plan.lora_slots):
-            operands = [operand(p.i32(i)) for i in range(4 * slot, min(4 * slot + 4, sum(steps)))]
-            mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
-            descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, plan.x_slot)))
-            p.wgmma_fence()
-            for k, a in enumerate(operands):
-                acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
-            p.wgmma_commit()
-            p.wgmma_wait(1)
-            if slot:
-                self.release_x(self.before(x))
-            x, x_parity = self.advance(x, x_parity, plan.config.x_depth)
-        return [x, x_parity, *acc]
 
     def before(self, slot):
         return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))

@@ -15,6 +15,12 @@ STAGES = BLOCK // STAGE  # slots of x to one block of weights
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
+WARPS = 12
+UNIT_TILES, UNIT_EIGHTS = (
+    6,
+    4,
+)  # of x A^T that a warp of a spare CTA computes: sixteens of ranks at most, eights of rows
+STEP = 32  # columns that it multiplies at a time: 16 bytes of each of four lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +48,70 @@ class WideConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SparePlan:
+    """How CTAs that have no tile cut x A^T (wide_spare.py), in fragments of 16 ranks x 8 rows.
+
+    Attributes:
+      m: rows of x, all of its tiles', so that a row's sums do not depend on M where the number of tiles does not.
+      d: columns of x.
+      tiles: sixteens of ranks, of all adapters.
+      ctas: that share D.
+      shared: bytes of shared memory that each has.
+    """
+
+    m: int
+    d: int
+    tiles: int
+    ctas: int
+    shared: int
+
+    @property
+    def row_groups(self) -> int:
+        return -(-self.m // (8 * UNIT_EIGHTS))
+
+    @property
+    def unit_tiles(self) -> int:
+        """As few as leave no warp more than one unit; more than UNIT_TILES where there are none so few."""
+        return next(n for n in range(1, self.tiles + 1) if n == self.tiles or self._units(n) <= WARPS)
+
+    def _units(self, unit_tiles: int) -> int:
+        return -(-self.tiles // unit_tiles) * self.row_groups
+
+    @property
+    def parts(self) -> int:
+        """Warps that share a unit, each some steps of its CTA's part of D."""
+        return WARPS // self._units(self.unit_tiles)
+
+    @property
+    def eights(self) -> int:
+        return self.row_groups * UNIT_EIGHTS
+
+    @property
+    def fragments(self) -> int:
+        return -(-self.tiles // self.unit_tiles) * self.unit_tiles * self.eights
+
+    @property
+    def rows(self) -> int:
+        """Of x, and behind them of A, in shared memory."""
+        return 8 * self.eights + 16 * self.tiles
+
+    @property
+    def stage(self) -> int:
+        """Steps that shared memory holds, or fewer, if a CTA has no more."""
+        held = self.shared // (self.rows * 2 * STEP)
+        return min(held - 1 + held % 2, -(-self.d // STEP // self.ctas))
+
+    @property
+    def stride(self) -> int:
+        """Bytes from row to row, an odd number of steps: so eight lanes' pieces of two rows fall in different banks."""
+        return (self.stage | 1) * 2 * STEP
+
+
+@dataclasses.dataclass(frozen=True)
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
-    empty without any. With `swiglu` the weights are gate and up, and the result is silu(x W_gate^T) * (x W_up^T)."""
+    empty without any. With `swiglu` the weights are gate and up, and the result is silu(x W_gate^T) * (x W_up^T). With
+    `makes_h` A is an operand, and CTAs that have no tile compute x A^T; without, x A^T is."""
 
     m: int
     d: int
@@ -53,6 +120,12 @@ class WidePlan:
     config: WideConfig
     ranks: tuple[int, ...] = ()
     swiglu: bool = False
+    makes_h: bool = False
+
+    @property
+    def given_h(self) -> bool:
+        """Whether x A^T is an operand."""
+        return bool(self.ranks) and not self.makes_h
 
     @property
     def blocks(self) -> int:
@@ -147,8 +220,24 @@ class WidePlan:
 
     @property
     def counters(self) -> int:
-        """Of wide_split.py: one for each warpgroup of a split tile."""
-        return 2 * self.split_tiles
+        """Of wide_split.py one for each warpgroup of a split tile, of wide_spare.py two."""
+        return 2 * self.split_tiles + 2 * self.makes_h
+
+    @property
+    def ctas(self) -> int:
+        """That have tiles."""
+        return self.clusters * self.config.share
+
+    @property
+    def spare(self) -> SparePlan:
+        """What the other CTAs do that the GPU holds at once; each of `ctas` has one tile then, or one part of one."""
+        ctas = self.resident * self.config.share - self.ctas
+        return SparePlan(self.m_tiles * self.config.m_tile, self.d, sum(self.rank_steps), ctas, self.barriers_at)
+
+    @property
+    def readers(self) -> int:
+        """CTAs that read x A^T which spare CTAs have made: of those that split D the first."""
+        return self.items * self.config.share
 
     @property
     def x_slot(self) -> int:
@@ -163,8 +252,18 @@ class WidePlan:
         return self.w_at + self.config.w_depth * BLOCK_BYTES
 
     @property
-    def barriers_at(self) -> int:
+    def b_stride(self) -> int:
+        """Bytes from one row of B to the next, 16 more than it has, against bank conflicts."""
+        return 2 * max(self.ranks) + 16
+
+    @property
+    def b_at(self) -> int:
+        """B's rows of each multiplying warp, where spare CTAs make x A^T."""
         return self.chunks_at + 2 * CHUNK * SUM_STRIDE
+
+    @property
+    def barriers_at(self) -> int:
+        return self.b_at + (TILE * self.b_stride if self.makes_h else 0)
 
     @property
     def total(self) -> int:
@@ -179,9 +278,10 @@ def make_plan(
     config: WideConfig,
     ranks: tuple[int, ...] = (),
     swiglu: bool = False,
+    makes_h: bool = False,
 ) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
-    plan = WidePlan(m, d, tuple(r), transposed, config, tuple(ranks) if any(ranks) else (), swiglu)
+    plan = WidePlan(m, d, tuple(r), transposed, config, tuple(ranks) if any(ranks) else (), swiglu, makes_h)
     if plan.ranks and (transposed or len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
         raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
@@ -204,6 +304,21 @@ def make_plan(
         raise ValueError(f"swiglu takes two weights of as many outputs, forward, got {r}")
     if transposed and len(r) != 1:
         raise ValueError(f"dx takes one weight at a time, got {len(r)}")
+    if makes_h and not plan.ranks:
+        raise ValueError("there are no adapters, of which spare CTAs could make x A^T")
     if plan.total > SMEM_LIMIT:
         raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
+    if makes_h:
+        _check_spare(plan)
     return plan
+
+
+def _check_spare(plan: WidePlan):
+    spare = plan.spare
+    if spare.ctas < 1:
+        raise ValueError(f"M = {plan.m} and N = {plan.r} leave no CTA without a tile, which could make x A^T")
+    if plan.d % STEP:
+        raise ValueError(f"x A^T in the wide kernel takes K in multiples of {STEP}, got {plan.d}")
+    held = spare.stage >= 1 and spare.parts * spare.fragments * 512 <= spare.shared
+    if spare.unit_tiles > UNIT_TILES or spare.parts < 1 or not held:
+        raise ValueError(f"x A^T of M = {plan.m} and ranks {plan.ranks} is too much for the wide kernel's spare CTAs")

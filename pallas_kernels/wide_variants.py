@@ -5,9 +5,10 @@ H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide
 has not been measured. Where cuBLAS's own error asks for it, the fastest that promotes its sums. The order of
 additions for an output depends on how many CTAs split D alone (WideConfig.split): where a shape's ranges have split 1,
 or the same in one wave, a row's result is the same for all their M. Entries for 32 and 64 rows are of shapes where it
-is faster than the streaming kernel, with `"lora": true` also in calls with adapters.
+is faster than the streaming kernel, in calls without adapters. With adapters a rule says where: see few_rows_config.
 """
 
+import dataclasses
 import functools
 import importlib.resources
 import json
@@ -17,7 +18,8 @@ from .wide_plan import WideConfig, WidePlan, make_plan
 FEW_ROWS, RANGES = (32, 64), (128, 256, 1024, 4096)
 _ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_table.json").read_text())
 TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
-_WITH_LORA = {(e["k"], e["n"], e["m"]) for e in _ENTRIES if e.get("lora", False)}
+# Of a part of a tile, up to which this kernel with x A^T inside is faster than the streaming kernel, which has it made
+FEW_BLOCKS = 50
 
 
 @functools.cache
@@ -32,15 +34,31 @@ def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
     return entry
 
 
-def few_rows_config(m: int, k: int, n: tuple[int, ...], lora: bool) -> WideConfig:
+@functools.cache
+def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = ()) -> WideConfig:
     """The configuration for 17 to 64 rows, which the streaming kernel takes too; raises ValueError where that is the
-    faster, or where this kernel does not take the shape."""
-    key = k, sum(n), next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), 0)
-    if ("forward", *key) not in TABLE or (lora and key not in _WITH_LORA):
+    faster, or where this kernel does not take the shape.
+
+    With adapters this one is the faster where it needs no other launch, since CTAs without a tile make x A^T, all tiles
+    are split, and a part is no longer than FEW_BLOCKS; then sums are promoted every 48 steps."""
+    limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
+    if any(ranks):
+        config = _with_adapters(limit, k, n, ranks) if limit else None
+    else:
+        config = TABLE.get(("forward", k, sum(n), limit))
+    if config is None:
         raise ValueError(f"M = {m}, K = {k}, N = {n} is for the streaming kernel")
-    config = TABLE["forward", *key]
     make_plan(m, k, n, False, config)
     return config
+
+
+def _with_adapters(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> WideConfig | None:
+    for plan in candidates("forward", m, k, n, (m,))[:1]:
+        config = dataclasses.replace(plan.config, promote=48)
+        few = plan.split_items == plan.items and plan.blocks <= FEW_BLOCKS * plan.parts
+        if few and spare_ctas_make_h(m, k, n, ranks, config):
+            return config
+    return None
 
 
 def _by_rule(op: str, m: int, d: int, r: tuple[int, ...]) -> WideConfig:
@@ -71,14 +89,29 @@ _CUTS = ((2, 1), (1, 1), (4, 1), (2, 2), (2, 3), (2, 4), (1, 2), (1, 3), (1, 4))
 
 
 def clocks(plan: WidePlan) -> float:
-    """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more for fewer rows, where decoding is not hidden,
-    and where x is not shared or, where all tiles are split, is; a tile's way out; and adding up where D is split."""
+    """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more a row for fewer rows, where decoding is not
+    hidden, at least 1100, and more where x is not shared or, where all tiles are split, is; a tile's way out; and
+    adding up where D is split."""
     c = plan.config
     slower = 1 + 0.25 * (256 - c.m_tile) / 128
     shares = c.share > 1
-    block = 8 * c.m_tile * slower * (1.0 if shares != (plan.split_items == plan.items) else 1.02)
+    block = max(1100, 8 * c.m_tile * slower) * (1.0 if shares != (plan.split_items == plan.items) else 1.02)
     waves = -(-(plan.items - plan.split_items) // plan.resident)
     time = waves * (plan.blocks * block + 12 * c.m_tile)
     if plan.split_items:
         time += -(-plan.blocks // plan.parts) * block + 32 * c.m_tile
     return time
+
+
+def spare_ctas_make_h(
+    m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], config: WideConfig, swiglu: bool = False
+) -> bool:
+    """Whether CTAs that have no tile can make x A^T of adapters of these padded ranks, and soon enough: by estimates
+    that fit what an H200 took within 2 us, it delays the kernel by less than the launch that it saves."""
+    try:
+        plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h=True)
+    except ValueError:
+        return False
+    us, launch = 4.2 + clocks(plan) / 1750, 3.0
+    copied = 2 * plan.spare.rows * k / plan.spare.ctas  # bytes
+    return 7.5 + 0.01 * plan.spare.m + copied / 44e3 <= us + launch

@@ -172,7 +172,7 @@ def make_memory(m):
     mem.wide_offset = lambda base, index, stride: base + _lanes(index).astype(U64) * U64(stride)
     mem.map_rank = lambda address, rank: address | (_lanes(rank) + U32(1)) << U32(24)
     mem.fence_barrier_init = lambda: None
-    mem.fence = lambda: m.now.publish()
+    mem.fence, mem.fence_async = lambda: m.now.publish(), lambda: None
 
     def load_global(count, dtype, align):
         def load(address, byte_offset=0):

@@ -78,16 +78,34 @@ def test_every_output_row_of_a_unit_is_named_once(monkeypatch):
     (WideConfig(256, 2, 1, 4, 4, promote=32), 300, 1024, (1024,), False, True, False),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_out):
-    kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out)
+    assert "mosaic_gpu" in lowered(config, m, d, r, dx, bias, wide_out)
+
+
+@pytest.mark.parametrize("config, m, d, r, ranks, makes_h", [
+    (WideConfig(256, 2, 4, 4, 4), 1024, 1024, (5120,), (16,), False),
+    (WideConfig(64, 1, 3, 6, 6, promote=32), 64, 3584, (3584, 512, 512), (32, 0, 128), True),
+    (WideConfig(256, 2, 3, 4, 4, promote=256), 256, 13824, (5120,), (32,), True),
+])  # fmt: skip
+def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, m, d, r, ranks, makes_h):
+    assert "mosaic_gpu" in lowered(config, m, d, r, False, True, False, ranks, makes_h)
+
+
+def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False):
+    kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out, ranks, makes_h=makes_h)
     shape = jax.ShapeDtypeStruct
     sizes = [(d, r[0])] if dx else [(r_i, d) for r_i in r]
     args = [shape((m, d), jnp.bfloat16)]
+    present = [(r_i, rank) for r_i, rank in zip(r, ranks, strict=False) if rank]
+    if makes_h:
+        args += [shape((rank, d), jnp.bfloat16) for _, rank in present]
+    elif present:
+        args.append(shape((m, sum(ranks)), jnp.bfloat16))
+    args += [shape(b, jnp.bfloat16) for b in present] + [shape((1,), jnp.float32)] * len(present) * makes_h
     args += [shape((-(-n // 16), -(-k // 256) * layout.QUAD_WORDS), jnp.uint32) for n, k in sizes]
     args += [shape((1,), jnp.float32) for _ in r]
     if bias:
         args += [shape((r_i,), jnp.float32) for r_i in r]
-    module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
-    assert "mosaic_gpu" in module
+    return export.export(kernel, platforms=["cuda"])(*args).mlir_module()
 
 
 @pytest.mark.parametrize("config, d, r, message", [
@@ -143,14 +161,49 @@ def test_the_table_is_usable():
 
 
 def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
-    def chosen(m, *ranks):
-        return type(variants.choose(m, 3584, (3584,), None, ranks))
+    def chosen(m, k, n, *ranks):
+        return type(variants.choose(m, k, (n,), None, ranks))
 
     with variants.compiling_for(90):
-        assert chosen(16) is StreamConfig and chosen(17) is chosen(32) is chosen(33) is WideConfig
-        assert chosen(32, 32) is StreamConfig and chosen(64, 32) is WideConfig
+        small, down = (3584, 3584), (18944, 3584)
+        assert [chosen(m, *small) for m in (16, 17, 32, 33)] == [StreamConfig, WideConfig, WideConfig, WideConfig]
+        assert [chosen(m, *down) for m in (17, 64)] == [StreamConfig] * 2
+        for shape in (small, down):
+            assert [chosen(m, *shape, 32) for m in (16, 17, 64)] == [StreamConfig, WideConfig, WideConfig]
+        assert chosen(64, 3584, 37888, 32) is StreamConfig  # no CTA is without a tile
+        assert chosen(64, 27648, 5120, 32) is StreamConfig  # long
         assert variants.lora_inside(64, 3584, (3584,), (32,))
         assert isinstance(variants.choose(64, 3584, (3580, 4)), StreamConfig)  # no multiples of 8
+
+
+def spare(m, k, n, *ranks, config=None):
+    with variants.compiling_for(90):
+        return variants.spare_ctas_make_h(m, k, n, ranks, config or wide_config("forward", m, k, n))
+
+
+def test_ctas_without_a_tile_make_x_at_where_they_are_in_time():
+    assert (
+        spare(128, 3584, (3584,), 32)
+        and spare(256, 18944, (3584,), 32)
+        and spare(256, 3584, (3584, 512, 512), *[32] * 3)
+    )
+    assert not spare(128, 3584, (3584,), 0)  # no adapter
+    assert not spare(128, 3584, (37888,), 32)  # all have tiles
+    assert not spare(256, 12288, (4096,), 32)  # four CTAs for 12288 columns
+    assert spare(64, 12288, (4096,), 32, config=WideConfig(64, 1, 4, 6, 6))
+    assert not spare(256, 3584, (3584, 512, 512), *[128] * 3)  # more than a warp's registers
+    assert not spare(600, 1024, (1024,), 32)  # more rows than there are warps for
+    assert not spare(64, 3600, (3584,), 32, config=WideConfig(64, 1, 4, 6, 6))  # no multiple of 32
+    with variants.compiling_for(90), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "multiprocessors", lambda: 114)  # they would wait for each other
+        assert not variants.spare_ctas_make_h(128, 3584, (3584,), (32,), wide_config("forward", 128, 3584, (3584,)))
+
+
+def test_a_rows_x_at_does_not_depend_on_m():
+    plans = [
+        make_plan(m, 3584, (3584,), False, WideConfig(128, 1, 4), (32,), makes_h=True).spare for m in (65, 100, 128)
+    ]
+    assert len(set(plans)) == 1
 
 
 @pytest.mark.parametrize("op", ["forward", "dx"])
@@ -164,8 +217,8 @@ def test_shapes_outside_the_table_get_a_configuration(op):
 
 def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
     with variants.compiling_for(90):
-        assert isinstance(variants.choose(64, 5120, (7168,)), StreamConfig)
-        assert isinstance(variants.choose(65, 5120, (7168,)), WideConfig)
+        assert isinstance(variants.choose(64, 13824, (5120,)), StreamConfig)
+        assert isinstance(variants.choose(65, 13824, (5120,)), WideConfig)
         assert isinstance(variants.choose(65, 3584, (4609,)), StreamConfig)  # N is no multiple of 8
         assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, 4609) == "dequantize-mosaic"
         assert isinstance(variants.choose_dx(8, 3584, 4608), WideConfig)

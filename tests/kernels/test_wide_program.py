@@ -91,7 +91,32 @@ def test_swiglu(plain_inputs, config, m, k, n, ranks, bias):
     assert y.shape == (m, n) and (np.abs(y - gate * share * up) <= bound).all()
 
 
-def products(config, m, k, n, ranks, bias, swiglu=False):
+@pytest.mark.parametrize("config, m, k, n, ranks, resident, seed", [
+    (WideConfig(32, 1, 1, 3, 2), 20, 512, (136,), (32,), 8, 0),
+    (WideConfig(64, 1, 2, 3, 2, promote=16), 50, 768, (128,), (16,), 5, 1),  # K in 24 steps for 3 CTAs of 6 parts
+    (WideConfig(32, 1, 1, 3, 2), 40, 512, (136, 128), (48, 16), 9, 2),  # two tiles of rows: four units of one part
+    (WideConfig(32, 2, 1, 4, 3), 30, 256, (128, 264), (32, 48), 4, 3),  # CTAs of two weights share; two slots of ranks
+    (WideConfig(32, 2, 2, 3, 2), 32, 512, (128, 128), (0, 16), 3, 4),
+    (WideConfig(32, 1, 1, 4, 3, promote=8), 9, 160, (128, 128), (80, 64), 16, 5),  # less K than runs, uneven ranks
+])  # fmt: skip
+def test_x_at_by_ctas_without_a_tile(monkeypatch, config, m, k, n, ranks, resident, seed):
+    monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
+    calls, true, bounds = products(config, m, k, n, ranks, True, makes_h=True, seed=seed, calls=2)
+    for y, again, y_true, bound in zip(*calls, true, bounds, strict=True):
+        assert (np.abs(y - y_true) <= bound).all()
+        np.testing.assert_array_equal(y, again)
+
+
+def test_x_at_by_ctas_without_a_tile_with_swiglu(monkeypatch):
+    monkeypatch.setattr(wide_plan, "RESIDENT", {1: 12})
+    (y,), (gate, up), (of_gate, of_up) = products(
+        WideConfig(64, 1, 2, 3, 2), 40, 512, (64, 64), (16, 16), False, swiglu=True, makes_h=True
+    )
+    bound = 1.5 * (np.abs(up) * of_gate + np.abs(gate) * of_up) + of_gate * of_up + 1e-6 * np.abs(y)
+    assert (np.abs(y - gate / (1 + np.exp(-gate)) * up) <= bound).all()
+
+
+def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, **more):
     """What the program gives for random operands, and of each weight the true product and a bound of its error."""
     rng = np.random.default_rng(k + m)
     x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(ml_dtypes.bfloat16)  # gates of size 1
@@ -101,11 +126,10 @@ def products(config, m, k, n, ranks, bias, swiglu=False):
         a = rng.standard_normal((rank, k)).astype(ml_dtypes.bfloat16)
         loras.append((a, rng.standard_normal((n_i, rank)).astype(ml_dtypes.bfloat16), 0.5) if rank else None)
     biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
-    padded, lora = wide._lora_operands(jnp.asarray(x), scales, loras) if loras else ((), [])
-    assert padded == ranks
+    lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], ranks, loras, makes_h)
     operands = [x, *lora, *(w.data.reshape(w.data.shape[0], -1) for w in weights)]
     operands += [np.array([s]) for s in scales] + biases
-    ys = wide_emulator.run(make_plan(m, k, n, False, config, padded, swiglu), operands, bias)
+    ys = wide_emulator.run(make_plan(m, k, n, False, config, ranks, swiglu, makes_h), operands, bias, **more)
     all_true, bounds = [], []
     for i, weight in enumerate(weights):
         w, x64 = np.asarray(layout.dequantize(weight, scales[i], jnp.float32), np.float64), x.astype(np.float64)

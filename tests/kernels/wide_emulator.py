@@ -9,7 +9,7 @@ import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 from emulator import ARITH, Machine, replaced
 
-from pallas_kernels import pick, swiglu, wide_fragments, wide_kernel, wide_multiply, wide_split
+from pallas_kernels import pick, swiglu, wide_fragments, wide_kernel, wide_lora, wide_multiply, wide_spare, wide_split
 from pallas_kernels.counters import first_counters
 from pallas_kernels.wide_fragments import LOW_MASK
 
@@ -159,7 +159,8 @@ def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
-    return replaced((wide_kernel, wide_multiply, wide_split, wide_fragments, pick, swiglu), names)
+    modules = wide_kernel, wide_multiply, wide_lora, wide_spare, wide_split, wide_fragments, pick, swiglu
+    return replaced(modules, names)
 
 
 def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
@@ -169,18 +170,23 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
     dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
     refs = [_put(m, np.asarray(v)) for v in operands]
     outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.outs]
-    exchange, results = [], []
-    if plan.split_items:
+    exchange, results, ctas = [], [], plan.ctas
+    if plan.counters:
         refs.append(sync := _put(m, first_counters(plan.counters)))
+    if plan.split_items:
         exchange = [_put(m, np.full(wide_kernel.sums_size(plan), np.nan, F32))]
+    if plan.makes_h:
+        ctas += plan.spare.ctas
+        exchange.append(_put(m, np.full(wide_spare.sums_shape(plan), np.nan, F32)))
+        exchange.append(_put(m, np.full((plan.m, sum(plan.ranks)), np.nan, ml_dtypes.bfloat16)))
     with _emulated(m):
         for _ in range(calls):
 
             def program():
                 wide_kernel._Kernel(None, plan, [*refs, *outs, *exchange, Ref(0)], has_bias, wide_out).run()
 
-            m.launch(plan.clusters * plan.config.share, plan.config.share, 12, plan.total, program)
+            m.launch(ctas, plan.config.share, 12, plan.total, program)
             results.append([m.get(at, at.shape, dtype) for at in outs])
-            if plan.split_items:
+            if plan.counters:
                 np.testing.assert_array_equal(m.get(sync, sync.shape, U32), first_counters(plan.counters))
     return results if calls > 1 else results[0]
