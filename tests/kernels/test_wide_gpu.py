@@ -11,7 +11,8 @@ from random_weights import CASES, adversarial, poison, random_matrix, swiglu
 
 from benchmarks import fp4_error
 from benchmarks.fp4_matmul import CUBLAS
-from pallas_kernels import fp4_matmul, fp4_matmul_dx, wide
+from pallas_kernels import fp4_matmul, fp4_matmul_dx, variants, wide
+from pallas_kernels.stream_plan import padded_rank
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 pytestmark = pytest.mark.gpu
@@ -200,6 +201,11 @@ def test_list_bias_and_grad(rng):
     (700, 1024, (512, 136), (128, 16)),
     (256, 18944, (3584,), (32,)),
     (2048, 1024, (37888 - 112,), (8,)),
+    # x A^T by CTAs that have no tile, at few rows
+    (40, 5120, (5120,), (32,)),
+    (17, 4096, (4096, 1024, 1024), (16, 32, 0)),
+    (64, 12288, (4096,), (128,)),  # four of them
+    (33, 3584, (3584, 512, 512), (128, 128, 128)),
 ])  # fmt: skip
 def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
     matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(0, 4)) for n in ns]
@@ -210,8 +216,14 @@ def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
         return jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)
 
     loras = [(normal(r, k, size=k**-0.5), normal(n, r), 0.7) if r else None for n, r in zip(ns, ranks, strict=True)]
-    product = jax.jit(lambda x: fp4_matmul(x, weights, scales, lora=loras, backend="wide"))
-    ys, again = product(x), product(x)
+    backend = "wide" if m > 64 else None  # by default, with adapters
+    with variants.compiling_for(90):
+        assert isinstance(variants.choose(m, k, ns, backend, tuple(map(padded_rank, ranks))), WideConfig)
+    product = jax.jit(lambda x: fp4_matmul(x, weights, scales, lora=loras, backend=backend))
+    poison(m, sum(ns))
+    ys = product(x)
+    for _ in range(50):
+        again = product(x)
     x64 = np.asarray(x, np.float64)
     for y, other, matrix, lora in zip(ys, again, matrices, loras, strict=True):
         dense = matrix.dense
