@@ -33,8 +33,9 @@ from .layout import QUAD_WORDS
 from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
-from .wide_plan import STAGE, STAGES, TILE, WARPS, WideConfig, WidePlan, make_plan
+from .wide_plan import STAGE, STAGES, TILE, WideConfig, WidePlan, make_plan
 from .wide_spare import SpareCtas, sums_shape
+from .wide_spare_plan import WARPS
 from .wide_split import SplitTiles
 
 # Registers a thread: 2 x 128 x 232 + 128 x 40, which is what a CTA of 384 threads starts with, 168 each.

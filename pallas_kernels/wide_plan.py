@@ -8,6 +8,7 @@ import dataclasses
 from .layout import ROWS
 from .stream_plan import RESIDENT, SMEM_LIMIT
 from .wide_fragments import BLOCK, BLOCK_BYTES
+from .wide_spare_plan import SparePlan, check_spare
 
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
@@ -15,12 +16,6 @@ STAGES = BLOCK // STAGE  # slots of x to one block of weights
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
-WARPS = 12
-UNIT_TILES, UNIT_EIGHTS = (
-    6,
-    4,
-)  # of x A^T that a warp of a spare CTA computes: sixteens of ranks at most, eights of rows
-STEP = 32  # columns that it multiplies at a time: 16 bytes of each of four lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,66 +40,6 @@ class WideConfig:
     x_depth: int = 4
     w_depth: int = 4
     promote: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class SparePlan:
-    """How CTAs that have no tile cut x A^T (wide_spare.py), in fragments of 16 ranks x 8 rows.
-
-    Attributes:
-      m: rows of x, all of its tiles', so that a row's sums do not depend on M where the number of tiles does not.
-      d: columns of x.
-      tiles: sixteens of ranks, of all adapters.
-      ctas: that share D.
-      shared: bytes of shared memory that each has.
-    """
-
-    m: int
-    d: int
-    tiles: int
-    ctas: int
-    shared: int
-
-    @property
-    def row_groups(self) -> int:
-        return -(-self.m // (8 * UNIT_EIGHTS))
-
-    @property
-    def unit_tiles(self) -> int:
-        """As few as leave no warp more than one unit; more than UNIT_TILES where there are none so few."""
-        return next(n for n in range(1, self.tiles + 1) if n == self.tiles or self._units(n) <= WARPS)
-
-    def _units(self, unit_tiles: int) -> int:
-        return -(-self.tiles // unit_tiles) * self.row_groups
-
-    @property
-    def parts(self) -> int:
-        """Warps that share a unit, each some steps of its CTA's part of D."""
-        return WARPS // self._units(self.unit_tiles)
-
-    @property
-    def eights(self) -> int:
-        return self.row_groups * UNIT_EIGHTS
-
-    @property
-    def fragments(self) -> int:
-        return -(-self.tiles // self.unit_tiles) * self.unit_tiles * self.eights
-
-    @property
-    def rows(self) -> int:
-        """Of x, and behind them of A, in shared memory."""
-        return 8 * self.eights + 16 * self.tiles
-
-    @property
-    def stage(self) -> int:
-        """Steps that shared memory holds, or fewer, if a CTA has no more."""
-        held = self.shared // (self.rows * 2 * STEP)
-        return min(held - 1 + held % 2, -(-self.d // STEP // self.ctas))
-
-    @property
-    def stride(self) -> int:
-        """Bytes from row to row, an odd number of steps: so eight lanes' pieces of two rows fall in different banks."""
-        return (self.stage | 1) * 2 * STEP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,16 +244,5 @@ def make_plan(
     if plan.total > SMEM_LIMIT:
         raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
     if makes_h:
-        _check_spare(plan)
+        check_spare(plan.spare, plan.ranks)
     return plan
-
-
-def _check_spare(plan: WidePlan):
-    spare = plan.spare
-    if spare.ctas < 1:
-        raise ValueError(f"M = {plan.m} and N = {plan.r} leave no CTA without a tile, which could make x A^T")
-    if plan.d % STEP:
-        raise ValueError(f"x A^T in the wide kernel takes K in multiples of {STEP}, got {plan.d}")
-    held = spare.stage >= 1 and spare.parts * spare.fragments * 512 <= spare.shared
-    if spare.unit_tiles > UNIT_TILES or spare.parts < 1 or not held:
-        raise ValueError(f"x A^T of M = {plan.m} and ranks {plan.ranks} is too much for the wide kernel's spare CTAs")

@@ -24,9 +24,9 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
-from .wide_plan import STEP, UNIT_EIGHTS, WARPS, WidePlan
+from .wide_plan import WidePlan
+from .wide_spare_plan import FRAGMENT, STEP, UNIT_EIGHTS, WARPS
 
-FRAGMENT = 16 * 8 * 4
 STEP_BYTES = 2 * STEP
 AT_ONCE = 24  # CTAs whose sums are under way together
 
