@@ -107,6 +107,26 @@ def test_x_at_by_ctas_without_a_tile(monkeypatch, config, m, k, n, ranks, reside
         np.testing.assert_array_equal(y, again)
 
 
+@pytest.mark.parametrize("name", ["wait_for_at_least", "copy_wait_all", "fence"])
+def test_what_ctas_without_a_tile_wait_for_is_needed(monkeypatch, name):
+    monkeypatch.setattr(wide_plan, "RESIDENT", {1: 8})
+    real = wide_emulator._make_memory
+
+    def without(machine):
+        mem = real(machine)
+        setattr(mem, name, lambda *_: None)
+        return mem
+
+    monkeypatch.setattr(wide_emulator, "_make_memory", without)
+
+    def wrong(seed):
+        of = WideConfig(32, 1, 1, 3, 2), 20, 512, (136,), (32,), True
+        (y,), (true,), (bound,) = products(*of, makes_h=True, seed=seed)
+        return not (np.abs(y - true) <= bound).all()  # not a number, where memory has not been written
+
+    assert any(wrong(seed) for seed in range(4))
+
+
 def test_x_at_by_ctas_without_a_tile_with_swiglu(monkeypatch):
     monkeypatch.setattr(wide_plan, "RESIDENT", {1: 12})
     (y,), (gate, up), (of_gate, of_up) = products(
