@@ -5,8 +5,8 @@ kernel that was fastest on an H200, with `"lora": true` a better one for calls w
 (with) rank 32, from several runs. Without `us` it has not been measured as it stands: the fastest, with as much
 promotion as cuBLAS's own error asks for. Shapes outside it get what an estimate says (stream_variants.py). All M of
 one range use one configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to
-the wide kernel (wide_variants.py), and from 17 on those of a few shapes; or, where it does not take the shape, through
-the streaming kernel 64 at a time.
+the wide kernel (wide_variants.py), and from 17 on those of a few shapes and of most with adapters; or, where it does
+not take the shape, through the streaming kernel 64 at a time.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .wide_variants import few_rows_config, wide_config
 
 RANGES = (8, 16, 32, 64)
 BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "reference")
-# Up to this many rows the streaming kernel is the faster one at most shapes.
+# Up to this many rows the streaming kernel is the faster one at most shapes without adapters.
 STREAM_ROWS = 64
 # What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
 MAX_STREAM_ROWS = 256
@@ -74,7 +74,7 @@ def describe() -> str:
     if at == 90:
         return (
             f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
-            f"{STREAM_ROWS}, wide above, for small matrices and for gradients"
+            f"{STREAM_ROWS}, wide above, from 17 on for small matrices and with adapters, and for gradients"
         )
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 
@@ -195,9 +195,10 @@ def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideC
 def choose_prepared(
     m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], swiglu: bool = False
 ) -> StreamConfig | WideConfig:
-    """The kernel for rows whose inputs another kernel has made (inputs_kernel.py): x A^T costs it nothing, so what is
-    fastest without adapters is, with shorter rings where it must; or for shapes outside the table the next best that
-    has room. Raises ValueError naming the constraint when none takes the shape."""
+    """The kernel for rows whose inputs another kernel has made (inputs_kernel.py), unless the wide kernel makes x A^T
+    itself: x A^T costs the streaming kernel nothing then, so what is fastest without adapters is, with shorter rings
+    where it must; or for shapes outside the table the next best that has room. Raises ValueError naming the constraint
+    when none takes the shape."""
     if m > STREAM_ROWS:
         return _wide("forward", m, k, n)
     with contextlib.suppress(ValueError):

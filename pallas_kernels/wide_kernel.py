@@ -1,4 +1,4 @@
-"""y = x W^T and dx = dy W for many rows (M > 64): packed NVFP4 weights decoded into the registers of wgmma.
+"""y = x W^T and dx = dy W for many rows, from 17 on: packed NVFP4 weights decoded into the registers of wgmma.
 
 Letters: M rows of x, R outputs and D inputs of the product (N and K forward, K and N for dx), see wide_plan.py.
 

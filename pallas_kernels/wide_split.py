@@ -7,7 +7,7 @@ have, it loads its own rows' sums of the others, which are in the same places of
 order, its own in its turn, and stores the outputs. Warpgroups do this apart from each other:
 
   sums    float32 [split tiles][2 warpgroups][parts][m_tile / 8 eights of rows][128 threads][4]
-  sync    uint32 [split tiles][2 warpgroups], and one that is no counter
+  sync    uint32 [split tiles][2 warpgroups], two of wide_spare.py, and one that is no counter
 
 The CTAs wait for each other, so all must be resident, which make_plan and variants.py see to, and two such kernels must
 not run at the same time. A counter counts parts that have stored, and then parts that have seen that all have: the

@@ -40,7 +40,8 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] =
     faster, or where this kernel does not take the shape.
 
     With adapters this one is the faster where it needs no other launch, since CTAs without a tile make x A^T, all tiles
-    are split, and a part is no longer than FEW_BLOCKS; then sums are promoted every 48 steps."""
+    are split, and a part is no longer than FEW_BLOCKS. Sums are promoted after an eighth of K, which is as long as
+    cuBLAS's chains are where it splits K the most, or after 64 steps."""
     limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
     if any(ranks):
         config = _with_adapters(limit, k, n, ranks) if limit else None
@@ -53,8 +54,9 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] =
 
 
 def _with_adapters(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> WideConfig | None:
+    promote = min(64, max(16, k // (16 * 8) // 8 * 8))
     for plan in candidates("forward", m, k, n, (m,))[:1]:
-        config = dataclasses.replace(plan.config, promote=48)
+        config = dataclasses.replace(plan.config, promote=promote)
         few = plan.split_items == plan.items and plan.blocks <= FEW_BLOCKS * plan.parts
         if few and spare_ctas_make_h(m, k, n, ranks, config):
             return config
