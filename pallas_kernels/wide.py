@@ -27,6 +27,7 @@ def matmul_all(
     data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)
     ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
+    ranks = ranks if any(ranks) else ()
     makes_h = variants.spare_ctas_make_h(*x_MK.shape, n, ranks, config)
     lora = _lora_operands(x_MK, scales, ranks, loras, makes_h)
     return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype, makes_h=makes_h)

@@ -107,9 +107,9 @@ class SpareCtas:
         def copy(row, source):
             here = mem.offset(source, p.add(column, p.mul(self.lane, 16)))
             at = p.add(self.of_lane, p.mul(row, spare.stride))
-            for first in range(0, spare.stage * STEP_BYTES // 16, 32):
-                known = p.lt(p.add(self.lane, first), pieces)
-                p.when(known, functools.partial(mem.copy_async_16, at, here, 16 * first, 16 * first))
+            for piece in range(0, spare.stage * STEP_BYTES // 16, 32):
+                known = p.lt(p.add(self.lane, piece), pieces)
+                p.when(known, functools.partial(mem.copy_async_16, at, here, 16 * piece, 16 * piece))
             return []
 
         def of_a(row, _):
@@ -183,15 +183,20 @@ class SpareCtas:
     def finish_h(self, f, scales):
         """A fragment of h: ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)."""
         plan, spare = self.plan, self.plan.spare
-        at, total = self.place_of(f), []
-        for first in range(0, spare.ctas, AT_ONCE):
-            ctas = range(first, min(first + AT_ONCE, spare.ctas))
-            total = [p.total(total + [mem.load_fresh_f32x4(at, i * spare.fragments * FRAGMENT) for i in ctas])]
+        of_cta, full = spare.fragments * FRAGMENT, spare.ctas // AT_ONCE * AT_ONCE
+
+        def add(first, acc, count):
+            at = mem.offset(self.place_of(f), p.mul(first, of_cta))
+            return p.total([acc, *(mem.load_fresh_f32x4(at, i * of_cta) for i in range(count))])
+
+        # opaque: LLVM would unroll the loop, and ask for all at once
+        sums = p.for_range(0, p.opaque(full), AT_ONCE, [p.f32(0.0)] * 4, lambda first, acc: add(first, acc, AT_ONCE))
+        sums = add(p.i32(full), sums, spare.ctas - full)
         tile, eight = p.div(f, spare.eights), p.rem(f, spare.eights)
         (scale, scaling), _ = pick(self.own_ranks(), p.mul(tile, 16), scales)
         factor = arith.mulf(arith.mulf(scale, scaling), p.f32(1 / EPILOGUE_FACTOR))
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
-        for e, value in enumerate(total[0]):
+        for e, value in enumerate(sums):
             row = p.add(p.add(p.mul(eight, 8), p.mul(t, 2)), e % 2)
             rank = p.add(p.add(p.mul(tile, 16), g), 8 * (e // 2))
             to = mem.offset(self.h, p.mul(p.add(p.mul(row, sum(plan.ranks)), rank), 2))

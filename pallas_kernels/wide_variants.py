@@ -20,6 +20,7 @@ _ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_tabl
 TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
 # Of a part of a tile, up to which this kernel with x A^T inside is faster than the streaming kernel, which has it made
 FEW_BLOCKS = 50
+CLOCKS_PER_US, LAUNCH_US = 1750, 3.0
 
 
 @functools.cache
@@ -39,13 +40,13 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] =
     """The configuration for 17 to 64 rows, which the streaming kernel takes too; raises ValueError where that is the
     faster, or where this kernel does not take the shape.
 
-    With adapters this one is the faster where it needs no other launch, since CTAs without a tile make x A^T, all tiles
+    With adapters this one is the faster where CTAs without a tile make x A^T, all tiles
     are split, and a part is no longer than FEW_BLOCKS. Sums are promoted after an eighth of K, which is as long as
     cuBLAS's chains are where it splits K the most, or after 64 steps."""
-    limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
+    limit, config = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None), None
     if any(ranks):
         config = _with_adapters(limit, k, n, ranks) if limit else None
-    else:
+    if config is None and (not any(ranks) or limit == 64):  # where another launch makes x A^T it is so from 33 rows on
         config = TABLE.get(("forward", k, sum(n), limit))
     if config is None:
         raise ValueError(f"M = {m}, K = {k}, N = {n} is for the streaming kernel")
@@ -55,8 +56,11 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] =
 
 def _with_adapters(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> WideConfig | None:
     promote = min(64, max(16, k // (16 * 8) // 8 * 8))
-    for plan in candidates("forward", m, k, n, (m,))[:1]:
+    plans = candidates("forward", m, k, n, (m,))
+    for plan in plans:
         config = dataclasses.replace(plan.config, promote=promote)
+        if clocks(plan) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
+            break
         few = plan.split_items == plan.items and plan.blocks <= FEW_BLOCKS * plan.parts
         if few and spare_ctas_make_h(m, k, n, ranks, config):
             return config
@@ -109,11 +113,12 @@ def spare_ctas_make_h(
     m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], config: WideConfig, swiglu: bool = False
 ) -> bool:
     """Whether CTAs that have no tile can make x A^T of adapters of these padded ranks, and soon enough: by estimates
-    that fit what an H200 took within 2 us, it delays the kernel by less than the launch that it saves."""
+    that fit what an H200 took within 2 us, it delays the kernel by less than a launch takes, which it saves where x is
+    given; where x is a norm it saves A's part of one."""
     try:
         plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h=True)
     except ValueError:
         return False
-    us, launch = 4.2 + clocks(plan) / 1750, 3.0
+    us = 4.2 + clocks(plan) / CLOCKS_PER_US
     copied = 2 * plan.spare.rows * k / plan.spare.ctas  # bytes
-    return 7.5 + 0.01 * plan.spare.m + copied / 44e3 <= us + launch
+    return 7.5 + 0.01 * plan.spare.m + copied / 44e3 <= us + LAUNCH_US

@@ -40,7 +40,7 @@ def test_takes_the_models_shapes(name, rows):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rings_make_room_for_adapters(name):
-    """Up to rank 64; beyond, the plain way is taken up to 64 rows."""
+    """Up to rank 64 at 33-64 rows; beyond, the plain way is taken."""
     with compiling_for(90):
         without, given = (layer_calls.calls_of(48, shapes_of(name, rank)) for rank in (0, 64))
         assert not takes_between_attentions(48, jnp.bfloat16, shapes_of(name, 128))

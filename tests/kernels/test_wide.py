@@ -112,7 +112,7 @@ def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False):
     (WideConfig(m_tile=80), 1024, (512,), "m_tile"),
     (WideConfig(share=5), 1024, (512,), "share must be one of"),
     (WideConfig(split=5), 512, (512,), "4 blocks of 128, too few to split by 5"),
-    (WideConfig(share=4, split=2), 512, (512,), "split needs a share of 1 or 2"),
+    (WideConfig(share=4, split=2), 512, (512,), "wait for each other need a share of 1 or 2"),
     (WideConfig(), 1024, (12,), "multiples of 8"),
     (WideConfig(x_depth=7), 1024, (512,), "shared memory"),
     (WideConfig(128, promote=20), 1024, (512,), "promote must be a multiple of 8"),
@@ -172,6 +172,9 @@ def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
             assert [chosen(m, *shape, 32) for m in (16, 17, 64)] == [StreamConfig, WideConfig, WideConfig]
         assert chosen(64, 3584, 37888, 32) is StreamConfig  # no CTA is without a tile
         assert chosen(64, 27648, 5120, 32) is StreamConfig  # long
+        assert chosen(64, 4096, 4096, 128) is WideConfig  # in three parts, which leave more CTAs than four
+        qkv = 64, 3584, (3584, 512, 512)
+        assert isinstance(variants.choose(*qkv, None, (256,) * 3), WideConfig) and not spare(*qkv, *[256] * 3)
         assert variants.lora_inside(64, 3584, (3584,), (32,))
         assert isinstance(variants.choose(64, 3584, (3580, 4)), StreamConfig)  # no multiples of 8
 
@@ -190,6 +193,7 @@ def test_ctas_without_a_tile_make_x_at_where_they_are_in_time():
     assert not spare(128, 3584, (3584,), 0)  # no adapter
     assert not spare(128, 3584, (37888,), 32)  # all have tiles
     assert not spare(256, 12288, (4096,), 32)  # four CTAs for 12288 columns
+    assert not spare(64, 2048, (2048,), 32, config=WideConfig(64, 4))  # of fours some GPUs hold fewer
     assert spare(64, 12288, (4096,), 32, config=WideConfig(64, 1, 4, 6, 6))
     assert not spare(256, 3584, (3584, 512, 512), *[128] * 3)  # more than a warp's registers
     assert not spare(600, 1024, (1024,), 32)  # more rows than there are warps for

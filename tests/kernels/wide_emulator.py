@@ -16,6 +16,10 @@ from pallas_kernels.wide_fragments import LOW_MASK
 U32, F32 = np.uint32, np.float32
 
 
+class Unordered(AssertionError):
+    """The copy engine loads what may not have reached it: a store without `fence_async` behind it, or a wait."""
+
+
 class Ref(int):
     """The address of an operand, which knows its shape."""
 
@@ -88,6 +92,19 @@ def _make_memory(m):
         base + index.astype(np.uint64) * np.uint64(1) * stride.astype(np.uint64)
     )
     mem.load_global_b32 = lambda at, offset: mem.load_global_f32(at, offset).view(U32)
+    m.unordered = {}  # by warp, addresses that it stored to, or None: that it has waited
+    store, wait = mem.store_global_bf16, mem.wait_for_at_least
+
+    def store_global_bf16(address, value):
+        m.unordered.setdefault(m.now, []).extend(address[m.now.mask])
+        store(address, value)
+
+    def wait_for_at_least(address, value):
+        wait(address, value)
+        m.unordered.setdefault(m.now, []).append(None)
+
+    mem.store_global_bf16, mem.wait_for_at_least = store_global_bf16, wait_for_at_least
+    mem.fence_async = lambda: m.unordered.pop(m.now, None)
     return mem
 
 
@@ -113,6 +130,10 @@ def _make_tensor(m, mem):
 
     def tensor_load(to, source, column, row, barrier, mask=None):
         (ref, box, swizzle), to = maps[int(source[0])], int(to[0])
+        end = ref + int(np.prod(ref.shape)) * ref.itemsize
+        stored = [at for places in m.unordered.values() for at in places if at is not None]
+        if None in m.unordered.get(m.now, []) or any(ref <= at < end for at in stored):
+            raise Unordered
         column, row = int(np.broadcast_to(column, 32)[0]), int(np.broadcast_to(row, 32)[0])
         data = np.zeros((*box, ref.itemsize), np.uint8)
         matrix = m.memory[ref : ref + int(np.prod(ref.shape)) * ref.itemsize].reshape(*ref.shape, ref.itemsize)
