@@ -23,11 +23,13 @@ from pallas_kernels import (
     repack,
     stream_kernel,
     takes_between_attentions,
+    variants,
     wide,
 )
 from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.layout import EPILOGUE_FACTOR, KernelWeight, dequantize
 from pallas_kernels.stream_plan import StreamConfig
+from pallas_kernels.wide_plan import WideConfig
 
 
 @pytest.mark.parametrize("rows", [17, 33, 64, 65, 128, 129, 256])
@@ -131,8 +133,21 @@ def tiny_layer(rank, qkv=True):
     )
 
 
-@pytest.mark.parametrize("rows, qkv", [(40, True), (100, True), (70, False)])
-def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv):
+def not_for_the_wide_kernel(*shape):
+    raise ValueError
+
+
+@pytest.mark.parametrize("rows, qkv, kernel, makes_h", [
+    (40, True, StreamConfig, False),
+    (40, True, WideConfig, True),
+    (100, True, WideConfig, False),
+    (70, False, WideConfig, True),
+])  # fmt: skip
+def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kernel, makes_h):
+    if kernel is StreamConfig:
+        monkeypatch.setattr(variants, "few_rows_config", not_for_the_wide_kernel)
+    if not makes_h:
+        monkeypatch.setattr(layer_calls, "spare_ctas_make_h", lambda *_: False)
     monkeypatch.setattr(inputs_kernel, "build", inputs_reference)
     monkeypatch.setattr(stream_kernel, "build", stream_reference)
     monkeypatch.setattr(wide, "multiply", wide_reference)
@@ -143,8 +158,8 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv):
     with compiling_for(90):
         calls = layer_calls.calls_of(rows, layer)
         made = between_attentions(x, residual, layer, norms, EPS)
-    assert any(isinstance(call.config, StreamConfig) for call in calls) == (rows <= 64)
-    assert any(call.makes_h for call in calls) and any(call.before for call in calls) == (rows <= 64)
+    assert all(isinstance(call.config, kernel) for call in calls)
+    assert all(call.makes_h == makes_h != bool(call.before) for call in calls)
     true = between_attentions_reference(x, residual, layer, norms, EPS)
     leaves = zip(jax.tree.leaves(made), jax.tree.leaves(true), strict=True)
     for a, b in leaves:
