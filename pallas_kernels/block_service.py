@@ -10,6 +10,7 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_plan import MAX_ROWS, SERVICE_WARPS, BlockPlan
+from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
 
@@ -129,8 +130,7 @@ class ServiceWarps:
             acc = list(acc)
             for n, (low, high) in enumerate(a):
                 right = mem.load_shared_v4(at, n * 64)
-                for j in (0, 2):
-                    acc = p.mma_bf16(acc, (low[j], high[j], low[j + 1], high[j + 1]), right[j], right[j + 1])
+                acc = add_products(acc, low, high, right)
             return acc
 
         def unit(index, early):

@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith
 from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
+from .hidden import add_products, store_hidden
 from .inputs_plan import CHUNK, CLUSTER, FRAGMENT, GIVEN, NORMED, InputsPlan, make_inputs_plan
 from .inputs_sources import Sources, pieces
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
@@ -100,8 +101,7 @@ class _Kernel(Sources):
         for n, (low, high) in enumerate(halves):
             for j, x in enumerate(xs):
                 f = slice(4 * (n * len(xs) + j), 4 * (n * len(xs) + j) + 4)
-                for i in (0, 2, 4, 6):
-                    acc[f] = p.mma_bf16(acc[f], (low[i], high[i], low[i + 1], high[i + 1]), x[i], x[i + 1])
+                acc[f] = add_products(acc[f], low, high, x)
         return acc
 
     # ---- s x A^T --------------------------------------------------------------------------------------------------
@@ -139,21 +139,16 @@ class _Kernel(Sources):
         return p.add(p.mul(slot, CLUSTER), self.rank)
 
     def store(self, f, sums):
-        """A fragment of s x A^T: ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)."""
+        """A fragment of s x A^T."""
         plan = self.plan
         tile, j = p.add(self.first_tile, p.div(f, plan.eights)), p.rem(f, plan.eights)
         known = p.minimum(tile, sum(plan.tiles_of) - 1)
         (scale, scaling), _ = pick(plan.tiles_of, known, list(zip(self.scale, self.scaling, strict=True)))
         factor = arith.mulf(mem.load_global_f32(scale), mem.load_global_f32(scaling))
         factor = arith.mulf(factor, p.f32(1 / EPILOGUE_FACTOR))
+        first_row = p.add(self.first_row, p.mul(j, 8))
         values = [arith.mulf(v, factor) for v in sums]
-        first = p.add(p.add(self.first_row, p.mul(j, 8)), p.mul(self.t, 2))
-        column = p.add(p.mul(tile, ROWS), self.g)
-        for e in range(4):
-            row, rank = p.add(first, e % 2), p.add(column, 8 * (e // 2))
-            to = mem.offset(self.outs["h"], p.mul(p.add(p.mul(row, sum(plan.ranks)), rank), 2))
-            exists = arith.andi(p.lt(row, plan.m), p.lt(tile, sum(plan.tiles_of)))
-            p.when(exists, lambda to=to, e=e: mem.store_global_bf16(to, values[e]))
+        store_hidden(self.outs["h"], plan.m, sum(plan.ranks), self.lane, tile, first_row, values)
 
 
 def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:

@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
+from .hidden import add_products
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
 from .stream_lora import LoraWarps
@@ -72,10 +73,7 @@ class SliceWarps(LoraWarps):
             right = [[mem.load_global_v4(row, n * 64) for n in chunks] for row in here_x]
             for n in chunks:
                 for i in range(group):
-                    for j in (0, 2):
-                        left = (low[n][j], high[n][j], low[n][j + 1], high[n][j + 1])
-                        b = right[i][n]
-                        acc[4 * i : 4 * i + 4] = p.mma_bf16(acc[4 * i : 4 * i + 4], left, b[j], b[j + 1])
+                    acc[4 * i : 4 * i + 4] = add_products(acc[4 * i : 4 * i + 4], low[n], high[n], right[i][n])
             return acc
 
         acc = p.for_range(first, last, 1, [p.f32(0.0)] * (4 * group), half_quad)

@@ -22,6 +22,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
+from .hidden import add_products, store_hidden
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
 from .wide_plan import WidePlan
@@ -143,9 +144,7 @@ class SpareCtas:
                 low, high = (mem.load_shared_v4(p.add(row, at), 8 * h * spare.stride) for h in range(2))
                 for j, x in enumerate(xs):
                     f = slice(4 * (n * UNIT_EIGHTS + j), 4 * (n * UNIT_EIGHTS + j) + 4)
-                    for i in (0, 2):
-                        left = low[i], high[i], low[i + 1], high[i + 1]
-                        acc[f] = p.mma_bf16(acc[f], left, x[i], x[i + 1])
+                    acc[f] = add_products(acc[f], low, high, x)
             return acc
 
         return p.for_range(part, p.select(p.lt(part, spare.parts), count, 0), spare.parts, acc, step)
@@ -181,7 +180,7 @@ class SpareCtas:
         return mem.offset(self.h_sums, p.add(p.mul(f, FRAGMENT), p.mul(self.lane, 16)))
 
     def finish_h(self, f, scales):
-        """A fragment of h: ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)."""
+        """A fragment of h, from the sums of all CTAs."""
         plan, spare = self.plan, self.plan.spare
         of_cta, full = spare.fragments * FRAGMENT, spare.ctas // AT_ONCE * AT_ONCE
 
@@ -195,10 +194,5 @@ class SpareCtas:
         tile, eight = p.div(f, spare.eights), p.rem(f, spare.eights)
         (scale, scaling), _ = pick(self.own_ranks(), p.mul(tile, 16), scales)
         factor = arith.mulf(arith.mulf(scale, scaling), p.f32(1 / EPILOGUE_FACTOR))
-        g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
-        for e, value in enumerate(sums):
-            row = p.add(p.add(p.mul(eight, 8), p.mul(t, 2)), e % 2)
-            rank = p.add(p.add(p.mul(tile, 16), g), 8 * (e // 2))
-            to = mem.offset(self.h, p.mul(p.add(p.mul(row, sum(plan.ranks)), rank), 2))
-            exists = arith.andi(p.lt(row, plan.m), p.lt(tile, spare.tiles))
-            p.when(exists, lambda to=to, v=value: mem.store_global_bf16(to, arith.mulf(v, factor)))
+        values = [arith.mulf(v, factor) for v in sums]
+        store_hidden(self.h, plan.m, sum(plan.ranks), self.lane, tile, p.mul(eight, 8), values)

@@ -26,6 +26,7 @@ from pallas_kernels import (
     block_outputs,
     block_service,
     fragment_order,
+    hidden,
     inputs_kernel,
     inputs_sources,
     pick,
@@ -156,7 +157,7 @@ def _emulated(m):
     names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
-    inputs = inputs_kernel, inputs_sources, swiglu
+    inputs = inputs_kernel, inputs_sources, hidden, swiglu
     return replaced((*stream, *inputs, block_compute, block_kernel, block_outputs, block_service, pick), names)
 
 

@@ -9,7 +9,17 @@ import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 from emulator import ARITH, Machine, replaced
 
-from pallas_kernels import pick, swiglu, wide_fragments, wide_kernel, wide_lora, wide_multiply, wide_spare, wide_split
+from pallas_kernels import (
+    hidden,
+    pick,
+    swiglu,
+    wide_fragments,
+    wide_kernel,
+    wide_lora,
+    wide_multiply,
+    wide_spare,
+    wide_split,
+)
 from pallas_kernels.counters import first_counters
 from pallas_kernels.wide_fragments import LOW_MASK
 
@@ -180,7 +190,7 @@ def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
-    modules = wide_kernel, wide_multiply, wide_lora, wide_spare, wide_split, wide_fragments, pick, swiglu
+    modules = wide_kernel, wide_multiply, wide_lora, wide_spare, wide_split, wide_fragments, hidden, pick, swiglu
     return replaced(modules, names)
 
 
