@@ -20,12 +20,11 @@ from collections.abc import Iterator
 
 import jax
 
-from . import wide_variants
 from .block_plan import MAX_ROWS
 from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
 from .stream_variants import by_rule
 from .wide_plan import WideConfig
-from .wide_variants import few_rows_config, wide_config
+from .wide_variants import few_rows_config, makes_h_in_time, wide_config
 
 RANGES = (8, 16, 32, 64)
 BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "reference")
@@ -111,7 +110,7 @@ def spare_ctas_make_h(
     m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], config: WideConfig, swiglu: bool = False
 ) -> bool:
     """Whether the wide kernel itself makes x A^T of adapters of these padded ranks, by CTAs that have no tile."""
-    return has_room_for_a_wave() and wide_variants.spare_ctas_make_h(m, k, n, ranks, config, swiglu)
+    return has_room_for_a_wave() and makes_h_in_time(m, k, n, ranks, config, swiglu)
 
 
 def apart(m: int, k: int, n: tuple[int, ...], config: StreamConfig, ranks: tuple[int, ...]) -> bool:

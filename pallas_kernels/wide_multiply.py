@@ -118,9 +118,8 @@ class MultiplyWarps(LoraWarps):
                 acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            if step == 0 and (
-                self.plan.config.promote or not self.plan.given_h
-            ):  # what ended has released its last slot
+            chain_ended = self.plan.config.promote or not self.plan.given_h  # and has released its last slot
+            if step == 0 and chain_ended:
                 p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
             else:
                 self.release_x(self.before(x))

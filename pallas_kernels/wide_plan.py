@@ -223,9 +223,8 @@ def make_plan(
         raise ValueError(f"m_tile must be a multiple of {CHUNK} up to 256, got {config.m_tile}")
     if config.share not in RESIDENT:
         raise ValueError(f"share must be one of {sorted(RESIDENT)}, got {config.share}")
-    if (
-        config.split > 1 or makes_h
-    ) and config.share > 2:  # of fours some GPUs hold fewer: who waits would wait forever
+    waits = config.split > 1 or makes_h
+    if waits and config.share > 2:  # of fours some GPUs hold fewer, and those that wait would wait forever
         raise ValueError(f"CTAs that wait for each other need a share of 1 or 2, got {config.share}")
     if config.m_tile % (8 * config.share):
         raise ValueError(f"m_tile must be a multiple of 8 share = {8 * config.share}, got {config.m_tile}")

@@ -40,14 +40,14 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] =
     """The configuration for 17 to 64 rows, which the streaming kernel takes too; raises ValueError where that is the
     faster, or where this kernel does not take the shape.
 
-    With adapters this one is the faster where CTAs without a tile make x A^T, all tiles
-    are split, and a part is no longer than FEW_BLOCKS. Sums are promoted after an eighth of K, which is as long as
-    cuBLAS's chains are where it splits K the most, or after 64 steps."""
-    limit, config = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None), None
-    if any(ranks):
-        config = _with_adapters(limit, k, n, ranks) if limit else None
-    if config is None and (not any(ranks) or limit == 64):  # where another launch makes x A^T it is so from 33 rows on
-        config = TABLE.get(("forward", k, sum(n), limit))
+    With adapters this one is the faster where it makes x A^T itself (`_with_adapters`), and from 33 rows on, where
+    another launch has to, at the same shapes as without."""
+    limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
+    without = TABLE.get(("forward", k, sum(n), limit))
+    if not any(ranks):
+        config = without
+    else:
+        config = (limit and _with_adapters(limit, k, n, ranks)) or (without if limit == FEW_ROWS[-1] else None)
     if config is None:
         raise ValueError(f"M = {m}, K = {k}, N = {n} is for the streaming kernel")
     make_plan(m, k, n, False, config)
@@ -55,6 +55,9 @@ def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] =
 
 
 def _with_adapters(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> WideConfig | None:
+    """The fastest cut, or one that a launch would not make up for, whose spare CTAs make x A^T in time, if all of its
+    tiles are split and a part is no longer than FEW_BLOCKS. Sums are promoted after an eighth of K, which is as long as
+    cuBLAS's chains are where it splits K the most, or after 64 steps."""
     promote = min(64, max(16, k // (16 * 8) // 8 * 8))
     plans = candidates("forward", m, k, n, (m,))
     for plan in plans:
@@ -62,7 +65,7 @@ def _with_adapters(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -
         if clocks(plan) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
             break
         few = plan.split_items == plan.items and plan.blocks <= FEW_BLOCKS * plan.parts
-        if few and spare_ctas_make_h(m, k, n, ranks, config):
+        if few and makes_h_in_time(m, k, n, ranks, config):
             return config
     return None
 
@@ -109,7 +112,7 @@ def clocks(plan: WidePlan) -> float:
     return time
 
 
-def spare_ctas_make_h(
+def makes_h_in_time(
     m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], config: WideConfig, swiglu: bool = False
 ) -> bool:
     """Whether CTAs that have no tile can make x A^T of adapters of these padded ranks, and soon enough: by estimates
