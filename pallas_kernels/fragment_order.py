@@ -17,9 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
-from .layout import COLS
+from .layout import COLS, UNIT
 
-UNIT = 64  # columns
 WARPS, WARP_ROWS, WARP_UNITS = 8, 4, 2
 
 
@@ -33,6 +32,27 @@ def reference(x: jax.Array, rows: int) -> jax.Array:
     x = jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))).reshape(rows, -1, 4, 4, 4, 2, 2)  # rows Q unit t j h c
     x = x.transpose(1, 2, 4, 5, 0, 3, 6)  # Q unit j h rows t c
     return x.reshape(x.shape[0], rows * COLS)
+
+
+def in_unit_order(x: jax.Array) -> jax.Array:
+    """x [M, K] -> the same columns, those of each unit in the order of the wide kernel's `units`: as they lie in packed
+    weights, so that a lane's 16 codes of a unit are its part of four steps' left operands."""
+    M, K = x.shape
+    return x.reshape(M, K // UNIT, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(M, K)  # unit t j h c -> unit j h t c
+
+
+def unit_place(column):
+    """The place in a row in unit order of an even column; its neighbour's is the next."""
+    inside = p.and_(column, UNIT - 1)
+    t, j, h = p.shr(inside, 4), p.and_(p.shr(inside, 2), 3), p.and_(p.shr(inside, 1), 1)
+    return p.add(p.sub(column, inside), p.add(p.add(p.mul(j, 16), p.mul(h, 8)), p.mul(t, 2)))
+
+
+def from_unit_place(place):
+    """The column at an even place; its neighbour is at the next."""
+    inside = p.and_(place, UNIT - 1)
+    j, h, t = p.shr(inside, 4), p.and_(p.shr(inside, 3), 1), p.and_(p.shr(inside, 1), 3)
+    return p.add(p.sub(place, inside), p.add(p.add(p.mul(t, 16), p.mul(j, 4)), p.mul(h, 2)))
 
 
 def _body(m: int, rows: int, quads: int, x_ref, out_ref):

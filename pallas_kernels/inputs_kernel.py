@@ -152,7 +152,8 @@ class _Kernel(Sources):
 
 
 def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel writes: the `residual` stream [M, K], `x` [M, K] or in fragment order, and `h`, which is
+    """What the kernel writes: the `residual` stream [M, K], `x` [M, K], as it is or in unit order, or in fragment
+    order, and `h`, which is
     s x A^T scale / EPILOGUE_FACTOR of all adapters [M, R]."""
     outs = {}
     if plan.source == NORMED:
@@ -166,14 +167,14 @@ def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @functools.cache
-def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0, eps: float = 0.0):
+def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0, eps: float = 0.0, units: bool = False):
     """The kernel as a function (what x is made of, A bf16 [R_i, K]..., global scale float32 [1]..., LoRA's scaling
     float32 [1]...) -> `inputs_outs` arrays by name.
 
     x is made of itself, bfloat16 [M, K]; of the residual stream float32 [M, K], what is added to it, alike, and the
     norm's scale float32 [K]. Raises ValueError naming the constraint when the kernel does not take the shape.
     """
-    plan = make_inputs_plan(m, k, ranks, source, ordered)
+    plan = make_inputs_plan(m, k, ranks, source, ordered, units)
     outs = inputs_outs(plan)
 
     def matmul_inputs(*refs):
@@ -210,7 +211,8 @@ def reference(plan: InputsPlan, eps: float, *operands: jax.Array) -> dict[str, j
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(flow), -1, keepdims=True) + eps)
         x = (flow * inverse * parts[2]).astype(jnp.bfloat16)
     if plan.writes_x:
-        outs["x"] = fragment_order.reference(x, plan.ordered) if plan.ordered else x
+        ordered = fragment_order.in_unit_order(x) if plan.units else x
+        outs["x"] = fragment_order.reference(x, plan.ordered) if plan.ordered else ordered
     if plan.ranks:
         h = jnp.dot(x, jnp.concatenate(a).T, preferred_element_type=jnp.float32)
         factors = [

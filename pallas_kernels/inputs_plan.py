@@ -27,6 +27,7 @@ class InputsPlan:
       ranks: the adapters', multiples of 16; empty where the matmul has none.
       source: what x is.
       ordered: rows of x in fragment order (fragment_order.py), or 0 for x as it is.
+      units: whether x is written in unit order.
     """
 
     m: int
@@ -34,6 +35,7 @@ class InputsPlan:
     ranks: tuple[int, ...]
     source: str
     ordered: int = 0
+    units: bool = False
 
     @property
     def long(self) -> bool:
@@ -60,7 +62,7 @@ class InputsPlan:
 
     @property
     def writes_x(self) -> bool:
-        return self.source != GIVEN or self.ordered > 0
+        return self.source != GIVEN or self.ordered > 0 or self.units
 
     @property
     def tiles_of(self) -> tuple[int, ...]:
@@ -149,15 +151,19 @@ class InputsPlan:
         return self.barriers_at + 16
 
 
-def make_inputs_plan(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0) -> InputsPlan:
+def make_inputs_plan(
+    m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0, units: bool = False
+) -> InputsPlan:
     """Raises ValueError naming the constraint when the kernel does not take the shape."""
-    plan = InputsPlan(m, k, ranks, source, ordered)
+    plan = InputsPlan(m, k, ranks, source, ordered, units)
     if not 1 <= m <= MAX_ROWS:
         raise ValueError(f"M must be in 1..{MAX_ROWS}, got {m}")
     if k % CHUNK:
         raise ValueError(f"K must be a multiple of {CHUNK}, got {k}")
     if ordered and (k % COLS or ordered < m or ordered % 8):
         raise ValueError(f"fragment order takes K in multiples of {COLS} and rows in multiples of 8, got {plan}")
+    if ordered and units:
+        raise ValueError("x is written in one order, fragment or unit")
     if any(rank % ROWS or not rank for rank in ranks):
         raise ValueError(f"ranks must be multiples of {ROWS}, and not 0, got {ranks}")
     if not ranks and not plan.writes_x:

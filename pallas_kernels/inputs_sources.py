@@ -137,10 +137,11 @@ class Sources:
             return
         out = self.outs["x"]
         for j, words in enumerate(xs):
-            if plan.ordered:
-                fours, strides = self.in_order(words), plan.ordered * 16
+            if plan.ordered or plan.units:  # eights of a row, next to the other rows' or to the row's others
+                row_bytes, strides = (16, plan.ordered * 16) if plan.ordered else (2 * plan.k, 16)
                 first = p.add(p.mul(chunk, 8), p.add(p.mul(p.and_(self.t, 1), 4), p.and_(self.t, 2)))
-                to = mem.offset(mem.wide_offset(out, first, strides), p.mul(self.known[j], 16))
+                to = mem.wide_offset(mem.wide_offset(out, first, strides), self.known[j], row_bytes)
+                fours = self.in_order(words)
             else:
                 fours, strides = (words[:4], words[4:]), APART
                 at = p.add(p.mul(chunk, 2 * CHUNK), p.mul(self.t, 16))

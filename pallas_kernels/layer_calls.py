@@ -23,6 +23,7 @@ from .variants import choose_prepared, spare_ctas_make_h
 from .wide_plan import WideConfig
 
 FEWEST_ROWS = 17
+UNIT_ROWS = 128  # of a tile of the wide kernel; larger ones hide decoding behind their products
 
 
 class Call(NamedTuple):
@@ -36,6 +37,9 @@ class Call(NamedTuple):
       makes_h: whether that kernel also makes s x A^T.
       ordered: rows of x in fragment order, or 0.
       swiglu: whether the projections are gate and up, of which the result is silu(gate) * up.
+      units: whether the kernel that multiplies reads x in unit order (fragment_order.py), in which the wide kernel
+        decodes with the fewest instructions: where x is made here, and rows are so few that decoding is not hidden.
+      gives_units: whether its result has that order.
     """
 
     m: int
@@ -47,6 +51,8 @@ class Call(NamedTuple):
     makes_h: bool
     ordered: int
     swiglu: bool
+    units: bool = False
+    gives_units: bool = False
 
     @property
     def before(self) -> tuple[int, ...]:
@@ -64,7 +70,15 @@ def calls_of(m: int, layer: LayerPart) -> list[Call]:
     if m < FEWEST_ROWS:
         raise ValueError(f"M must be at least {FEWEST_ROWS}, got {m}")
     kinds = ((GIVEN, False), (NORMED, True), (GIVEN, False), (NORMED, False))
-    return [_call(m, group, *kind) for group, kind in zip(layer.groups, kinds, strict=False)]
+    calls = [_call(m, group, *kind) for group, kind in zip(layer.groups, kinds, strict=False)]
+    of_norm = [call._replace(units=call.source == NORMED and _gains_by_units(call)) for call in calls]
+    o, gate_up, down, *qkv = of_norm
+    units = down.reads_given and _gains_by_units(down)
+    return [o, gate_up._replace(gives_units=units), down._replace(units=units), *qkv]
+
+
+def _gains_by_units(call: Call) -> bool:
+    return isinstance(call.config, WideConfig) and call.config.m_tile <= UNIT_ROWS
 
 
 def _call(m: int, group: Sequence[Projection], source: str, swiglu: bool) -> Call:
@@ -106,7 +120,7 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float)
     present = [weight for weight in weights if weight.a is not None]
     made = {"x": source[0]}
     if not call.reads_given:
-        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps)
+        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps, call.units)
         names = ("a", "scale", "lora_scale") if call.before else ()
         made |= kernel(*source, *[getattr(weight, name) for name in names for weight in present])
     lora = [made["h"], *[weight.b for weight in present]] if call.before else []
@@ -116,13 +130,12 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float)
     biases = stream_kernel.all_biases([weight.bias for weight in weights], call.n)
     ranks = call.ranks if present else ()
     if isinstance(call.config, WideConfig):
-        of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h
+        of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h, call.units, call.gives_units
         ys = wide.multiply(made["x"], lora, data, scales, biases, *of)
     else:
         wide_out = out_dtype != jnp.bfloat16
         of = call.m, call.k, call.n, call.config
-        multiply = stream_kernel.build(
-            *of, bool(biases), wide_out=wide_out, ranks=ranks, prepared=True, swiglu=call.swiglu
-        )
+        more = {"ranks": ranks, "prepared": True, "swiglu": call.swiglu, "gives_units": call.gives_units}
+        multiply = stream_kernel.build(*of, bool(biases), wide_out=wide_out, **more)
         ys = multiply(made["x"], *data, *scales, *biases, *lora)
     return made.get("residual"), ys

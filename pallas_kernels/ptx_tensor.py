@@ -88,6 +88,10 @@ def store_global_f32x4(condition, address, values):
     _if(condition, "st.global.v4.f32 [$1], {$2, $3, $4, $5};", address, *values)
 
 
+def store_global_bf16x2(condition, address, values):
+    _if(condition, "st.global.b32 [$1], a;", address, *values, before=".reg .b32 a;\ncvt.rn.bf16x2.f32 a, $3, $2;\n")
+
+
 def store_global_bf16x4(condition, address, values):
     code = ".reg .b32 a, b;\ncvt.rn.bf16x2.f32 a, $3, $2;\ncvt.rn.bf16x2.f32 b, $5, $4;\n"
     _if(condition, "st.global.v2.b32 [$1], {a, b};", address, *values, before=code)

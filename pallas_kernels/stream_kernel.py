@@ -200,8 +200,10 @@ class _Kernel(ComputeWarps, SliceWarps):
                 ys = [arith.addf(y, more) for y, more in zip(ys, biases, strict=True)]
             return gated(*ys) if self.plan.swiglu else ys[0]
 
+        place = fragment_order.unit_place(column) if self.plan.gives_units else column
+
         def address(e):
-            return mem.offset(out, p.mul(p.add(p.mul(m, n), p.add(column, e)), size))
+            return mem.offset(out, p.mul(p.add(p.mul(m, n), p.add(place, e)), size))
 
         def both():
             (mem.store_global_f32x2 if self.wide_out else mem.store_global_bf16x2)(address(0), value(0), value(1))
@@ -228,6 +230,7 @@ def build(
     ranks: tuple[int, ...] = (),
     prepared: bool = False,
     swiglu: bool = False,
+    gives_units: bool = False,
 ):
     """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, scale and, if `has_bias`, bias;
     with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
@@ -239,12 +242,13 @@ def build(
     in the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
     bf16 (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
 
-    With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once.
+    With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once;
+    with `gives_units` its columns are in unit order.
 
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
     `wide_out`. Ranks are multiples of 16.
     """
-    plan = make_plan(m, k, n, config, ranks, prepared, swiglu)
+    plan = make_plan(m, k, n, config, ranks, prepared, swiglu, gives_units)
 
     def nvfp4_decode_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from .layout import COLS, QUAD_BYTES, ROWS
+from .layout import COLS, QUAD_BYTES, ROWS, UNIT
 
 SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
 # Clusters that an H200 holds at once (cudaOccupancyMaxActiveClusters; its multiprocessors lie in groups of unequal
@@ -58,6 +58,7 @@ class Plan:
     ranks: tuple[int, ...] = ()  # of each weight's LoRA, 0 for none; empty when no weight has one
     prepared: bool = False  # whether x comes as the kernel reads it, and x A^T with it
     swiglu: bool = False  # whether the two weights are gate and up, and silu(gate) * up is what it writes
+    gives_units: bool = False  # whether it writes that in unit order (fragment_order.py)
 
     @property
     def outs(self) -> tuple[int, ...]:
@@ -246,6 +247,7 @@ def make_plan(
     ranks: tuple[int, ...] = (),
     prepared: bool = False,
     swiglu: bool = False,
+    gives_units: bool = False,
 ) -> Plan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     quads = -(-k // COLS)
@@ -265,7 +267,9 @@ def make_plan(
         raise ValueError(f"ranks must be one for each weight and multiples of {ROWS}, got {ranks}")
     if swiglu and (len(n) != 2 or n[0] != n[1]):
         raise ValueError(f"swiglu joins two weights of equal N, got N = {n}")
-    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks), prepared, swiglu)
+    if gives_units and (not swiglu or n[0] % UNIT):
+        raise ValueError(f"only swiglu's result goes out in unit order, N in multiples of {UNIT}; got N = {n}")
+    plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks), prepared, swiglu, gives_units)
     if config.cluster > quads:
         raise ValueError(f"K = {k} is {quads} quads of 256, too few for a cluster of {config.cluster}")
     slots = config.warps_n * config.tiles

@@ -34,13 +34,26 @@ def matmul_all(
 
 
 def multiply(
-    x_MK, lora, data, scales, biases, n, ranks, config: WideConfig, out_dtype, swiglu: bool = False, makes_h=False
+    x_MK,
+    lora,
+    data,
+    scales,
+    biases,
+    n,
+    ranks,
+    config: WideConfig,
+    out_dtype,
+    swiglu: bool = False,
+    makes_h=False,
+    units: bool = False,
+    gives_units: bool = False,
 ) -> list[jax.Array]:
     """The same of the kernel's own operands: `lora` is what `_lora_operands` gives for these ranks. With `swiglu`, of
-    gate and up, silu(gate) * up."""
+    gate and up, silu(gate) * up. See `wide_kernel.build` for the rest."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
-    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, ranks, swiglu, makes_h)
+    of = ranks, swiglu, makes_h, units, gives_units
+    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, *of)
     return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *map(_flat, data), *scales, *biases)]
 
 

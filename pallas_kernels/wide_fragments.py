@@ -81,6 +81,26 @@ class ForwardFragments:
         )
 
 
+class UnitFragments:
+    """The same with x in unit order (fragment_order.py): a lane's 16 bytes of a unit are all that it needs."""
+
+    def __init__(self, lane, warp, group):
+        tile = p.add(p.mul(group, 4), warp)
+        self.codes_at = p.add(p.mul(tile, 1024), p.mul(lane, 16))
+        self.scales_at = p.add(p.add(p.mul(tile, 128), p.mul(lane, 4)), SCALES_AT)
+        self.row = lambda h: p.add(p.add(p.mul(warp, 16), p.shr(lane, 2)), 8 * h)
+
+    def load(self, block, step: int):
+        codes = mem.load_shared_v4(p.add(block, self.codes_at), 512 * step)
+        return codes, mem.load_shared_b32(p.add(block, self.scales_at), 0)
+
+    def decode(self, loaded, step: int):
+        """Four left operands, one for each 16 columns in unit order."""
+        words, scale = loaded
+        pair = decode_scales(scale, p.i32(0x4342 if step else 0x4140))
+        return [decode_codes(word, pair, in_place=True) for word in words]
+
+
 class TransposedFragments:
     """W^T's rows as the left operand: warpgroup `group` has unit `group` of the pair, warp `w` the words w."""
 

@@ -265,6 +265,8 @@ def build(
     ranks: tuple[int, ...] = (),
     swiglu: bool = False,
     makes_h: bool = False,
+    units: bool = False,
+    gives_units: bool = False,
 ):
     """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
     or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
@@ -272,9 +274,10 @@ def build(
     The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
     `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by s x A^T scale /
     EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one; or, if
-    `makes_h`, by A [rank_i, D] bf16, B, and LoRA's scaling float32 [1], each of all that have one.
+    `makes_h`, by A [rank_i, D] bf16, B, and LoRA's scaling float32 [1], each of all that have one. With `units` x comes
+    in unit order (fragment_order.py), with `gives_units` the result of `swiglu` has it.
     """
-    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h)
+    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, units, gives_units)
     outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.outs]
     if plan.split_items:
         outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))

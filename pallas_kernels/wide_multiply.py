@@ -5,10 +5,11 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
+from .fragment_order import unit_place
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
 from .swiglu import gated
-from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments
+from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments, UnitFragments
 from .wide_lora import LoraWarps
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
 
@@ -26,7 +27,8 @@ class MultiplyWarps(LoraWarps):
         plan, c = self.plan, self.plan.config
         warp = p.and_(self.warp, 3)
         group = p.shr(self.warp, 2)
-        self.fragments = (TransposedFragments if plan.transposed else ForwardFragments)(self.lane, warp, group)
+        fragments = UnitFragments if plan.units else TransposedFragments if plan.transposed else ForwardFragments
+        self.fragments = fragments(self.lane, warp, group)
 
         def one(unit, carry):
             w, w_parity, x, x_parity = carry
@@ -198,8 +200,13 @@ class MultiplyWarps(LoraWarps):
                 values = [arith.mulf(s, factor) for s in of_weight]
                 outputs.append([arith.addf(v, b) for v, b in zip(values, bias, strict=True)] if bias else values)
             values = [gated(*pair) for pair in zip(*outputs, strict=True)] if plan.swiglu else outputs[0]
-            place = mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size))
-            put(arith.andi(exists, p.lt(row, plan.m)), place, values)
+            known, start = arith.andi(exists, p.lt(row, plan.m)), mem.long_offset(out, row, p.mul(r, size))
+            if plan.gives_units:
+                for i in (0, 2):
+                    two = mem.offset(start, p.mul(unit_place(p.add(column, i)), size))
+                    pt.store_global_bf16x2(known, two, values[i : i + 2])
+            else:
+                put(known, mem.offset(start, p.mul(column, size)), values)
 
         return store
 

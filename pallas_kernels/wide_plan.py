@@ -5,7 +5,7 @@ Letters: R outputs (N forward, K for dx), D inputs (K forward, N for dx), M rows
 
 import dataclasses
 
-from .layout import ROWS
+from .layout import ROWS, UNIT
 from .stream_plan import RESIDENT, SMEM_LIMIT
 from .wide_fragments import BLOCK, BLOCK_BYTES
 from .wide_spare_plan import SparePlan, check_spare
@@ -46,7 +46,8 @@ class WideConfig:
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
     empty without any. With `swiglu` the weights are gate and up, and the result is silu(x W_gate^T) * (x W_up^T). With
-    `makes_h` A is an operand, and CTAs that have no tile compute x A^T; without, x A^T is."""
+    `makes_h` A is an operand, and CTAs that have no tile compute x A^T; without, x A^T is. With `units` x comes in unit
+    order (fragment_order.py), with `gives_units` the result of `swiglu` goes out in it."""
 
     m: int
     d: int
@@ -56,6 +57,8 @@ class WidePlan:
     ranks: tuple[int, ...] = ()
     swiglu: bool = False
     makes_h: bool = False
+    units: bool = False
+    gives_units: bool = False
 
     @property
     def given_h(self) -> bool:
@@ -214,9 +217,12 @@ def make_plan(
     ranks: tuple[int, ...] = (),
     swiglu: bool = False,
     makes_h: bool = False,
+    units: bool = False,
+    gives_units: bool = False,
 ) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
-    plan = WidePlan(m, d, tuple(r), transposed, config, tuple(ranks) if any(ranks) else (), swiglu, makes_h)
+    ranks = tuple(ranks) if any(ranks) else ()
+    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, units, gives_units)
     if plan.ranks and (transposed or len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
         raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
@@ -242,6 +248,10 @@ def make_plan(
         raise ValueError(f"dx takes one weight at a time, got {len(r)}")
     if makes_h and not plan.ranks:
         raise ValueError("there are no adapters, of which spare CTAs could make x A^T")
+    if units and (transposed or d % UNIT):
+        raise ValueError(f"unit order is for the forward product and K in multiples of {UNIT}, got {d}")
+    if gives_units and (not swiglu or r[0] % UNIT):
+        raise ValueError(f"only swiglu's result goes out in unit order, N in multiples of {UNIT}; got {r}")
     if plan.total > SMEM_LIMIT:
         raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
     if makes_h:

@@ -22,6 +22,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
+from .fragment_order import from_unit_place
 from .hidden import add_products, store_hidden
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
@@ -115,7 +116,18 @@ class SpareCtas:
 
         def of_a(row, _):
             (a,), local = pick(self.own_ranks(), row, [(a,) for a in self.a])
-            return copy(p.add(row, 8 * spare.eights), mem.wide_offset(a, local, 2 * plan.d))
+            copy_row = copy_ordered if plan.units else copy
+            return copy_row(p.add(row, 8 * spare.eights), mem.wide_offset(a, local, 2 * plan.d))
+
+        def copy_ordered(row, source):
+            """Two columns a lane, to where x in unit order has them."""
+            at = p.add(self.base, p.add(p.mul(row, spare.stride), p.mul(self.lane, 4)))
+            for place in range(0, spare.stage * STEP, 64):
+                place_here = p.add(p.add(p.mul(first, STEP), place), p.mul(self.lane, 2))
+                here = mem.offset(source, p.mul(from_unit_place(place_here), 2))
+                known = p.lt(p.add(p.mul(self.lane, 2), place), p.mul(count, STEP))
+                p.when(known, functools.partial(mem.copy_async_4, at, here, 2 * place))
+            return []
 
         p.for_range(self.warp, sum(plan.ranks), WARPS, [], of_a)
         p.for_range(self.warp, plan.m, WARPS, [], lambda row, _: copy(row, mem.wide_offset(self.x, row, 2 * plan.d)))

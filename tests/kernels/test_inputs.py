@@ -66,7 +66,9 @@ def assert_right(got, given, m, ranks, source, ordered=0):
     made = x
     if "x" in got:
         made = np.asarray(got["x"], np.float64)
-        if ordered:
+        if ordered == "units":
+            made = made.reshape(m, -1, 4, 2, 4, 2).transpose(0, 1, 4, 2, 3, 5).reshape(m, -1)  # unit j h t c
+        elif ordered:
             want = fragment_order.reference(jnp.asarray(x, jnp.float32), ordered)  # the order alone
             made = made.reshape(-1, 4, 4, 2, ordered, 4, 2)[..., :m, :, :]  # rows behind M have no meaning
             want = np.asarray(want, np.float64).reshape(-1, 4, 4, 2, ordered, 4, 2)[..., :m, :, :]
@@ -77,6 +79,11 @@ def assert_right(got, given, m, ranks, source, ordered=0):
         true, size = h(made)
         error = abs(np.asarray(got["h"], np.float64) - true) - 2.0**-8 * abs(true)
         assert (error <= 1e-5 * size).all()
+
+
+def order(ordered):
+    """`ordered`, rows in fragment order or "units", as the plan's arguments."""
+    return {"units": True} if ordered == "units" else {"ordered": ordered}
 
 
 def run(plan, given, **more):
@@ -97,13 +104,15 @@ CASES = pytest.mark.parametrize("source, m, k, ranks, ordered", [
     (NORMED, 5, 4352, (112, 32), 8),  # 68 chunks for 96 warps; two tiles of ranks
     (NORMED, 2, 8448, (32, 16), 8),  # 132 for 128: runs of two, A early for one of them
     (NORMED, 12, 512, (), 16),
+    (NORMED, 9, 576, (32, 16), "units"),
+    (NORMED, 30, 1088, (), "units"),
 ])  # fmt: skip
 
 
 @CASES
 def test_the_reference_gives_them(source, m, k, ranks, ordered):
     given = operands(m, m, k, ranks, source)
-    made = inputs_kernel.reference(make_inputs_plan(m, k, ranks, source, ordered), EPS, *given)
+    made = inputs_kernel.reference(make_inputs_plan(m, k, ranks, source, **order(ordered)), EPS, *given)
     assert_right({name: np.asarray(v) for name, v in made.items()}, given, m, ranks, source, ordered)
 
 
@@ -112,7 +121,7 @@ def test_the_program_gives_them(monkeypatch, source, m, k, ranks, ordered):
     few = ((20, 1), (32, 2), (256, 4))  # larger tiles of fewer rows: fewer CTAs to run
     monkeypatch.setattr(inputs_plan, "EIGHTS", {False: few, True: few})
     given = operands(m, m, k, ranks, source)
-    plan = make_inputs_plan(m, k, ranks, source, ordered)
+    plan = make_inputs_plan(m, k, ranks, source, **order(ordered))
     assert plan.eights == (1 if m <= 20 else 2 if m <= 32 else 4)
     assert_right(run(plan, given, seed=m), given, m, ranks, source, ordered)
 
@@ -212,11 +221,12 @@ def test_the_wide_kernels_adapters_go_through_it(m, n, kernels, by_xla):
     (NORMED, 100, 8192, (128, 128), 0),
     (GIVEN, 64, 18944, (32,), 64),
     (GIVEN, 9, 27648, (128,), 16),
-    (GIVEN, 256, 18944, (32,), 0),
+    (NORMED, 128, 3584, (32, 32), "units"),
+    (NORMED, 256, 5120, (), "units"),
 ])  # fmt: skip
 def test_the_kernel_on_a_gpu(source, m, k, ranks, ordered):
     given = operands(m, m, k, ranks, source)
-    kernel = jax.jit(inputs_kernel.build(m, k, ranks, source, ordered, EPS))
+    kernel = jax.jit(inputs_kernel.build(m, k, ranks, source, eps=EPS, **order(ordered)))
     first = kernel(*given)
     assert_right({name: np.asarray(v) for name, v in first.items()}, given, m, ranks, source, ordered)
     for _ in range(20):

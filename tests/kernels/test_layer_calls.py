@@ -26,6 +26,7 @@ from pallas_kernels import (
     variants,
     wide,
 )
+from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.layout import EPILOGUE_FACTOR, KernelWeight, dequantize
 from pallas_kernels.stream_plan import StreamConfig
@@ -71,13 +72,12 @@ def test_one_or_two_launches_for_each_matmul(rank, rows, launches):
     assert "stablehlo.dot_general" not in module
 
 
-def inputs_reference(*shape_and_eps):
+def inputs_reference(m, k, ranks, source, ordered, eps, units):
     """inputs_kernel.build in plain JAX."""
-    *shape, eps = shape_and_eps
-    return functools.partial(inputs_kernel.reference, make_inputs_plan(*shape), eps)
+    return functools.partial(inputs_kernel.reference, make_inputs_plan(m, k, ranks, source, ordered, units), eps)
 
 
-def products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu):
+def products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, gives_units):
     """What both kernels that multiply compute."""
     h, b = (lora[0], list(lora[1:])) if lora else (None, [])
     first, ys = 0, []
@@ -88,10 +88,11 @@ def products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu):
             part = h[:, first : first + ranks[i]].astype(jnp.float32)
             y, first = y + part @ b.pop(0).astype(jnp.float32).T * (EPILOGUE_FACTOR / scale), first + ranks[i]
         ys.append(y + biases[i] if biases else y)
-    return [y.astype(out_dtype) for y in ([jax.nn.silu(ys[0]) * ys[1]] if swiglu else ys)]
+    ys = [jax.nn.silu(ys[0]) * ys[1]] if swiglu else ys
+    return [(in_unit_order(y) if gives_units else y).astype(out_dtype) for y in ys]
 
 
-def stream_reference(m, k, n, config, has_bias, *, wide_out, ranks, prepared, swiglu):
+def stream_reference(m, k, n, config, has_bias, *, wide_out, ranks, prepared, swiglu, gives_units):
     assert prepared
 
     def run(x, *operands):
@@ -99,19 +100,22 @@ def stream_reference(m, k, n, config, has_bias, *, wide_out, ranks, prepared, sw
         biases, lora = (rest[: len(n)], rest[len(n) :]) if has_bias else ((), rest)
         if config.wgmma:
             x = x.reshape(k // 256, 4, 4, 2, -1, 4, 2).transpose(4, 0, 1, 5, 2, 3, 6).reshape(-1, k)[:m]
-        return products(x, data, scales, biases, n, ranks, lora, jnp.float32 if wide_out else jnp.bfloat16, swiglu)
+        dtype = jnp.float32 if wide_out else jnp.bfloat16
+        return products(x, data, scales, biases, n, ranks, lora, dtype, swiglu, gives_units)
 
     return run
 
 
-def wide_reference(x, lora, data, scales, biases, n, ranks, config, out_dtype, swiglu, makes_h):
+def wide_reference(x, lora, data, scales, biases, n, ranks, config, out_dtype, swiglu, makes_h, units, gives_units):
+    if units:
+        x = x.reshape(len(x), -1, 4, 2, 4, 2).transpose(0, 1, 4, 2, 3, 5).reshape(x.shape)  # unit j h t c
     if makes_h:
         present = [i for i, rank in enumerate(ranks) if rank]
         a, b, scalings = (lora[i * len(present) : (i + 1) * len(present)] for i in range(3))
         factors = [scales[i] * scaling / EPILOGUE_FACTOR for i, scaling in zip(present, scalings, strict=True)]
         parts = [jnp.dot(x, a_i.T, preferred_element_type=jnp.float32) * f for a_i, f in zip(a, factors, strict=True)]
         lora = [jnp.concatenate(parts, 1).astype(jnp.bfloat16), *b]
-    return products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu)
+    return products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, gives_units)
 
 
 def tiny_layer(rank, qkv=True):
@@ -160,6 +164,7 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kern
         made = between_attentions(x, residual, layer, norms, EPS)
     assert all(isinstance(call.config, kernel) for call in calls)
     assert all(call.makes_h == makes_h != bool(call.before) for call in calls)
+    assert calls[2].units == calls[1].gives_units and any(call.units for call in calls) == (kernel is WideConfig)
     true = between_attentions_reference(x, residual, layer, norms, EPS)
     leaves = zip(jax.tree.leaves(made), jax.tree.leaves(true), strict=True)
     for a, b in leaves:

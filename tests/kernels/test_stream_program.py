@@ -11,6 +11,7 @@ import pytest
 from random_weights import swiglu
 
 from pallas_kernels import layout, ptx, repack, stream_compute, stream_kernel, stream_plan
+from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.layout import EPILOGUE_FACTOR
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 
@@ -156,6 +157,14 @@ def test_swiglu_is_rounded_once():
     case = Joined(2, 512, 21, StreamConfig(1, 2, 1, 2, 2, 2))
     (wide,), (narrow,) = case.run(), case.run(wide_out=False)
     np.testing.assert_array_equal(narrow[0], np.asarray(jnp.asarray(wide[0], jnp.bfloat16)))
+
+
+def test_swiglu_gives_unit_order():
+    case = Joined(9, 512, 64, StreamConfig(1, 4, 1, 2, 2, 2, True))
+    (plain,) = case.run()[0]
+    case.plan = dataclasses.replace(case.plan, gives_units=True)
+    (ordered,) = case.run()[0]
+    np.testing.assert_array_equal(ordered, in_unit_order(plain))
 
 
 def test_swiglu_with_lora_inside():

@@ -9,6 +9,7 @@ import pytest
 import wide_emulator
 
 from pallas_kernels import inputs_kernel, layout, repack, wide, wide_plan, wide_spare
+from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
@@ -142,7 +143,35 @@ def test_x_at_by_ctas_without_a_tile_with_swiglu(monkeypatch):
     assert (np.abs(y - gate / (1 + np.exp(-gate)) * up) <= bound).all()
 
 
-def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, **more):
+@pytest.mark.parametrize("config, m, k, n, ranks", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 448, (136,), ()),
+    (WideConfig(32, 2, 1, 3, 2, promote=8), 30, 320, (128, 264), (32, 48)),
+])  # fmt: skip
+def test_x_in_unit_order(plain_inputs, config, m, k, n, ranks):
+    ys, true, bounds = products(config, m, k, n, ranks, True, units=True)
+    for y, y_true, bound in zip(ys, true, bounds, strict=True):
+        assert (np.abs(y - y_true) <= bound).all()
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, resident", [
+    (WideConfig(64, 1, 2, 3, 2, promote=16), 50, 704, (128,), (16,), 5),
+    (WideConfig(32, 1, 1, 4, 3), 9, 320, (128, 128), (80, 64), 16),  # parts of a unit are different CTAs'
+])  # fmt: skip
+def test_x_in_unit_order_by_a_by_ctas_without_a_tile(monkeypatch, config, m, k, n, ranks, resident):
+    monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
+    ys, true, bounds = products(config, m, k, n, ranks, True, makes_h=True, units=True)
+    for y, y_true, bound in zip(ys, true, bounds, strict=True):
+        assert (np.abs(y - y_true) <= bound).all()
+
+
+def test_swiglu_gives_unit_order():
+    of = WideConfig(32, 1, 1, 3, 2), 40, 512, (192, 192), (), True
+    (plain,), *_ = products(*of, swiglu=True, wide_out=False)
+    (ordered,), *_ = products(*of, swiglu=True, gives_units=True, wide_out=False)
+    np.testing.assert_array_equal(ordered, in_unit_order(plain))
+
+
+def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, units=False, gives_units=False, **more):
     """What the program gives for random operands, and of each weight the true product and a bound of its error."""
     rng = np.random.default_rng(k + m)
     x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(ml_dtypes.bfloat16)  # gates of size 1
@@ -153,9 +182,10 @@ def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, **more):
         loras.append((a, rng.standard_normal((n_i, rank)).astype(ml_dtypes.bfloat16), 0.5) if rank else None)
     biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
     lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], ranks, loras, makes_h)
-    operands = [x, *lora, *(w.data.reshape(w.data.shape[0], -1) for w in weights)]
+    operands = [in_unit_order(x) if units else x, *lora, *(w.data.reshape(w.data.shape[0], -1) for w in weights)]
     operands += [np.array([s]) for s in scales] + biases
-    ys = wide_emulator.run(make_plan(m, k, n, False, config, ranks, swiglu, makes_h), operands, bias, **more)
+    plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h, units, gives_units)
+    ys = wide_emulator.run(plan, operands, bias, **more)
     all_true, bounds = [], []
     for i, weight in enumerate(weights):
         w, x64 = np.asarray(layout.dequantize(weight, scales[i], jnp.float32), np.float64), x.astype(np.float64)

@@ -10,6 +10,7 @@ from emulated_instructions import decode_codes, decode_scales, make_memory, make
 from emulator import ARITH, Machine, replaced
 
 from pallas_kernels import (
+    fragment_order,
     hidden,
     pick,
     swiglu,
@@ -175,6 +176,12 @@ def _make_tensor(m, mem):
                 mem.store_global_bf16x2(address, *values[:2])
                 mem.store_global_bf16x2(address + np.uint64(4), *values[2:])
 
+    def store_bf16x2(condition, address, values):
+        with m.now.only(m.now.mask & condition):
+            if m.now.mask.any():
+                mem.store_global_bf16x2(address, *values)
+
+    pt.store_global_bf16x2 = store_bf16x2
     pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
     pt.store_global_f32x4, pt.store_global_bf16x4 = store_f32x4, store_bf16x4
     return pt
@@ -190,7 +197,8 @@ def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
-    modules = wide_kernel, wide_multiply, wide_lora, wide_spare, wide_split, wide_fragments, hidden, pick, swiglu
+    kernels = wide_kernel, wide_multiply, wide_lora, wide_spare, wide_split, wide_fragments
+    modules = *kernels, fragment_order, hidden, pick, swiglu
     return replaced(modules, names)
 
 
