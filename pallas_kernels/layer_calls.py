@@ -14,13 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import inputs_kernel, stream_kernel, wide
+from . import inputs_kernel, stream_kernel, wide, wide_plan
 from .inputs_plan import GIVEN, NORMED, make_inputs_plan
 from .layer_part import LayerPart, Projection, operands
 from .layout import COLS
 from .stream_plan import StreamConfig, make_plan
 from .variants import choose_prepared, spare_ctas_make_h
-from .wide_plan import WideConfig
+from .wide_plan import PLAIN, Handover, WideConfig
 
 FEWEST_ROWS = 17
 UNIT_ROWS = 128  # of a tile of the wide kernel; larger ones hide decoding behind their products
@@ -37,9 +37,7 @@ class Call(NamedTuple):
       makes_h: whether that kernel also makes s x A^T.
       ordered: rows of x in fragment order, or 0.
       swiglu: whether the projections are gate and up, of which the result is silu(gate) * up.
-      units: whether the kernel that multiplies reads x in unit order (fragment_order.py), in which the wide kernel
-        decodes with the fewest instructions: where x is made here, and rows are so few that decoding is not hidden.
-      gives_units: whether its result has that order.
+      handover: in which form the kernel that multiplies reads x and gives its result.
     """
 
     m: int
@@ -51,8 +49,7 @@ class Call(NamedTuple):
     makes_h: bool
     ordered: int
     swiglu: bool
-    units: bool = False
-    gives_units: bool = False
+    handover: Handover = PLAIN
 
     @property
     def before(self) -> tuple[int, ...]:
@@ -71,14 +68,37 @@ def calls_of(m: int, layer: LayerPart) -> list[Call]:
         raise ValueError(f"M must be at least {FEWEST_ROWS}, got {m}")
     kinds = ((GIVEN, False), (NORMED, True), (GIVEN, False), (NORMED, False))
     calls = [_call(m, group, *kind) for group, kind in zip(layer.groups, kinds, strict=False)]
-    of_norm = [call._replace(units=call.source == NORMED and _gains_by_units(call)) for call in calls]
-    o, gate_up, down, *qkv = of_norm
-    units = down.reads_given and _gains_by_units(down)
-    return [o, gate_up._replace(gives_units=units), down._replace(units=units), *qkv]
+    return _handed_over(*calls)
+
+
+def _handed_over(o: Call, gate_up: Call, down: Call, qkv: Call | None = None) -> list[Call]:
+    """The calls with the forms of what they hand over to each other: x in unit order where the wide kernel gains by it,
+    but for o's, which is attention's; and down with the residual stream, q, k and v with a norm to be divided."""
+    into_down = down.reads_given and _gains_by_units(down)
+    gate_up = gate_up._replace(handover=Handover(units=_gains_by_units(gate_up), gives_units=into_down))
+    down = down._replace(handover=Handover(units=into_down))
+    if qkv is None:
+        return [o, gate_up, down]
+    units = _gains_by_units(qkv)
+    of_qkv = qkv._replace(handover=Handover(units=units))
+    joining = down._replace(handover=Handover(units=into_down, joins=True, gives_units=units))
+    normed = qkv._replace(source=GIVEN, handover=Handover(units=units, normed=True))
+    return [o, gate_up, *((joining, normed) if _takes(joining) and _takes(normed) else (down, of_qkv))]
 
 
 def _gains_by_units(call: Call) -> bool:
     return isinstance(call.config, WideConfig) and call.config.m_tile <= UNIT_ROWS
+
+
+def _takes(call: Call) -> bool:
+    """Whether the wide kernel multiplies, with no launch before, in the call's form."""
+    if not isinstance(call.config, WideConfig) or not call.reads_given:
+        return False
+    try:
+        wide_plan.make_plan(*call[:2], call.n, False, call.config, call.ranks, False, call.makes_h, call.handover)
+    except ValueError:
+        return False
+    return True
 
 
 def _call(m: int, group: Sequence[Projection], source: str, swiglu: bool) -> Call:
@@ -103,24 +123,29 @@ def between_attentions(
     x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`block.between_attentions` for more rows than its kernel takes."""
-    calls = calls_of(x.shape[0], layer)
+    o, gate_up, down, *qkv = calls_of(x.shape[0], layer)
     scales = [jnp.asarray(scale, jnp.float32) for scale in norms]
-    _, (y,) = _run(calls[0], layer.groups[0], (x,), jnp.float32, eps)
-    residual, product = _run(calls[1], layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)
-    _, (y,) = _run(calls[2], layer.groups[2], product, jnp.float32, eps)
-    if not layer.qkv:
+    _, (y,) = _run(o, layer.groups[0], (x,), jnp.float32, eps)
+    residual, product = _run(gate_up, layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)
+    if down.handover.joins:
+        _, (residual, x, *squares) = _run(down, layer.groups[2], product, jnp.float32, eps, (residual, scales[1]))
+        return residual, tuple(_run(*qkv, layer.groups[3], (x,), jnp.bfloat16, eps, squares)[1])
+    _, (y,) = _run(down, layer.groups[2], product, jnp.float32, eps)
+    if not qkv:
         return residual + y, ()
-    residual, qkv = _run(calls[3], layer.groups[3], (residual, y, scales[1]), jnp.bfloat16, eps)
-    return residual, tuple(qkv)
+    residual, ys = _run(*qkv, layer.groups[3], (residual, y, scales[1]), jnp.bfloat16, eps)
+    return residual, tuple(ys)
 
 
-def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float):
-    """The residual stream, if x is its norm, and the results [M, N] of one call."""
+def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float, handed: Sequence[jax.Array] = ()):
+    """The residual stream, if x is made here and its norm, and the results of one call: [M, N] each, or what
+    `Handover.joins` says. `handed` are the operands of its handover."""
     weights = list(map(operands, group))
     present = [weight for weight in weights if weight.a is not None]
     made = {"x": source[0]}
     if not call.reads_given:
-        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps, call.units)
+        units = call.handover.units
+        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps, units)
         names = ("a", "scale", "lora_scale") if call.before else ()
         made |= kernel(*source, *[getattr(weight, name) for name in names for weight in present])
     lora = [made["h"], *[weight.b for weight in present]] if call.before else []
@@ -130,12 +155,12 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float)
     biases = stream_kernel.all_biases([weight.bias for weight in weights], call.n)
     ranks = call.ranks if present else ()
     if isinstance(call.config, WideConfig):
-        of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h, call.units, call.gives_units
+        of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h, call.handover, eps, handed
         ys = wide.multiply(made["x"], lora, data, scales, biases, *of)
     else:
         wide_out = out_dtype != jnp.bfloat16
         of = call.m, call.k, call.n, call.config
-        more = {"ranks": ranks, "prepared": True, "swiglu": call.swiglu, "gives_units": call.gives_units}
-        multiply = stream_kernel.build(*of, bool(biases), wide_out=wide_out, **more)
+        more = {"ranks": ranks, "swiglu": call.swiglu, "gives_units": call.handover.gives_units}
+        multiply = stream_kernel.build(*of, bool(biases), wide_out=wide_out, prepared=True, **more)
         ys = multiply(made["x"], *data, *scales, *biases, *lora)
     return made.get("residual"), ys

@@ -84,6 +84,10 @@ def load_shared_f32x4(address) -> list[ir.Value]:
     return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
 
 
+def store_global_f32(condition, address, value):
+    _if(condition, "st.global.f32 [$1], $2;", address, value)
+
+
 def store_global_f32x4(condition, address, values):
     _if(condition, "st.global.v4.f32 [$1], {$2, $3, $4, $5};", address, *values)
 

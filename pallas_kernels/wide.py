@@ -1,6 +1,7 @@
 """x W^T and dy W through the wide kernel: arguments in the shapes that it takes."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from .inputs_plan import CHUNK, GIVEN, MAX_ROWS, InputsPlan
 from .layout import KernelWeight
 from .stream_kernel import all_biases, number
 from .stream_plan import padded_rank
-from .wide_plan import WideConfig
+from .wide_plan import PLAIN, Handover, WideConfig
 
 
 def _flat(data: jax.Array) -> jax.Array:
@@ -45,16 +46,18 @@ def multiply(
     out_dtype,
     swiglu: bool = False,
     makes_h=False,
-    units: bool = False,
-    gives_units: bool = False,
+    handover: Handover = PLAIN,
+    eps: float = 0.0,
+    handed: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """The same of the kernel's own operands: `lora` is what `_lora_operands` gives for these ranks. With `swiglu`, of
-    gate and up, silu(gate) * up. See `wide_kernel.build` for the rest."""
+    gate and up, silu(gate) * up. See `wide_kernel.build` for the rest; `handed` are the operands of `handover`."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
-    of = ranks, swiglu, makes_h, units, gives_units
+    of = ranks, swiglu, makes_h, handover, eps
     kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, *of)
-    return [y.astype(out_dtype) for y in kernel(x_MK, *lora, *map(_flat, data), *scales, *biases)]
+    ys = kernel(x_MK, *lora, *map(_flat, data), *scales, *biases, *handed)
+    return [*(y.astype(out_dtype) for y in ys[: len(n)]), *ys[len(n) :]]
 
 
 def _lora_operands(x_MK, global_scales, ranks, loras, makes_h: bool) -> list[jax.Array]:

@@ -13,7 +13,8 @@ on D, the configuration and, where that decides which items are the last, the nu
 With `swiglu` a tile is 64 outputs of gate, of the first warpgroup, and the same 64 of up, of the second; chunk by chunk
 their sums meet in shared memory, where outputs are always put in order for their way out.
 
-LoRA: x A^T of all weights comes ready, or is made by CTAs that have no tile (wide_spare.py); wide_lora.py adds it.
+LoRA: x A^T of all weights comes ready, or is made by CTAs that have no tile (wide_spare.py); wide_lora.py adds it. A
+norm between two matmuls can be a part of both (wide_norm.py).
 """
 
 import functools
@@ -33,7 +34,8 @@ from .layout import QUAD_WORDS
 from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
-from .wide_plan import STAGE, STAGES, TILE, WideConfig, WidePlan, make_plan
+from .wide_norm import NORM_WARPS, NormWarps, joined_outs
+from .wide_plan import PLAIN, STAGE, STAGES, TILE, Handover, WideConfig, WidePlan, make_plan
 from .wide_spare import SpareCtas, sums_shape
 from .wide_spare_plan import WARPS
 from .wide_split import SplitTiles
@@ -58,11 +60,11 @@ class Unit(NamedTuple):
     end_block: ir.Value
 
 
-class _Kernel(MultiplyWarps, SplitTiles, SpareCtas):
+class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
     """One CTA's program; what all its parts share is set in __init__."""
 
-    def __init__(self, ctx, plan: WidePlan, refs, has_bias: bool, wide_out: bool):
-        self.plan, self.has_bias, self.wide_out = plan, has_bias, wide_out
+    def __init__(self, ctx, plan: WidePlan, refs, has_bias: bool, wide_out: bool, eps: float):
+        self.plan, self.has_bias, self.wide_out, self.eps = plan, has_bias, wide_out, eps
         c, given = plan.config, list(refs)
 
         def take(count):
@@ -83,8 +85,14 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas):
         data_refs = take(n_w)
         self.global_scale = addresses(n_w)
         self.bias = addresses(n_w) if has_bias else []
+        if plan.handover.joins:
+            self.residual, self.norm_scale = addresses(2)
+        if plan.handover.normed:
+            (self.squares,) = addresses(1)
         counters = addresses(1) if plan.counters else []
         self.outs = addresses(len(plan.outs))
+        if plan.handover.joins:
+            self.x_out, self.squares_out = addresses(2)
         if plan.split_items:
             (self.counters,), (self.sums,) = counters, addresses(1)
         if plan.makes_h:
@@ -106,6 +114,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas):
         self.w_full = p.add(barriers, 16 * c.x_depth)
         self.w_empty = p.add(self.w_full, 8 * c.w_depth)
         self.w_base = p.add(self.base, plan.w_at)
+        self.inverse_ready = p.add(self.base, plan.inverse_at)
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)
         self.warp = p.uniform(p.shr(self.tid, 5))
@@ -124,6 +133,8 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas):
             for i in range(c.w_depth):
                 mem.barrier_init(p.add(self.w_full, 8 * i), 1)
                 mem.barrier_init(p.add(self.w_empty, 8 * i), 8)
+            if self.plan.handover.normed:
+                mem.barrier_init(self.inverse_ready, NORM_WARPS)
             mem.fence_barrier_init()
 
         p.when(p.eq(self.tid, 0), init)
@@ -133,6 +144,8 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas):
             pt.set_registers(LOAD_REGISTERS, up=False)
             p.when(p.eq(self.warp, 8), lambda: p.when(self.is_lane_0, self.load_x))
             p.when(p.eq(self.warp, 9), lambda: p.when(self.is_lane_0, self.load_weights))
+            if self.plan.handover.normed:
+                p.when(p.lt(9, self.warp), self.add_squares)
             p.warp_sync()
 
         def multiply():
@@ -265,8 +278,8 @@ def build(
     ranks: tuple[int, ...] = (),
     swiglu: bool = False,
     makes_h: bool = False,
-    units: bool = False,
-    gives_units: bool = False,
+    handover: Handover = PLAIN,
+    eps: float = 0.0,
 ):
     """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
     or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
@@ -274,11 +287,17 @@ def build(
     The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
     `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by s x A^T scale /
     EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one; or, if
-    `makes_h`, by A [rank_i, D] bf16, B, and LoRA's scaling float32 [1], each of all that have one. With `units` x comes
-    in unit order (fragment_order.py), with `gives_units` the result of `swiglu` has it.
+    `makes_h`, by A [rank_i, D] bf16, B, and LoRA's scaling float32 [1], each of all that have one.
+
+    Where `handover` says that the result joins the residual stream, that, float32 [M, r], and the norm's scale float32
+    [r] follow; the results are the residual stream, `wide_out`, and `wide_norm.joined_outs`. Where it says that x is of
+    such a norm, with `eps`, the sums of its squares follow.
     """
-    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, units, gives_units)
+    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, handover)
     outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.outs]
+    if handover.joins:
+        outs += joined_outs(plan)
+    written = len(outs)
     if plan.split_items:
         outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))
     if makes_h:
@@ -288,7 +307,7 @@ def build(
     def nvfp4_wide_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
-            _Kernel(ctx, plan, refs, has_bias, wide_out).run()
+            _Kernel(ctx, plan, refs, has_bias, wide_out, eps).run()
 
         body(*refs)
 
@@ -307,6 +326,6 @@ def build(
 
     def product(*operands):
         sync = [jnp.asarray(first_counters(plan.counters))] if plan.counters else []
-        return call(*operands, *sync)[: len(plan.outs)]
+        return call(*operands, *sync)[:written]
 
     return jax.jit(product)

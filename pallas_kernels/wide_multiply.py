@@ -1,11 +1,13 @@
 """The multiplying warps of the wide kernel (see wide_kernel.py): decode, wgmma, and the sums' way out."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
-from .fragment_order import unit_place
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
 from .swiglu import gated
@@ -14,6 +16,18 @@ from .wide_lora import LoraWarps
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
 
 BOTH = 3  # the named barrier of both warpgroups; each has one of its own
+
+
+class WayOut(NamedTuple):
+    """What becomes of this lane's four outputs of a row.
+
+    Attributes:
+      fetch: of a row what `store` needs, asked for early, as it comes from far.
+      store: of a row, that, and its sums of each weight: scales, biases and stores them, if the row is one.
+    """
+
+    fetch: Callable
+    store: Callable
 
 
 class MultiplyWarps(LoraWarps):
@@ -27,7 +41,9 @@ class MultiplyWarps(LoraWarps):
         plan, c = self.plan, self.plan.config
         warp = p.and_(self.warp, 3)
         group = p.shr(self.warp, 2)
-        fragments = UnitFragments if plan.units else TransposedFragments if plan.transposed else ForwardFragments
+        fragments = (
+            UnitFragments if plan.handover.units else TransposedFragments if plan.transposed else ForwardFragments
+        )
         self.fragments = fragments(self.lane, warp, group)
 
         def one(unit, carry):
@@ -54,11 +70,13 @@ class MultiplyWarps(LoraWarps):
             if plan.makes_h:
                 x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
                 acc = self.finish(x, acc)
-            store = self.output(r_tile, group, needs)
+            way_out = self.output(r_tile, group, needs)
+            if plan.handover.normed:
+                self.await_inverse()
             if unit.parts > 1:
-                self.add_up(unit, acc, group, first_row, store)
+                self.add_up(unit, acc, group, first_row, way_out)
             else:
-                self.store_rows(acc, group, first_row, store)
+                self.store_rows(acc, group, first_row, way_out)
             return [w, w_parity, x, x_parity]
 
         if c.promote and not plan.totals_in_registers:
@@ -164,7 +182,8 @@ class MultiplyWarps(LoraWarps):
 
     def needs(self, r_tile, group):
         """What outputs need besides sums, asked for before them, as it comes from far: the global scale and this lane's
-        biases of the warpgroup's weight; with `swiglu` gate's and up's."""
+        biases of the warpgroup's weight; with `swiglu` gate's and up's. Where the result joins the residual stream the
+        norm's scales follow."""
         plan = self.plan
         values = list(zip(self.global_scale, self.bias or self.outs * len(plan.r), map(p.i32, plan.r), strict=False))
         here, first = self.of_group(r_tile, group, values)
@@ -173,16 +192,16 @@ class MultiplyWarps(LoraWarps):
         for global_scale, bias, r in values if plan.swiglu else [here]:
             bias = mem.offset(bias, p.mul(p.minimum(column, p.sub(r, 4)), 4))
             found.append((mem.load_global_f32(global_scale), mem.load_global_f32x4(bias, 0) if self.has_bias else []))
-        return found
+        return found, self.norm_scale_of(column) if plan.handover.joins else []
 
     def column(self, first):
         """The first of this lane's four outputs, of 64 from `first` on."""
         return p.add(first, p.mul(p.and_(self.lane, 15), 4))
 
-    def output(self, r_tile, group, needs):
-        """A function (row, sums of each weight in `needs`) that scales, biases and stores this lane's four outputs of a
-        row, if `row` is one."""
+    def output(self, r_tile, group, needs) -> WayOut:
+        """The way out of this lane's four outputs of each row."""
         plan = self.plan
+        needs, norm_scale = needs
         values = list(zip(self.outs, map(p.i32, plan.r), strict=False))
         if plan.swiglu:
             values *= 2
@@ -194,25 +213,36 @@ class MultiplyWarps(LoraWarps):
         size = 4 if self.wide_out else 2
         put = pt.store_global_f32x4 if self.wide_out else pt.store_global_bf16x4
 
-        def store(row, *sums):
+        def fetch(row):
+            return self.residual_of(row, column)
+
+        def store(row, fetched, *sums):
             outputs = []
             for of_weight, factor, (_, bias) in zip(sums, factors, needs, strict=True):
                 values = [arith.mulf(s, factor) for s in of_weight]
+                values = self.divided(row, values) if plan.handover.normed else values
                 outputs.append([arith.addf(v, b) for v, b in zip(values, bias, strict=True)] if bias else values)
             values = [gated(*pair) for pair in zip(*outputs, strict=True)] if plan.swiglu else outputs[0]
-            known, start = arith.andi(exists, p.lt(row, plan.m)), mem.long_offset(out, row, p.mul(r, size))
-            if plan.gives_units:
-                for i in (0, 2):
-                    two = mem.offset(start, p.mul(unit_place(p.add(column, i)), size))
-                    pt.store_global_bf16x2(known, two, values[i : i + 2])
+            known = arith.andi(exists, p.lt(row, plan.m))
+            if plan.handover.joins:
+                self.join(known, row, column, values, fetched, norm_scale)
+            elif plan.handover.gives_units:
+                self.put_bf16(known, out, row, column, values)
             else:
-                put(known, mem.offset(start, p.mul(column, size)), values)
+                put(known, mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size)), values)
 
-        return store
+        return WayOut(fetch, store)
 
-    def store_rows(self, acc, group, first_row, store):
+    def fetch_rows(self, first_row, count: int, way_out: WayOut) -> list:
+        """What `store_rows` needs of the first rows of those from `first_row` on, if it needs any."""
+        if not self.plan.handover.joins:
+            return []
+        mine = p.add(first_row, p.shr(p.and_(self.tid, 127), 4))
+        return [way_out.fetch(p.add(mine, i)) for i in range(0, min(CHUNK, count), 8)]
+
+    def store_rows(self, acc, group, first_row, way_out: WayOut, fetched=()):
         """Sums of this warpgroup's rows from `first_row` on to shared memory and from there to the result, a chunk of
-        rows at a time. `store` is what `output` returns.
+        rows at a time. `fetched` is what `fetch_rows` gave, if it was called before.
 
         Sixteen lanes store the 64 outputs of a row. A warpgroup stores its own, or with `swiglu` both all rows'.
         """
@@ -225,6 +255,7 @@ class MultiplyWarps(LoraWarps):
         mine = [p.add(p.add(chunks, of_lane), at) for at in ((0, CHUNK * SUM_STRIDE) if plan.swiglu else (of_group,))]
         for first in range(0, end, CHUNK):
             rows, step = min(CHUNK, end - first), threads // 16
+            fetched = fetched or self.fetch_rows(p.add(first_row, first), rows, way_out)
             self.put_sums(acc, p.add(chunks, of_group), first, rows)
             sync()
             at_once = [[pt.load_shared_f32x4(p.add(at, i * SUM_STRIDE)) for at in mine] for i in range(0, rows, step)]
@@ -234,8 +265,9 @@ class MultiplyWarps(LoraWarps):
                 here = p.add(row, i * step)
                 if rows % step:  # eight rows, for sixteen
                     here = p.select(p.lt(p.add(first_mine, i * step), rows), here, plan.m)
-                store(here, *sums)
+                way_out.store(here, fetched[i] if fetched else [], *sums)
             sync()
+            fetched = []
 
     def group_sync(self, group):
         """Barrier of one warpgroup."""

@@ -16,6 +16,9 @@ STAGES = BLOCK // STAGE  # slots of x to one block of weights
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
+SLICE = 64  # columns of a row whose squares are added up where a norm is handed over: a warpgroup's outputs
+SLICE_ROWS = 32  # such sums come for whole groups of rows
+MOST_NORMED = 256  # rows whose sums two warps add up while the others multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +46,30 @@ class WideConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Handover:
+    """In which form x comes from the launch before, and the result goes to the one behind; plain arrays by default.
+
+    Attributes:
+      units: x comes in unit order (fragment_order.py).
+      normed: x comes from a kernel that `joins`, and what it is multiplied to is divided by its root mean square here.
+      joins: the result is added to the residual stream and goes out as a norm's x, not divided yet (wide_norm.py).
+      gives_units: that x, or the result of `swiglu`, goes out in unit order.
+    """
+
+    units: bool = False
+    normed: bool = False
+    joins: bool = False
+    gives_units: bool = False
+
+
+PLAIN = Handover()
+
+
+@dataclasses.dataclass(frozen=True)
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
     empty without any. With `swiglu` the weights are gate and up, and the result is silu(x W_gate^T) * (x W_up^T). With
-    `makes_h` A is an operand, and CTAs that have no tile compute x A^T; without, x A^T is. With `units` x comes in unit
-    order (fragment_order.py), with `gives_units` the result of `swiglu` goes out in it."""
+    `makes_h` A is an operand, and CTAs that have no tile compute x A^T; without, x A^T is."""
 
     m: int
     d: int
@@ -57,8 +79,7 @@ class WidePlan:
     ranks: tuple[int, ...] = ()
     swiglu: bool = False
     makes_h: bool = False
-    units: bool = False
-    gives_units: bool = False
+    handover: Handover = PLAIN
 
     @property
     def given_h(self) -> bool:
@@ -204,8 +225,19 @@ class WidePlan:
         return self.b_at + (TILE * self.b_stride if self.makes_h else 0)
 
     @property
+    def slice_rows(self) -> int:
+        """Rows of the sums of squares of a slice of columns."""
+        return -(-self.m // SLICE_ROWS) * SLICE_ROWS
+
+    @property
+    def inverse_at(self) -> int:
+        """A barrier, and behind it 1 / root mean square of each row, where x is `normed`."""
+        return self.barriers_at + 16 * (self.config.x_depth + self.config.w_depth)
+
+    @property
     def total(self) -> int:
-        return self.barriers_at + 16 * (self.config.x_depth + self.config.w_depth) + 1024  # 1024: to align the rings
+        of_norm = 16 + 4 * self.slice_rows if self.handover.normed else 0
+        return self.inverse_at + of_norm + 1024  # 1024: to align the rings
 
 
 def make_plan(
@@ -217,12 +249,11 @@ def make_plan(
     ranks: tuple[int, ...] = (),
     swiglu: bool = False,
     makes_h: bool = False,
-    units: bool = False,
-    gives_units: bool = False,
+    handover: Handover = PLAIN,
 ) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     ranks = tuple(ranks) if any(ranks) else ()
-    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, units, gives_units)
+    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, handover)
     if plan.ranks and (transposed or len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
         raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
@@ -248,12 +279,23 @@ def make_plan(
         raise ValueError(f"dx takes one weight at a time, got {len(r)}")
     if makes_h and not plan.ranks:
         raise ValueError("there are no adapters, of which spare CTAs could make x A^T")
-    if units and (transposed or d % UNIT):
-        raise ValueError(f"unit order is for the forward product and K in multiples of {UNIT}, got {d}")
-    if gives_units and (not swiglu or r[0] % UNIT):
-        raise ValueError(f"only swiglu's result goes out in unit order, N in multiples of {UNIT}; got {r}")
+    _check_handover(plan)
     if plan.total > SMEM_LIMIT:
         raise ValueError(f"{config} needs {plan.total} bytes of shared memory; limit {SMEM_LIMIT}")
     if makes_h:
         check_spare(plan.spare, plan.ranks)
     return plan
+
+
+def _check_handover(plan: WidePlan):
+    way, d, r = plan.handover, plan.d, plan.r
+    if way != PLAIN and plan.transposed:
+        raise ValueError(f"x and the result of dx are plain arrays, got {way}")
+    if (way.units or way.normed) and d % max(UNIT, SLICE):
+        raise ValueError(f"x in unit order or of a norm has K in multiples of {max(UNIT, SLICE)}, got {d}")
+    if way.normed and plan.m > MOST_NORMED:
+        raise ValueError(f"x of a norm has up to {MOST_NORMED} rows, got {plan.m}")
+    if way.joins and (plan.swiglu or len(r) != 1 or r[0] % SLICE):
+        raise ValueError(f"one weight joins the residual stream, of N in multiples of {SLICE}; got {r}")
+    if way.gives_units and (not (plan.swiglu or way.joins) or r[0] % UNIT):
+        raise ValueError(f"a norm's x or swiglu's result goes out in unit order, N in multiples of {UNIT}; got {r}")

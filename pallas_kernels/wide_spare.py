@@ -116,7 +116,7 @@ class SpareCtas:
 
         def of_a(row, _):
             (a,), local = pick(self.own_ranks(), row, [(a,) for a in self.a])
-            copy_row = copy_ordered if plan.units else copy
+            copy_row = copy_ordered if plan.handover.units else copy
             return copy_row(p.add(row, 8 * spare.eights), mem.wide_offset(a, local, 2 * plan.d))
 
         def copy_ordered(row, source):

@@ -26,8 +26,8 @@ class SplitTiles:
 
     plan: WidePlan
 
-    def add_up(self, unit, acc, group, first_row, store):
-        """The tile's outputs from this part's sums `acc` and the others'. `store` is what `output` returns."""
+    def add_up(self, unit, acc, group, first_row, way_out):
+        """The tile's outputs from this part's sums `acc` and the others'."""
         plan = self.plan
         if plan.config.promote and not plan.totals_in_registers:
             # In a variant whose warps went on with another tile while one of them was at its fence, totals in memory
@@ -42,12 +42,15 @@ class SplitTiles:
         for part in range(unit.parts):  # a branch each: which registers are its own must be known
 
             def one(part=part):
+                mine = self.eights(part)
+                own_row = p.add(first_row, 8 * mine.start)
+                fetched = self.fetch_rows(own_row, 8 * len(mine), way_out)
                 self.leave_sums(part, places, acc)
                 self.await_parts(counter, unit.parts, group)
                 total = self.all_parts(part, places, acc)
                 # its answer comes while rows are stored
                 seen_by = mem.count_if(self.is_first_of_group(), counter)
-                self.store_rows(total, group, p.add(first_row, 8 * self.eights(part).start), store)
+                self.store_rows(total, group, own_row, way_out, fetched)
                 # every part has stored and seen that all have
                 p.when(p.eq(seen_by, 2 * unit.parts - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
 

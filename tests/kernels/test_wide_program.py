@@ -11,7 +11,7 @@ import wide_emulator
 from pallas_kernels import inputs_kernel, layout, repack, wide, wide_plan, wide_spare
 from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.inputs_plan import make_inputs_plan
-from pallas_kernels.wide_plan import WideConfig, make_plan
+from pallas_kernels.wide_plan import PLAIN, Handover, WideConfig, make_plan
 
 SCALES = [np.float32(2688.0), np.float32(900.0)]
 
@@ -148,7 +148,7 @@ def test_x_at_by_ctas_without_a_tile_with_swiglu(monkeypatch):
     (WideConfig(32, 2, 1, 3, 2, promote=8), 30, 320, (128, 264), (32, 48)),
 ])  # fmt: skip
 def test_x_in_unit_order(plain_inputs, config, m, k, n, ranks):
-    ys, true, bounds = products(config, m, k, n, ranks, True, units=True)
+    ys, true, bounds = products(config, m, k, n, ranks, True, handover=Handover(units=True))
     for y, y_true, bound in zip(ys, true, bounds, strict=True):
         assert (np.abs(y - y_true) <= bound).all()
 
@@ -159,7 +159,7 @@ def test_x_in_unit_order(plain_inputs, config, m, k, n, ranks):
 ])  # fmt: skip
 def test_x_in_unit_order_by_a_by_ctas_without_a_tile(monkeypatch, config, m, k, n, ranks, resident):
     monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
-    ys, true, bounds = products(config, m, k, n, ranks, True, makes_h=True, units=True)
+    ys, true, bounds = products(config, m, k, n, ranks, True, makes_h=True, handover=Handover(units=True))
     for y, y_true, bound in zip(ys, true, bounds, strict=True):
         assert (np.abs(y - y_true) <= bound).all()
 
@@ -167,11 +167,50 @@ def test_x_in_unit_order_by_a_by_ctas_without_a_tile(monkeypatch, config, m, k, 
 def test_swiglu_gives_unit_order():
     of = WideConfig(32, 1, 1, 3, 2), 40, 512, (192, 192), (), True
     (plain,), *_ = products(*of, swiglu=True, wide_out=False)
-    (ordered,), *_ = products(*of, swiglu=True, gives_units=True, wide_out=False)
+    (ordered,), *_ = products(*of, swiglu=True, handover=Handover(gives_units=True), wide_out=False)
     np.testing.assert_array_equal(ordered, in_unit_order(plain))
 
 
-def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, units=False, gives_units=False, **more):
+@pytest.mark.parametrize("config, m, k, n, ranks, gives_units", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 512, 192, (), True),  # rows and outputs beyond the end
+    (WideConfig(64, 1, 2, 3, 2, promote=16), 50, 768, 128, (16,), False),
+    (WideConfig(160, 1, 3, 3, 2), 150, 1024, 128, (), True),  # parts of more rows than go out together
+    (WideConfig(32, 2, 2, 3, 2), 32, 512, 256, (32,), True),
+])  # fmt: skip
+def test_outputs_join_the_residual_stream(plain_inputs, config, m, k, n, ranks, gives_units):
+    rng = np.random.default_rng(1)
+    residual, scale = (1000 * rng.standard_normal(s).astype(np.float32) for s in ((m, n), n))
+    way = Handover(joins=True, gives_units=gives_units)
+    (flow, x, squares), (true,), (bound,) = products(
+        config, m, k, (n,), ranks, True, handover=way, handed=(residual, scale)
+    )
+    assert (np.abs(flow - residual - true) <= bound + 1e-7 * np.abs(true + residual)).all()
+    of_norm = (flow * scale).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(x, in_unit_order(of_norm) if gives_units else of_norm)
+    parts = (flow.astype(np.float64) ** 2).reshape(m, n // 64, 64).sum(-1)
+    np.testing.assert_allclose(squares[:, :m].T, parts, rtol=1e-6)
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, makes_h", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 1344, (136,), (), False),  # 21 slices, two groups of rows
+    (WideConfig(32, 1, 3, 3, 2), 100, 768, (136, 64), (32, 16), False),
+    (WideConfig(64, 1, 2, 3, 2, promote=16), 50, 704, (128,), (16,), True),
+])  # fmt: skip
+def test_x_of_a_norm_that_is_to_be_divided(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h):
+    """Rows of sizes far apart, as if `squares` had been those of a stream twice as large."""
+    if makes_h:
+        monkeypatch.setattr(wide_plan, "RESIDENT", {1: 5})
+    eps, sizes = 1e-2, np.float32(2.0) ** (np.arange(m) % 7)
+    squares = np.full((k // 64, -(-m // 32) * 32), np.nan, np.float32)
+    squares[:, :m] = np.random.default_rng(2).uniform(0.5, 1.5, (k // 64, m)) * sizes**2
+    inverse = 1 / np.sqrt(squares[:, :m].astype(np.float64).sum(0) / k + eps)[:, None]
+    of = {"makes_h": makes_h, "handover": Handover(normed=True, units=makes_h), "eps": eps, "handed": (squares,)}
+    ys, true, bounds = products(config, m, k, n, ranks, False, **of)
+    for y, y_true, bound in zip(ys, true, bounds, strict=True):
+        assert (np.abs(y - y_true * inverse) <= bound * inverse * 1.5).all()
+
+
+def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover=PLAIN, handed=(), **more):
     """What the program gives for random operands, and of each weight the true product and a bound of its error."""
     rng = np.random.default_rng(k + m)
     x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(ml_dtypes.bfloat16)  # gates of size 1
@@ -182,9 +221,13 @@ def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, units=Fa
         loras.append((a, rng.standard_normal((n_i, rank)).astype(ml_dtypes.bfloat16), 0.5) if rank else None)
     biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
     lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], ranks, loras, makes_h)
-    operands = [in_unit_order(x) if units else x, *lora, *(w.data.reshape(w.data.shape[0], -1) for w in weights)]
-    operands += [np.array([s]) for s in scales] + biases
-    plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h, units, gives_units)
+    operands = [
+        in_unit_order(x) if handover.units else x,
+        *lora,
+        *(w.data.reshape(w.data.shape[0], -1) for w in weights),
+    ]
+    operands += [np.array([s]) for s in scales] + biases + list(handed)
+    plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h, handover)
     ys = wide_emulator.run(plan, operands, bias, **more)
     all_true, bounds = [], []
     for i, weight in enumerate(weights):

@@ -18,6 +18,7 @@ from pallas_kernels import (
     wide_kernel,
     wide_lora,
     wide_multiply,
+    wide_norm,
     wide_spare,
     wide_split,
 )
@@ -181,7 +182,12 @@ def _make_tensor(m, mem):
             if m.now.mask.any():
                 mem.store_global_bf16x2(address, *values)
 
-    pt.store_global_bf16x2 = store_bf16x2
+    def store_f32(condition, address, value):
+        with m.now.only(m.now.mask & condition):
+            if m.now.mask.any():
+                mem.store_global_f32(address, value)
+
+    pt.store_global_f32, pt.store_global_bf16x2 = store_f32, store_bf16x2
     pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
     pt.store_global_f32x4, pt.store_global_bf16x4 = store_f32x4, store_bf16x4
     return pt
@@ -197,18 +203,21 @@ def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
-    kernels = wide_kernel, wide_multiply, wide_lora, wide_spare, wide_split, wide_fragments
+    kernels = wide_kernel, wide_multiply, wide_norm, wide_lora, wide_spare, wide_split, wide_fragments
     modules = *kernels, fragment_order, hidden, pick, swiglu
     return replaced(modules, names)
 
 
-def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
-    """The outputs [M, r_i], of several calls a list of them; `operands` are those of the function that
-    `wide_kernel.build` makes. The counters are zero after every call."""
+def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1, eps=0.0):
+    """The results, of several calls a list of them; `operands` are those of the function that `wide_kernel.build`
+    makes. The counters are zero after every call."""
     m = Machine(seed)
     dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
     refs = [_put(m, np.asarray(v)) for v in operands]
-    outs = [_put(m, np.full((plan.m, r), np.nan, dtype)) for r in plan.outs]
+    kinds = [((plan.m, r), dtype) for r in plan.outs]
+    if plan.handover.joins:
+        kinds += [(out.shape, out.dtype) for out in wide_norm.joined_outs(plan)]
+    outs = [_put(m, np.full(shape, np.nan, kind)) for shape, kind in kinds]
     exchange, results, ctas = [], [], plan.ctas
     if plan.counters:
         refs.append(sync := _put(m, first_counters(plan.counters)))
@@ -222,10 +231,10 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1):
         for _ in range(calls):
 
             def program():
-                wide_kernel._Kernel(None, plan, [*refs, *outs, *exchange, Ref(0)], has_bias, wide_out).run()
+                wide_kernel._Kernel(None, plan, [*refs, *outs, *exchange, Ref(0)], has_bias, wide_out, eps).run()
 
             m.launch(ctas, plan.config.share, 12, plan.total, program)
-            results.append([m.get(at, at.shape, dtype) for at in outs])
+            results.append([m.get(at, *kind) for at, kind in zip(outs, kinds, strict=True)])
             if plan.counters:
                 np.testing.assert_array_equal(m.get(sync, sync.shape, U32), first_counters(plan.counters))
     return results if calls > 1 else results[0]
