@@ -1,23 +1,26 @@
 """All that a decode step computes between two attentions, as one kernel or by calls: time a layer, beside its floor.
 
-    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8 64] [--rank 0 32]
+    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8 64] [--rank 0 32] [--layers 3]
 
 Layers follow each other in a jitted while loop, q of one as the attention's output of the next, with nothing between.
 `us` is the loop's wall time over layers and steps, `kernels_us` the kernels' own (CUPTI) and `matmuls_us` those that
-multiply by the weights among them; tb_per_s counts packed bytes over `us`. `error` is the largest difference of an
-output to the reference in plain JAX, over the output's root mean square.
+multiply by the weights among them, medians of five loops; `launches` names the last layer's kernels, each with its us;
+tb_per_s counts packed bytes over `us`. `error` is the largest difference of an output to the reference in plain JAX,
+over the output's root mean square. The L2 holds less than one layer's weights.
 """
 
 import argparse
-import collections
+import concurrent.futures
+import itertools
 import json
+import statistics
 import sys
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.fp4_layer import LAYERS, STEPS, turn_us, unit_scale
+from benchmarks.fp4_layer import STEPS, turn_us, unit_scale
 from benchmarks.fp4_matmul import random_weight
 from benchmarks.shapes import MODELS
 from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference
@@ -31,7 +34,7 @@ def shape_of(config):
     return config.hidden_size, config.intermediate_size, *(count * config.head_dim for count in heads)
 
 
-SHAPES = {name: shape_of(MODELS[f"qwen2.5-{name.lower()}"]) for name in LAYERS}
+SHAPES = {name: shape_of(MODELS[f"qwen2.5-{name.lower()}"]) for name in ("7B", "14B", "32B")}
 
 
 def random_projection(key, n, k, rank, biased=False):
@@ -81,10 +84,30 @@ def loop(x, residual, model, steps):
     return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, x, residual))[1:]
 
 
-def measure(name, m, rank, model):
-    hidden, inner, heads, kv = SHAPES[name]
+def inputs(name, m):
+    hidden, _, heads, _ = SHAPES[name]
     x = jax.random.normal(jax.random.key(m), (m, heads), jnp.bfloat16)
-    residual = jax.random.normal(jax.random.key(m + 1), (m, hidden))
+    return x, jax.random.normal(jax.random.key(m + 1), (m, hidden))
+
+
+def programs(name, m, model):
+    """`kernel`, `reference` and `loop`, compiled."""
+    operands = inputs(name, m)
+    one = [f.lower(*operands, *model[0]).compile() for f in (kernel, reference)]
+    return *one, loop.lower(*operands, model, STEPS).compile()
+
+
+def kernels_of(run):
+    """Each kernel of a run, in order, and its us; the loop's own left out."""
+    _, ran = profiler.measure(run, aggregate=False)()
+    return [
+        (name.removesuffix("_mosaic_gpu_kernel"), 1e3 * ms) for name, ms in ran if "nvfp4" in name or "inputs" in name
+    ]
+
+
+def measure(name, m, rank, model, compiled):
+    kernel, reference, loop = compiled
+    x, residual = inputs(name, m)
     made, again, true = (jax.tree.leaves(f(x, residual, *model[0])) for f in (kernel, kernel, reference))
     errors = [
         float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.sqrt(jnp.mean(b.astype(jnp.float32) ** 2)))
@@ -92,15 +115,18 @@ def measure(name, m, rank, model):
     ]
     last = jax.block_until_ready(loop(x, residual, model, STEPS))
     us = turn_us(lambda turns: loop(x, residual, model, turns)) / len(model)
-    _, kernels = profiler.measure(loop, aggregate=False)(x, residual, model, 2)
-    took = collections.Counter()
-    for ran, t in kernels:
-        if "nvfp4" in ran or "matmul_inputs" in ran:  # not the loop's own
-            took[ran] += t * 1e3 / (2 * len(model))
+    loops = [kernels_of(lambda: loop(x, residual, model, 2)) for _ in range(5)]
+    of_layer = len(loops[0]) // (2 * len(model))
+    hidden, inner, heads, kv = SHAPES[name]
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
     return {
         "model": name, "m": m, "rank": rank, "us": float(us), "tb_per_s": float(size / us * 1e-6),
-        "kernels_us": sum(took.values()), "matmuls_us": sum(t for ran, t in took.items() if "nvfp4" in ran),
+        "kernels_us": statistics.median(sum(t for _, t in ran) for ran in loops) / (2 * len(model)),
+        "matmuls_us": statistics.median(sum(t for n, t in ran if "nvfp4" in n) for ran in loops) / (2 * len(model)),
+        "launches": [
+            [n, round(statistics.median(ran[i][1] for ran in loops), 2)]
+            for i, (n, _) in enumerate(loops[0]) if i >= len(loops[0]) - of_layer
+        ],
         "error": max(errors), "same_again": all(bool((a == b).all()) for a, b in zip(made, again, strict=True)),
         "finite": all(bool(jnp.isfinite(v).all()) for v in last),
     }  # fmt: skip
@@ -109,21 +135,30 @@ def measure(name, m, rank, model):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--models", nargs="+", default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
+    parser.add_argument("--layers", type=int, default=3)
     args = parser.parse_args()
     rows = []
-    for name in args.models:
-        for rank in args.rank:
-            model = [random_layer(jax.random.key(layer), SHAPES[name], rank) for layer in range(LAYERS[name])]
-            for m in args.m:
-                row = measure(name, m, rank, model)
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        for name in args.models:
+            models = {
+                rank: [random_layer(jax.random.key(layer), SHAPES[name], rank) for layer in range(args.layers)]
+                for rank in args.rank
+            }
+            cases = list(itertools.product(args.rank, args.m))
+            compiled = [pool.submit(programs, name, m, models[rank]) for rank, m in cases]
+            for (rank, m), ready in zip(cases, compiled, strict=True):
+                row = measure(name, m, rank, models[rank], ready.result())
                 rows.append(row)
-                print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-            del model
-    with open(args.out, "w") as f:
-        json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+                printed = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "launches"}
+                print(json.dumps(printed), flush=True)
+                with open(args.out, "w") as f:
+                    json.dump(
+                        {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1
+                    )
+            del models, compiled
     return 0
 
 

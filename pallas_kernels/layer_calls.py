@@ -1,9 +1,9 @@
-"""What one decode step computes between two attentions for 17-256 rows: one or two launches for each matmul.
+"""What one decode step computes between two attentions for 9-256 rows: one or two launches for each matmul.
 
 The first makes what the matmul reads (inputs_kernel.py): x, and s x A^T of its adapters. The second multiplies: the
 streaming or the wide kernel, by the table; of gate and up it writes silu(gate) * up. Where the wide kernel has spare
-CTAs, these make s x A^T instead, and an x that is given needs no first launch. With fewer rows the streaming kernel's
-own LoRA is faster than a launch.
+CTAs, these make s x A^T instead, and an x that is given needs no first launch; nor does the norm before q, k and v,
+which is then a part of down's kernel and of theirs. Up to 8 rows all is one kernel (block_kernel.py).
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight.
 """
@@ -22,8 +22,7 @@ from .stream_plan import StreamConfig, make_plan
 from .variants import choose_prepared, spare_ctas_make_h
 from .wide_plan import PLAIN, Handover, WideConfig
 
-FEWEST_ROWS = 17
-UNIT_ROWS = 128  # of a tile of the wide kernel; larger ones hide decoding behind their products
+FEWEST_ROWS = 9
 
 
 class Call(NamedTuple):
@@ -87,7 +86,7 @@ def _handed_over(o: Call, gate_up: Call, down: Call, qkv: Call | None = None) ->
 
 
 def _gains_by_units(call: Call) -> bool:
-    return isinstance(call.config, WideConfig) and call.config.m_tile <= UNIT_ROWS
+    return isinstance(call.config, WideConfig)
 
 
 def _takes(call: Call) -> bool:

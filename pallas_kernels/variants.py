@@ -201,7 +201,7 @@ def choose_prepared(
     if m > STREAM_ROWS:
         return _wide("forward", m, k, n)
     with contextlib.suppress(ValueError):
-        return few_rows_config(m, k, n, ranks)
+        return few_rows_config(m, k, n, ranks, prepared=True)
     entry = config_for(m, k, n, swiglu=swiglu)
     is_measured = entry == TABLE.get((k, sum(n), _range(m), False))
     for config in (entry,) if is_measured else by_rule(_range(m), k, n, swiglu=swiglu):

@@ -5,7 +5,7 @@ H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide
 has not been measured. Where cuBLAS's own error asks for it, the fastest that promotes its sums. The order of
 additions for an output depends on how many CTAs split D alone (WideConfig.split): where a shape's ranges have split 1,
 or the same in one wave, a row's result is the same for all their M. Entries for 32 and 64 rows are of shapes where it
-is faster than the streaming kernel, in calls without adapters. With adapters a rule says where: see few_rows_config.
+is faster than the streaming kernel, in calls without adapters. Else a rule says where: see few_rows_config.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from .wide_plan import WideConfig, WidePlan, make_plan
 FEW_ROWS, RANGES = (32, 64), (128, 256, 1024, 4096)
 _ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_table.json").read_text())
 TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
-# Of a part of a tile, up to which this kernel with x A^T inside is faster than the streaming kernel, which has it made
-FEW_BLOCKS = 50
+# Of a part of a tile, up to which this kernel is faster than the streaming kernel: with x A^T inside than with x A^T
+# made before; and in a decode step, where x comes in unit order, with adapters and without
+FEW_BLOCKS, FEW_BLOCKS_PREPARED = 50, 80
 CLOCKS_PER_US, LAUNCH_US = 1750, 3.0
 
 
@@ -36,36 +37,40 @@ def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
 
 
 @functools.cache
-def few_rows_config(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = ()) -> WideConfig:
+def few_rows_config(
+    m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = (), prepared: bool = False
+) -> WideConfig:
     """The configuration for 17 to 64 rows, which the streaming kernel takes too; raises ValueError where that is the
-    faster, or where this kernel does not take the shape.
+    faster, or where this kernel does not take the shape. `prepared` says that kernels before make what it reads; then
+    it is for up to 64 rows.
 
-    With adapters this one is the faster where it makes x A^T itself (`_with_adapters`), and from 33 rows on, where
+    With adapters this one is the faster where it makes x A^T itself (`_with_few_blocks`), and from 33 rows on, where
     another launch has to, at the same shapes as without."""
-    limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
-    without = TABLE.get(("forward", k, sum(n), limit))
-    if not any(ranks):
-        config = without
+    limit = next((limit for limit in FEW_ROWS if (0 if prepared else limit // 2) < m <= limit), None)
+    measured = TABLE.get(("forward", k, sum(n), limit))
+    ruled = limit and _with_few_blocks(limit, k, n, ranks, FEW_BLOCKS_PREPARED if prepared else FEW_BLOCKS)
+    if any(ranks):
+        config = ruled or (measured if limit == FEW_ROWS[-1] else None)
     else:
-        config = (limit and _with_adapters(limit, k, n, ranks)) or (without if limit == FEW_ROWS[-1] else None)
-    if config is None:
+        config = measured or (ruled if prepared else None)
+    if not config:
         raise ValueError(f"M = {m}, K = {k}, N = {n} is for the streaming kernel")
     make_plan(m, k, n, False, config)
     return config
 
 
-def _with_adapters(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> WideConfig | None:
-    """The fastest cut, or one that a launch would not make up for, whose spare CTAs make x A^T in time, if all of its
-    tiles are split and a part is no longer than FEW_BLOCKS. Sums are promoted after an eighth of K, which is as long as
-    cuBLAS's chains are where it splits K the most, or after 64 steps."""
+def _with_few_blocks(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], most_blocks: int) -> WideConfig | None:
+    """The fastest cut, or one that a launch would not make up for, whose spare CTAs make x A^T in time, if there are
+    adapters; if all of its tiles are split and a part has no more blocks. Sums are promoted after an eighth of K, which
+    is as long as cuBLAS's chains are where it splits K the most, or after 64 steps."""
     promote = min(64, max(16, k // (16 * 8) // 8 * 8))
     plans = candidates("forward", m, k, n, (m,))
     for plan in plans:
         config = dataclasses.replace(plan.config, promote=promote)
         if clocks(plan) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
             break
-        few = plan.split_items == plan.items and plan.blocks <= FEW_BLOCKS * plan.parts
-        if few and makes_h_in_time(m, k, n, ranks, config):
+        few = plan.split_items == plan.items and plan.blocks <= most_blocks * plan.parts
+        if few and (not any(ranks) or makes_h_in_time(m, k, n, ranks, config)):
             return config
     return None
 

@@ -9,7 +9,7 @@ from jax import export
 
 from pallas_kernels import layout, repack, variants, wide_fragments, wide_kernel
 from pallas_kernels.stream_plan import StreamConfig
-from pallas_kernels.wide_plan import WideConfig, make_plan
+from pallas_kernels.wide_plan import PLAIN, Handover, WideConfig, make_plan
 from pallas_kernels.wide_split import SplitTiles
 from pallas_kernels.wide_variants import FEW_ROWS, RANGES, TABLE, wide_config
 
@@ -90,8 +90,8 @@ def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, m, d, r, ranks, 
     assert "mosaic_gpu" in lowered(config, m, d, r, False, True, False, ranks, makes_h)
 
 
-def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False):
-    kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out, ranks, makes_h=makes_h)
+def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False, handover=PLAIN, handed=()):
+    kernel = wide_kernel.build(m, d, r, config, dx, bias, wide_out, ranks, False, makes_h, handover, 1e-6)
     shape = jax.ShapeDtypeStruct
     sizes = [(d, r[0])] if dx else [(r_i, d) for r_i in r]
     args = [shape((m, d), jnp.bfloat16)]
@@ -105,6 +105,7 @@ def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False):
     args += [shape((1,), jnp.float32) for _ in r]
     if bias:
         args += [shape((r_i,), jnp.float32) for r_i in r]
+    args += [shape(size, jnp.float32) for size in handed]
     return export.export(kernel, platforms=["cuda"])(*args).mlir_module()
 
 
@@ -120,6 +121,31 @@ def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False):
 def test_what_a_plan_refuses(config, d, r, message):
     with pytest.raises(ValueError, match=message):
         make_plan(256, d, r, False, config)
+
+
+@pytest.mark.parametrize("handover, m, d, r, more, message", [
+    (Handover(units=True), 64, 512, (512,), {"transposed": True}, "of dx are plain"),
+    (Handover(units=True), 64, 480, (512,), {}, "K in multiples of 64"),
+    (Handover(normed=True), 257, 512, (512,), {}, "up to 256 rows"),
+    (Handover(joins=True), 64, 512, (512, 512), {}, "one weight joins"),
+    (Handover(joins=True), 64, 512, (96,), {}, "N in multiples of 64"),
+    (Handover(gives_units=True), 64, 512, (512,), {}, "goes out in unit order"),
+    (Handover(gives_units=True), 64, 512, (96, 96), {"swiglu": True}, "goes out in unit order"),
+])  # fmt: skip
+def test_what_cannot_be_handed_over(handover, m, d, r, more, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(m, d, r, more.pop("transposed", False), WideConfig(), handover=handover, **more)
+
+
+@pytest.mark.parametrize("r, handover", [
+    ((512,), Handover(units=True, joins=True, gives_units=True)),
+    ((384, 64, 64), Handover(units=True, normed=True)),
+])  # fmt: skip
+@pytest.mark.parametrize("config", [WideConfig(32, 1, 4, 6, 6, 24), WideConfig(256, 1, 3, 4, 4)])
+def test_kernels_that_share_a_norm_lower_for_cuda_without_a_gpu(config, r, handover):
+    bias, handed = (False, [(250, 512), (512,)]) if handover.joins else (True, [(16, 256)])
+    of = config, 250, 1024, r, False, bias, not bias
+    assert "mosaic_gpu" in lowered(*of, handover=handover, handed=handed)
 
 
 @pytest.mark.parametrize("config, m, r, clusters, split_items, parts", [
@@ -177,6 +203,11 @@ def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
         assert isinstance(variants.choose(*qkv, None, (256,) * 3), WideConfig) and not spare(*qkv, *[256] * 3)
         assert variants.lora_inside(64, 3584, (3584,), (32,))
         assert isinstance(variants.choose(64, 3584, (3580, 4)), StreamConfig)  # no multiples of 8
+        # in a decode step, where x comes in unit order, without adapters and for longer parts too
+        long = 27648, (5120,)
+        for m, ranks in ((9, (0,)), (64, (0,)), (32, (32,))):
+            assert isinstance(variants.choose_prepared(m, *long, ranks), WideConfig)
+        assert isinstance(variants.choose_prepared(64, 5120, (27648,) * 2, (32,) * 2, True), StreamConfig)
 
 
 def spare(m, k, n, *ranks, config=None):
