@@ -97,12 +97,10 @@ def programs(name, m, model):
     return *one, loop.lower(*operands, model, STEPS).compile()
 
 
-def kernels_of(run):
+def kernels_of(run, *operands):
     """Each kernel of a run, in order, and its us; the loop's own left out."""
-    _, ran = profiler.measure(run, aggregate=False)()
-    return [
-        (name.removesuffix("_mosaic_gpu_kernel"), 1e3 * ms) for name, ms in ran if "nvfp4" in name or "inputs" in name
-    ]
+    _, ran = profiler.measure(run, aggregate=False)(*operands)
+    return [(n.removesuffix("_mosaic_gpu_kernel"), 1e3 * ms) for n, ms in ran if "nvfp4" in n or "inputs" in n]
 
 
 def measure(name, m, rank, model, compiled):
@@ -115,7 +113,7 @@ def measure(name, m, rank, model, compiled):
     ]
     last = jax.block_until_ready(loop(x, residual, model, STEPS))
     us = turn_us(lambda turns: loop(x, residual, model, turns)) / len(model)
-    loops = [kernels_of(lambda: loop(x, residual, model, 2)) for _ in range(5)]
+    loops = [kernels_of(loop, x, residual, model, 2) for _ in range(5)]
     of_layer = len(loops[0]) // (2 * len(model))
     hidden, inner, heads, kv = SHAPES[name]
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
