@@ -1,4 +1,4 @@
-"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 8 rows, from 9
+"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 8 rows, from 17
 rows on by one or two for each matmul.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight, R LoRA's rank.
@@ -57,10 +57,10 @@ def between_attentions(
 
     Products are bfloat16's with float32 sums. Not rounded in between: what joins the residual stream. Up to 8 rows all
     of it is one kernel, in which neither gate and up are rounded, nor the norm before the division by the root of the
-    mean square, which follows the products; from 9 rows on one or two for each matmul (layer_calls.py).
+    mean square, which follows the products; from 17 rows on one or two for each matmul (layer_calls.py).
 
     Args:
-      x: bfloat16 [M, K], the attention's output, M up to 256.
+      x: bfloat16 [M, K], the attention's output, M up to 8 or from 17 to 256.
       residual: float32 [M, D].
       layer: the projections.
       norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.

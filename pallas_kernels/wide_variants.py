@@ -41,12 +41,11 @@ def few_rows_config(
     m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = (), prepared: bool = False
 ) -> WideConfig:
     """The configuration for 17 to 64 rows, which the streaming kernel takes too; raises ValueError where that is the
-    faster, or where this kernel does not take the shape. `prepared` says that kernels before make what it reads; then
-    it is for up to 64 rows.
+    faster, or where this kernel does not take the shape. `prepared` says that kernels before make what it reads.
 
     With adapters this one is the faster where it makes x A^T itself (`_with_few_blocks`), and from 33 rows on, where
     another launch has to, at the same shapes as without."""
-    limit = next((limit for limit in FEW_ROWS if (0 if prepared else limit // 2) < m <= limit), None)
+    limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
     measured = TABLE.get(("forward", k, sum(n), limit))
     ruled = limit and _with_few_blocks(limit, k, n, ranks, FEW_BLOCKS_PREPARED if prepared else FEW_BLOCKS)
     if any(ranks):

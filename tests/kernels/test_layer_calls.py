@@ -1,4 +1,4 @@
-"""What is between two attentions for 9 rows and more: which kernels run, and what they are given."""
+"""What is between two attentions for 17 rows and more: which kernels run, and what they are given."""
 
 import dataclasses
 import functools
@@ -34,12 +34,12 @@ from pallas_kernels.stream_plan import StreamConfig
 from pallas_kernels.wide_plan import WideConfig
 
 
-@pytest.mark.parametrize("rows", [9, 16, 17, 33, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("rows", [17, 33, 64, 65, 128, 129, 256])
 @pytest.mark.parametrize("name", SHAPES)
 def test_takes_the_models_shapes(name, rows):
     with compiling_for(90):
         assert takes_between_attentions(rows, jnp.bfloat16, shapes_of(name, 32))
-        assert not takes_between_attentions(257, jnp.bfloat16, shapes_of(name, 32))
+        assert not any(takes_between_attentions(m, jnp.bfloat16, shapes_of(name, 32)) for m in (9, 16, 257))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -59,7 +59,7 @@ def test_rings_make_room_for_adapters(name):
     assert shorter
 
 
-@pytest.mark.parametrize("rank, rows, launches", [(32, 9, 5), (32, 32, 5), (32, 64, 5), (8, 200, 5), (0, 64, 5)])
+@pytest.mark.parametrize("rank, rows, launches", [(32, 32, 5), (32, 64, 5), (8, 200, 5), (0, 64, 5)])
 def test_one_or_two_launches_for_each_matmul(rank, rows, launches):
     """Where x needs no order for wgmma, and x A^T is made by the kernel that multiplies, o, down, and q, k and v have
     one."""
@@ -210,7 +210,7 @@ def start(programs, name, rank, rows):
         ("7B", 0, 64),
         ("7B", 128, 100),
         ("14B", 64, 48),
-        ("14B", 32, 10),
+        ("14B", 32, 17),
         ("32B", 32, 64),
         ("32B", 32, 130),
     ],

@@ -205,7 +205,7 @@ def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
         assert isinstance(variants.choose(64, 3584, (3580, 4)), StreamConfig)  # no multiples of 8
         # in a decode step, where x comes in unit order, without adapters and for longer parts too
         long = 27648, (5120,)
-        for m, ranks in ((9, (0,)), (64, (0,)), (32, (32,))):
+        for m, ranks in ((17, (0,)), (64, (0,)), (32, (32,))):
             assert isinstance(variants.choose_prepared(m, *long, ranks), WideConfig)
         assert isinstance(variants.choose_prepared(64, 5120, (27648,) * 2, (32,) * 2, True), StreamConfig)
 
