@@ -153,8 +153,7 @@ class _Kernel(Sources):
 
 def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes: the `residual` stream [M, K], `x` [M, K], as it is or in unit order, or in fragment
-    order, and `h`, which is
-    s x A^T scale / EPILOGUE_FACTOR of all adapters [M, R]."""
+    order, and `h`, which is s x A^T scale / EPILOGUE_FACTOR of all adapters [M, R]."""
     outs = {}
     if plan.source == NORMED:
         outs["residual"] = jax.ShapeDtypeStruct((plan.m, plan.k), jnp.float32)
