@@ -95,7 +95,8 @@ def _takes(call: Call) -> bool:
     if not isinstance(call.config, WideConfig) or not call.reads_given:
         return False
     try:
-        wide_plan.make_plan(*call[:2], call.n, False, call.config, call.ranks, False, call.makes_h, call.handover)
+        of = call.config, call.ranks, call.swiglu, call.makes_h, call.handover
+        wide_plan.make_plan(call.m, call.k, call.n, False, *of)
     except ValueError:
         return False
     return True

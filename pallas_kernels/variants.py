@@ -5,8 +5,8 @@ kernel that was fastest on an H200, with `"lora": true` a better one for calls w
 (with) rank 32, from several runs. Without `us` it has not been measured as it stands: the fastest, with as much
 promotion as cuBLAS's own error asks for. Shapes outside it get what an estimate says (stream_variants.py). All M of
 one range use one configuration, so a row's result does not depend on M within 1-8, 9-16, 17-32, 33-64. More rows go to
-the wide kernel (wide_variants.py), and from 17 on those of a few shapes and of most with adapters; or, where it does
-not take the shape, through the streaming kernel 64 at a time.
+the wide kernel (wide_variants.py), and from 17 on those of a few shapes, and of most with adapters or in a decode step;
+or, where it does not take the shape, through the streaming kernel 64 at a time.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def describe() -> str:
     if at == 90:
         return (
             f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
-            f"{STREAM_ROWS}, wide above, from 17 on for small matrices and with adapters, and for gradients"
+            f"{STREAM_ROWS}, wide above, for gradients, and from 17 on in decoding, with adapters or small matrices"
         )
     return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
 

@@ -47,12 +47,14 @@ def few_rows_config(
     another launch has to, at the same shapes as without."""
     limit = next((limit for limit in FEW_ROWS if limit // 2 < m <= limit), None)
     measured = TABLE.get(("forward", k, sum(n), limit))
-    ruled = limit and _with_few_blocks(limit, k, n, ranks, FEW_BLOCKS_PREPARED if prepared else FEW_BLOCKS)
-    if any(ranks):
-        config = ruled or (measured if limit == FEW_ROWS[-1] else None)
+    rule = functools.partial(_with_few_blocks, limit, k, n, ranks, FEW_BLOCKS_PREPARED if prepared else FEW_BLOCKS)
+    if limit is None:
+        config = None
+    elif any(ranks):
+        config = rule() or (measured if limit == FEW_ROWS[-1] else None)
     else:
-        config = measured or (ruled if prepared else None)
-    if not config:
+        config = measured or (rule() if prepared else None)
+    if config is None:
         raise ValueError(f"M = {m}, K = {k}, N = {n} is for the streaming kernel")
     make_plan(m, k, n, False, config)
     return config
