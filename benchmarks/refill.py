@@ -7,7 +7,9 @@ from a distribution with a long tail (density ~ 1 / length^2, from --shortest to
 all have the mean length. Both go through the same compiled programs; ratio is the first rate over the second.
 
 Slots are in long completions most of the time: of those at work at a moment the mean length is sum l^2 / sum l, five
-times the mean. So full slots read more keys and values than with equal lengths, and are slower by that.
+times the mean. So full slots read more keys and values than with equal lengths, and are slower by that. A third run,
+of _WAVES times as many completions as slots, gives all of them the mean length of those at work: as much to read on
+average, and ratio_at_work is what slots of unequal lengths, refilled at unequal times, keep of that rate.
 
 The ratio has the end in it, when no sample waits any more and slots run empty one by one. It lasts as long as what is
 left of the longest sample in work, nearly --longest steps, however many prompts there were, and no order of samples
@@ -40,6 +42,8 @@ from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.requests import Statistics
 from qerl_jax.rollout.tail import default_tail_sizes
 
+_WAVES = 4
+
 
 def long_tailed(count: int, shortest: int, longest: int) -> list[int]:
     """Lengths at the middles of `count` equal parts of the distribution, in an order of their own."""
@@ -70,7 +74,9 @@ def run(engine: Engine, case: Case, lengths: list[int]) -> dict[str, Any]:
             full = dataclasses.replace(engine.statistics)
     seconds, done = time.perf_counter() - began, engine.statistics
     found = {"tokens_per_s": done.tokens / seconds, "occupancy": done.occupancy, "seconds": seconds}
-    if full is not None:
+    if full is None:
+        found["while_some_wait"] = None
+    else:
         found["while_some_wait"] = {
             "tokens_per_s": full.drawn / full.seconds,
             "occupancy": full.occupancy,
@@ -118,12 +124,18 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     run(engine, case, compiling(N, G, arguments.longest, arguments.tail_sizes))
     tail = result["long_tail"] = run(engine, case, lengths)
     yield result
-    waiting = tail.get("while_some_wait")
+    waiting = tail["while_some_wait"]
     equal = run(engine, case, [mean] * N)
-    yield result | {
+    result |= {
         "equal": equal,
         "ratio": tail["tokens_per_s"] / equal["tokens_per_s"],
         "ratio_while_some_wait": waiting and waiting["tokens_per_s"] / equal["tokens_per_s"],
+    }
+    yield result
+    alike = run(engine, case, [at_work] * min(N, _WAVES * result["slots"] // G))["while_some_wait"]
+    yield result | {
+        "equal_at_work": alike,
+        "ratio_at_work": waiting and alike and waiting["tokens_per_s"] / alike["tokens_per_s"],
     }
 
 

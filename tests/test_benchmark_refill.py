@@ -42,3 +42,7 @@ def test_both_runs_draw_what_they_should_and_long_tails_keep_slots_full(tmp_path
     assert (tail["prompts"], tail["prefills"]) == (24, 12)
     assert result["lengths"]["mean_at_work"] == round(sum(np.square(lengths)) / sum(lengths))
     assert result["slots"] == 4 and result["ratio"] > 0 and result["ratio_while_some_wait"] > 0
+    # Four waves of the four slots, of which the last is the end.
+    alike = result["equal_at_work"]
+    assert alike["occupancy"] == 1 and alike["steps"] >= 3 * (result["lengths"]["mean_at_work"] - 1)
+    assert result["ratio_at_work"] == pytest.approx(waiting["tokens_per_s"] / alike["tokens_per_s"])
