@@ -132,7 +132,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "ratio_while_some_wait": waiting and waiting["tokens_per_s"] / equal["tokens_per_s"],
     }
     yield result
-    alike = run(engine, case, [at_work] * min(N, _WAVES * result["slots"] // G))["while_some_wait"]
+    fewer = min(N, _WAVES * result["slots"] // G)  # prompts; as many completions may need programs of their own
+    run(engine, case, compiling(fewer, G, arguments.longest, arguments.tail_sizes))
+    alike = run(engine, case, [at_work] * fewer)["while_some_wait"]
     yield result | {
         "equal_at_work": alike,
         "ratio_at_work": waiting and alike and waiting["tokens_per_s"] / alike["tokens_per_s"],
