@@ -19,6 +19,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.fp4_matmul import random_weight
 from benchmarks.fp4_rows import MODELS
 from pallas_kernels import stream_kernel, variants
+from pallas_kernels.operands import number
 
 LAYERS, STEPS = 28, 20
 
@@ -27,7 +28,7 @@ def make_step(m, pdl):
     kernels = {}
     for k, n in MODELS["7B"]:
         kernels[k, n] = stream_kernel.build(m, k, (n,), variants.config_for(m, k, (n,)), pdl=pdl)
-    scale = stream_kernel.number(2688.0 * 64)
+    scale = number(2688.0 * 64)
 
     def linear(x, w):
         return kernels[w.k, w.n](x, w.data, scale)[0]

@@ -28,6 +28,7 @@ from benchmarks.fp4_matmul import CUBLAS, FEW_ROWS, device_us
 from benchmarks.fp4_rows import MODELS
 from benchmarks.fp4_wide_sweep import write_entries
 from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide, wide_plan
+from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 from pallas_kernels.wide_plan import WideConfig
 
@@ -141,7 +142,7 @@ def measure(programs: Programs, k: int, n: int, ms, configs_of, rng, timed: bool
             got = [np.asarray(sampled(ys[case], tried, columns), np.float64) for case in range(len(CASES))]
             return [float((np.abs(y - t) / s).max()) for y, t, s in zip(got, true, size, strict=True)]
 
-        count, few, scale = weights_of(m, k, n, 2), [x[:m] for x in xs], stream_kernel.number(1.0)
+        count, few, scale = weights_of(m, k, n, 2), [x[:m] for x in xs], number(1.0)
         plain, plain_operands = programs.get(("plain", m, k, n)), (few[:count], list(dense[:count]))
         theirs = errors(plain(*plain_operands))
         cublas_us = {"cublas_us": device_us(plain, *plain_operands) / count} if timed else {}

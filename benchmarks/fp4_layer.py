@@ -24,6 +24,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.fp4_matmul import random_weight
 from pallas_kernels import layout, stream_kernel, variants
+from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import StreamConfig
 
 # K and the N of each call's matrices; the first output of a call is the next call's x
@@ -40,7 +41,7 @@ def unit_scale(weight):
     """The global scale that keeps the size of x: so no call meets zeros or infinities."""
     sample = layout.KernelWeight(weight.data[:4], min(64, weight.n), weight.k)
     rms = jnp.sqrt(jnp.mean(layout.dequantize(sample, jnp.float32(1.0), jnp.float32) ** 2))
-    return stream_kernel.number(rms * np.sqrt(weight.k))
+    return number(rms * np.sqrt(weight.k))
 
 
 def make_model(name, rank):
@@ -57,7 +58,7 @@ def make_model(name, rank):
                      jax.random.normal(b, (n, rank), jnp.bfloat16) / rank**0.5, jnp.float32(1e-3))
                     for a, b, n in zip(keys[len(ns):], keys[2 * len(ns):], ns, strict=False)
                 ]  # fmt: skip
-            _, operands = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
+            operands = stream_kernel.lora_operands(loras, k)
             calls.append([*[w.data for w in weights], *map(unit_scale, weights), *operands])
         model.append(calls)
     return model

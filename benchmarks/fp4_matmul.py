@@ -28,7 +28,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.compiling import Programs
 from benchmarks.fp4_rows import MARLIN, MODELS, SPLITS, merged, print_row, summarize
 from pallas_kernels import KernelWeight, describe, fp4_matmul, fp4_matmul_dx, layout, variants
-from pallas_kernels.stream_plan import padded_rank
+from pallas_kernels.operands import padded_rank
 from qerl_jax.formats import PACKED
 
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]

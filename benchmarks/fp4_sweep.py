@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import layout, stream_kernel, variants
+from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import RESIDENT
 from pallas_kernels.stream_variants import by_rule
 
@@ -91,7 +92,7 @@ def main():
         columns = np.random.default_rng().integers(0, n, 96)
         for m in args.m:
             xs = list(jax.random.normal(jax.random.key(m), (len(weights), m, k), jnp.bfloat16))
-            scale = stream_kernel.number(2688.0)
+            scale = number(2688.0)
             for config in candidates(m, k, n, args.wgmma)[: args.limit]:
                 if time.time() - start > args.seconds:
                     break

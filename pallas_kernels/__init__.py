@@ -13,8 +13,8 @@ from .block import between_attentions, between_attentions_reference, takes_betwe
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .layer_part import LayerPart, Projection
 from .layout import KernelWeight, dequantize, repack, unpack
+from .operands import padded_rank
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
-from .stream_plan import padded_rank
 from .variants import compiling_for, describe, has_kernels, lora_inside
 
 __all__ = [

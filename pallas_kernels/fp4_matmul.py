@@ -13,8 +13,8 @@ from jax.custom_batching import custom_vmap
 
 from . import dequantized, stream_kernel, variants, wide
 from .layout import COLS, KernelWeight
+from .operands import all_biases, number, padded_ranks
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
-from .stream_plan import padded_rank
 from .wide_plan import WideConfig
 
 
@@ -153,7 +153,7 @@ def _base(route, out_dtype):
         if m == 0:
             return tuple(jnp.zeros((0, w.n), out_dtype) for w in weights)
         n = tuple(w.n for w in weights)
-        ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
+        ranks = padded_ranks(loras)
         variant = variants.choose(m, k, n, route.backend, ranks)
         if isinstance(variant, WideConfig):
             return tuple(wide.matmul_all(x, weights, scales, biases, variant, out_dtype, loras))
@@ -230,13 +230,10 @@ def _dx(route, wide_out=False):
 def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):
     """The streaming kernel, 64 rows at a time."""
     m, k = x.shape
-    columns = ((0, 0), (0, -k % COLS))
-    x = jnp.pad(x.astype(jnp.bfloat16), columns)
-    rest = [*[w.data for w in weights], *map(stream_kernel.number, scales)]
-    own = stream_kernel.all_biases(biases, [w.n for w in weights])
-    rest += own
-    ranks, lora_operands = stream_kernel.lora_operands(loras, columns)
-    rest += lora_operands
+    x = jnp.pad(x.astype(jnp.bfloat16), ((0, 0), (0, -k % COLS)))
+    own, ranks = all_biases(biases, [w.n for w in weights]), padded_ranks(loras)
+    rest = [w.data for w in weights] + [number(scale) for scale in scales] + own
+    rest += stream_kernel.lora_operands(loras, x.shape[1])
     parts = []
     for start in range(0, m, stream_kernel.MAX_ROWS):
         rows = x[start : start + stream_kernel.MAX_ROWS]

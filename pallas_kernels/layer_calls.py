@@ -19,6 +19,7 @@ from . import inputs_kernel, stream_kernel, wide, wide_plan
 from .inputs_plan import GIVEN, NORMED, make_inputs_plan
 from .layer_part import LayerPart, Projection, operands
 from .layout import COLS
+from .operands import all_biases
 from .stream_plan import StreamConfig, make_plan
 from .variants import choose_prepared, spare_ctas_make_h
 from .wide_plan import PLAIN, Handover, WideConfig
@@ -153,7 +154,7 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float,
     if call.makes_h:
         lora = [getattr(weight, name) for name in ("a", "b", "lora_scale") for weight in present]
     data, scales = [weight.data for weight in weights], [weight.scale for weight in weights]
-    biases = stream_kernel.all_biases([weight.bias for weight in weights], call.n)
+    biases = all_biases([weight.bias for weight in weights], call.n)
     ranks = call.ranks if present else ()
     if isinstance(call.config, WideConfig):
         of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h, call.handover, eps, handed

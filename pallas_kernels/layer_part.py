@@ -6,11 +6,9 @@ Letters: K inputs and N outputs of a weight, R LoRA's rank.
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .layout import KernelWeight
-from .stream_kernel import number
-from .stream_plan import padded_rank
+from .operands import adapter, number, padded_rank
 
 
 class Projection(NamedTuple):
@@ -59,8 +57,5 @@ def operands(projection: Projection) -> Weight:
     """The arrays as kernels take them."""
     lora: tuple[jax.Array | None, ...] = (None, None, None)
     if projection.lora is not None:
-        a, b, scaling = projection.lora
-        more = projection.rank - a.shape[0]
-        a, b = (v.astype(jnp.bfloat16) for v in (a, b))
-        lora = jnp.pad(a, ((0, more), (0, 0))), jnp.pad(b, ((0, 0), (0, more))), number(scaling)
+        lora = adapter(projection.lora, projection.weight.k)
     return Weight(projection.weight.data, number(projection.global_scale), projection.bias, *lora)

@@ -27,10 +27,11 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .counters import first_counters
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .operands import adapters
 from .pick import of_tile
 from .stream_compute import ComputeWarps
 from .stream_operands import Refs
-from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan, padded_rank
+from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan
 from .stream_slices import SliceWarps
 from .swiglu import gated
 
@@ -290,29 +291,9 @@ def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((plan.lora_slices * plan.lora_slice // 4,), jnp.float32)] if plan.computes_h else []
 
 
-def lora_operands(loras, columns):
-    """Padded ranks and the kernel's operands of (A [R, K], B [N, R], scaling) or None for each weight."""
-    present = [lora for lora in loras if lora is not None]
-    if not present:
-        return (), []
-    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
-    a, b, scalings = [], [], []
-    for a_RK, b_NR, scaling in present:
-        more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
-        a.append(jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), columns[1])))
-        b.append(jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))))
-        scalings.append(number(scaling))
-    return ranks, [*a, *b, *scalings, jnp.asarray(first_counters(COUNTERS))]
-
-
-def number(value) -> jax.Array:
-    """A number as the kernel takes it, float32 [1]. What is computed from it the kernel computes: every operation on a
-    scalar outside it would be a launch."""
-    return jnp.asarray(value, jnp.float32).reshape(1)
-
-
-def all_biases(biases, n) -> list[jax.Array]:
-    """Biases as the kernels take them: one in float32 for each weight, of n_i outputs, or none at all."""
-    if all(bias is None for bias in biases):
+def lora_operands(loras, k: int) -> list[jax.Array]:
+    """What the kernel takes of (A [R, K], B [N, R], scaling) or None for each weight, with A padded to k columns."""
+    if all(lora is None for lora in loras):
         return []
-    return [jnp.zeros(n_i) if bias is None else bias.astype(jnp.float32) for bias, n_i in zip(biases, n, strict=True)]
+    all_a, all_b, scalings = adapters(loras, k)
+    return [*all_a, *all_b, *scalings, jnp.asarray(first_counters(COUNTERS))]

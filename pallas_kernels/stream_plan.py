@@ -234,11 +234,6 @@ class Plan:
         return self.config.warps_n * self.config.tiles * (self.config.depth - 1) * QUAD_BYTES
 
 
-def padded_rank(rank: int) -> int:
-    """The kernel takes LoRA ranks 16 at a time."""
-    return -(-rank // ROWS) * ROWS
-
-
 def make_plan(
     m: int,
     k: int,

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 import jax
 
 from .block_plan import MAX_ROWS
-from .stream_plan import RESIDENT, StreamConfig, make_plan, padded_rank
+from .operands import padded_rank
+from .stream_plan import RESIDENT, StreamConfig, make_plan
 from .stream_variants import by_rule
 from .wide_plan import WideConfig
 from .wide_variants import few_rows_config, makes_h_in_time, wide_config

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from . import inputs_kernel, variants, wide_kernel
 from .inputs_plan import CHUNK, GIVEN, MAX_ROWS, InputsPlan
 from .layout import KernelWeight
-from .stream_kernel import all_biases, number
-from .stream_plan import padded_rank
+from .operands import adapters, all_biases, number, padded_ranks
 from .wide_plan import PLAIN, Handover, WideConfig
 
 
@@ -27,10 +26,9 @@ def matmul_all(
     x_MK = x_MK.astype(jnp.bfloat16)
     data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)
-    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
-    ranks = ranks if any(ranks) else ()
+    ranks = padded_ranks(loras)
     makes_h = variants.spare_ctas_make_h(*x_MK.shape, n, ranks, config)
-    lora = _lora_operands(x_MK, scales, ranks, loras, makes_h)
+    lora = _lora_operands(x_MK, scales, loras, makes_h)
     return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype, makes_h=makes_h)
 
 
@@ -50,7 +48,7 @@ def multiply(
     eps: float = 0.0,
     handed: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives for these ranks. With `swiglu`, of
+    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives. With `swiglu`, of
     gate and up, silu(gate) * up. See `wide_kernel.build` for the rest; `handed` are the operands of `handover`."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
@@ -60,15 +58,13 @@ def multiply(
     return [*(y.astype(out_dtype) for y in ys[: len(n)]), *ys[len(n) :]]
 
 
-def _lora_operands(x_MK, global_scales, ranks, loras, makes_h: bool) -> list[jax.Array]:
-    """What the kernel takes for adapters of these padded ranks: A, or one product x A^T for all of them, scaled so that
+def _lora_operands(x_MK, global_scales, loras, makes_h: bool) -> list[jax.Array]:
+    """What the kernel takes for adapters: A, or one product x A^T for all of them, scaled so that
     the weights' own scaling at the end makes it s x A^T; B of each; and, with A, their scalings."""
-    present = [(*lora, rank, scale) for lora, rank, scale in zip(loras, ranks, global_scales, strict=False) if rank]
-    all_a = [jnp.pad(a.astype(jnp.bfloat16), ((0, rank - a.shape[0]), (0, 0))) for a, _, _, rank, _ in present]
-    all_b = [jnp.pad(b.astype(jnp.bfloat16), ((0, 0), (0, rank - b.shape[1]))) for _, b, _, rank, _ in present]
-    scalings, scales = [number(s) for _, _, s, _, _ in present], [scale for *_, scale in present]
-    if makes_h or not present:
+    all_a, all_b, scalings = adapters(loras, x_MK.shape[1])
+    if makes_h or not all_a:
         return [*all_a, *all_b, *scalings]
+    scales = [scale for lora, scale in zip(loras, global_scales, strict=True) if lora is not None]
     return [_down(x_MK, all_a, scales, scalings), *all_b]
 
 

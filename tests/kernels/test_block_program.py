@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from random_weights import random_matrix
 
-from pallas_kernels import stream_kernel
 from pallas_kernels.block_kernel import Operands, Weight
 from pallas_kernels.block_plan import Part, make_block_plan
 from pallas_kernels.counters import first_counters
+from pallas_kernels.operands import number
 
 EPS = 1e-6
 
@@ -51,8 +51,8 @@ class Case:
         bias = self.rng.standard_normal(n).astype(np.float32) if part.biased[w] else None
         lora = (None,) * 3
         if rank:
-            lora = self.normal(rank, k, scale=k**-0.5), self.normal(n, rank), stream_kernel.number(0.5)
-        made = Weight(np.asarray(matrix.weight.data), stream_kernel.number(size), bias, *lora)
+            lora = self.normal(rank, k, scale=k**-0.5), self.normal(n, rank), number(0.5)
+        made = Weight(np.asarray(matrix.weight.data), number(size), bias, *lora)
         return matrix.values / np.float64(size), made
 
     def products(self, i, x):

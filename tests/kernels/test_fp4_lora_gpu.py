@@ -9,7 +9,8 @@ from random_weights import poison, random_matrix, swiglu
 
 from pallas_kernels import KernelWeight, fp4_matmul, fragment_order, inputs_kernel, stream_kernel, variants
 from pallas_kernels.inputs_plan import GIVEN
-from pallas_kernels.stream_plan import StreamConfig, make_plan, padded_rank
+from pallas_kernels.operands import number, padded_rank
+from pallas_kernels.stream_plan import StreamConfig, make_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ def _call(rng, m, k, ns, ranks, global_scales=None):
         )
         for r, n in zip(ranks, ns, strict=True)
     ]  # fmt: skip
-    _, operands = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
+    operands = stream_kernel.lora_operands(loras, k)
     return x, matrices, loras, [*(w.weight.data for w in matrices), *_scales(matrices), *operands]
 
 
@@ -135,7 +136,7 @@ def _prepared_operands(matrices, loras):
     """What the program of _start_prepared takes behind x."""
     present = [(*lora, w) for lora, w in zip(loras, matrices, strict=True) if lora is not None]
     all_a, all_b = [a for a, *_ in present], [b for _, b, *_ in present]
-    of_adapters = [*_scales([w for *_, w in present]), *(stream_kernel.number(s) for _, _, s, _ in present)]
+    of_adapters = [*_scales([w for *_, w in present]), *(number(s) for _, _, s, _ in present)]
     return [w.weight.data for w in matrices], _scales(matrices), all_a, all_b, of_adapters
 
 

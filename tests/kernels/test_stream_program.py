@@ -13,6 +13,7 @@ from random_weights import swiglu
 from pallas_kernels import layout, ptx, repack, stream_compute, stream_kernel, stream_plan
 from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.layout import EPILOGUE_FACTOR
+from pallas_kernels.operands import number, padded_ranks
 from pallas_kernels.stream_plan import StreamConfig, make_plan
 
 GLOBAL_SCALE = np.float32(2688.0)
@@ -41,7 +42,7 @@ class Case:
         self.h_and_b, all_h, all_b = [], [], []
         x = self.x.astype(np.float64)
         global_scales = np.float32(global_scales or [GLOBAL_SCALE] * len(n))
-        self.scales = list(map(stream_kernel.number, global_scales))
+        self.scales = list(map(number, global_scales))
         self.biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
         (data, values), tile = _matrix(), 0
         for i, (n_i, rank) in enumerate(zip(n, ranks or (0,) * len(n), strict=True)):
@@ -62,10 +63,10 @@ class Case:
             loras.append((a, b, 0.7) if rank else None)
             self.true.append(true)
             self.bound.append(bound)
-        padded, self.loras = stream_kernel.lora_operands(loras, ((0, 0), (0, 0)))
+        self.loras = stream_kernel.lora_operands(loras, k)
         if all_h:
             self.h_and_b = [np.concatenate(all_h, 1).astype(ml_dtypes.bfloat16), *all_b]
-        self.plan = make_plan(m, k, n, config, padded)
+        self.plan = make_plan(m, k, n, config, padded_ranks(loras))
 
     def run(self, prepared=False, **options):
         plan = dataclasses.replace(self.plan, prepared=prepared)

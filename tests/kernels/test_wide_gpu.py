@@ -12,7 +12,7 @@ from random_weights import CASES, adversarial, poison, random_matrix, swiglu
 from benchmarks import fp4_error
 from benchmarks.fp4_matmul import CUBLAS
 from pallas_kernels import fp4_matmul, fp4_matmul_dx, variants, wide
-from pallas_kernels.stream_plan import padded_rank
+from pallas_kernels.operands import padded_rank
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
 pytestmark = pytest.mark.gpu

@@ -220,7 +220,7 @@ def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover
         a = rng.standard_normal((rank, k)).astype(ml_dtypes.bfloat16)
         loras.append((a, rng.standard_normal((n_i, rank)).astype(ml_dtypes.bfloat16), 0.5) if rank else None)
     biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
-    lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], ranks, loras, makes_h)
+    lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], loras, makes_h)
     operands = [
         in_unit_order(x) if handover.units else x,
         *lora,

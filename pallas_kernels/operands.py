@@ -1,0 +1,49 @@
+"""What a kernel reads beside x and the weights: numbers, biases and adapters in the shapes that all kernels take.
+
+Letters: K inputs and N outputs of a weight, R LoRA's rank.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from .layout import ROWS
+
+
+def number(value) -> jax.Array:
+    """A number as the kernel takes it, float32 [1]. What is computed from it the kernel computes: every operation on a
+    scalar outside it would be a launch."""
+    return jnp.asarray(value, jnp.float32).reshape(1)
+
+
+def all_biases(biases, n: Sequence[int]) -> list[jax.Array]:
+    """One in float32 for each weight, of n_i outputs, or none at all."""
+    if all(bias is None for bias in biases):
+        return []
+    return [jnp.zeros(n_i) if bias is None else bias.astype(jnp.float32) for bias, n_i in zip(biases, n, strict=True)]
+
+
+def padded_rank(rank: int) -> int:
+    """Kernels take LoRA's ranks 16 at a time."""
+    return -(-rank // ROWS) * ROWS
+
+
+def padded_ranks(loras) -> tuple[int, ...]:
+    """Of (A, B, scaling) or None for each weight, 0 for None; () if none has one."""
+    ranks = tuple(0 if lora is None else padded_rank(lora[0].shape[0]) for lora in loras)
+    return ranks if any(ranks) else ()
+
+
+def adapter(lora, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A [R, K], B [N, R] and scaling as A [padded R, k] and B [N, padded R] in bfloat16, and the number."""
+    a_RK, b_NR, scaling = lora
+    more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
+    a_RK = jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), (0, k - a_RK.shape[1])))
+    return a_RK, jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))), number(scaling)
+
+
+def adapters(loras, k: int) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """All A, all B and all scalings of the weights that have an adapter."""
+    present = [adapter(lora, k) for lora in loras if lora is not None]
+    return [a for a, _, _ in present], [b for _, b, _ in present], [scaling for _, _, scaling in present]
