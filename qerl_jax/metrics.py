@@ -141,21 +141,26 @@ class LiveLine:
       total_steps: T.
       every: steps between plain lines where `stream` is no terminal (the first and the last are always shown).
       stream: where to write; standard output by default.
-      clock: seconds; the time left is the mean of the last 10 intervals between updates times the steps left.
+      clock: seconds. The time left is the steps left at the pace of the last 10 rollouts; the rows of one rollout,
+        which may be several, are expected together at its end.
     """
 
     def __init__(self, total_steps: int, every: int = 10, stream: TextIO | None = None, clock: Any = time.monotonic):
         self._total, self._every, self._clock = total_steps, every, clock
         self._stream = sys.stdout if stream is None else stream
         self._rewrites = self._stream.isatty()
-        self._ticks: list[float] = []
+        self._ticks: list[tuple[float, int]] = []  # when the rows of a rollout came, and the steps before them
+        self._rollout: Any = None
         self._line = ""
         self._first = True
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Shows the metrics row of a step that has just ended."""
-        self._ticks = [*self._ticks[-10:], self._clock()]
         step = int(row["step"])
+        rollout = row.get("rollout", step)
+        if rollout != self._rollout:
+            self._rollout = rollout
+            self._ticks = [*self._ticks[-10:], (self._clock(), step - 1)]
         self._line = self._text(row, step)
         if self._rewrites:
             self._draw()
@@ -191,9 +196,9 @@ class LiveLine:
                 parts.append(f"{label}{format(float(value), shown)}")
         if "perf/throughput" in row:
             parts.append(f"{float(row['perf/throughput']):,.0f} tokens/s")
-        if len(self._ticks) > 1:
-            pace = (self._ticks[-1] - self._ticks[0]) / (len(self._ticks) - 1)
-            parts.append(f"{duration(pace * (self._total - step))} left")
+        (began, first), (now, last) = self._ticks[0], self._ticks[-1]
+        if last > first:
+            parts.append(f"{duration((now - began) / (last - first) * (self._total - step))} left")
         return "  ".join(parts)
 
 

@@ -156,6 +156,19 @@ def test_live_line_on_a_terminal_is_rewritten_in_place(monkeypatch):
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("updates", [1, 4, 16])
+def test_the_time_left_is_that_of_rollouts_whose_rows_come_together(monkeypatch, updates):
+    monkeypatch.setenv("COLUMNS", "200")
+    now, stream = [0.0], Terminal()
+    line = LiveLine(160, stream=stream, clock=lambda: now[0])
+    for step in range(1, 97):
+        rollout = (step - 1) // updates
+        now[0] = 100.0 * updates * (rollout + 1)
+        line.update({"step": step, "rollout": rollout, **ROW})
+    line.close()
+    assert stream.getvalue().endswith(f"  {duration(100 * 64)} left\n")
+
+
 def test_live_line_fits_the_terminal_and_notes_stand_above_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     stream = Terminal()

@@ -14,7 +14,8 @@ from tiny import tiny_adapter, tiny_model
 from qerl_jax.models.transformer import in_turn
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl import update as update_module
-from qerl_jax.rl.correction import SamplerCorrection, correction_weights
+from qerl_jax.rl.advantages import advantages_by
+from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout_norms, sample_rollout, with_policies
@@ -155,9 +156,9 @@ def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
     settings = dataclasses.replace(UPDATE, old_logprobs="sampler", loss=LossSpec(epsilon=0.05, epsilon_high=0.05))
     _, metrics = update(state_of(), batch, settings)
     assert float(metrics["clip_ratio/region_mean"]) > 0
-    assert float(metrics["sampling/sampling_logp_difference/mean"]) == 0.0
     _, clean = update(state_of(), batch, UPDATE)
-    assert float(clean["sampling/sampling_logp_difference/mean"]) > 0.01
+    gaps = [float(found["sampling/sampling_logp_difference/mean"]) for found in (metrics, clean)]
+    assert gaps[0] == gaps[1] > 0.01  # between sampler and learner, whatever the ratio is of
 
 
 def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_clean():
@@ -191,14 +192,49 @@ def test_correction_weights_by_hand():
         ("token", "truncate", [2, 1, 1], 0.5),
         ("token", "mask", [0, 1, 1], 0.5),
         ("sequence", "truncate", [2, 2, 2], 1.0),
-        ("sequence", "mask", [0, 0, 3], 1.0),
+        ("sequence", "mask", [0, 0, 0], 1.0),
     ):
         weights, metrics = correction_weights(SamplerCorrection(level, mode, 2.0), learner, sampled, mask)
         np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
-        np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/max"], np.log(3), rtol=1e-6)
         if share is not None:
             name = "masked" if mode == "mask" else "truncated"
             np.testing.assert_allclose(metrics[f"sampling/{name}_fraction"], share)
+            applied = np.mean(expected[:2]) if level == "token" else expected[0]
+            np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], applied)
+    gap = gap_metrics(learner, sampled, mask)
+    np.testing.assert_allclose(gap["sampling/sampling_logp_difference/max"], np.log(3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode, weight", [("truncate", 2.0), ("mask", 0.0)])
+def test_a_row_whose_ratio_overflows_has_finite_weights_behind_its_end_too(mode, weight):
+    learner, mask = jnp.full((2, 4), 40.0), jnp.array([[True, True, True, False], [False] * 4])
+    weights, metrics = correction_weights(SamplerCorrection("sequence", mode), learner, jnp.zeros((2, 4)), mask)
+    np.testing.assert_array_equal(weights, [[weight] * 4, [1.0] * 4])
+    assert float(metrics["sampling/importance_sampling_ratio/mean"]) == weight  # of the one row that counts
+
+
+@pytest.mark.parametrize("wrong", [{"level": "tokens"}, {"mode": "cut"}, {"cap": 0.0}, {"cap": float("nan")}])
+def test_a_correction_that_does_not_exist(wrong):
+    with pytest.raises(ValueError, match="allowed"):
+        SamplerCorrection(**wrong)
+
+
+def test_advantages_of_a_whole_rollout_stay_with_its_parts():
+    """With scale_rewards batch the deviation is that of all completions of a rollout, as TRL takes it."""
+    by_batch = advantages_by("batch")
+    out, _ = sample_rollout(MODEL, None, PROMPTS, jax.random.key(2), jnp.int32(0), SETTINGS)
+    rewards = jnp.arange(12.0) ** 2
+    whole = make_batch(PROMPTS, out, rewards, jnp.int32(0), SETTINGS, by_batch)
+    of_four = dataclasses.replace(UPDATE, micro_batch_size=4)
+
+    def spy(logp, old_logp, ref_logp, advantages, mask):
+        return jnp.sum(advantages * logp * mask), {"seen": advantages[:, 0]}
+
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 4] if leaf.ndim else leaf, whole) for i in (0, 4, 8)]
+    seen = [update(state_of(), part, of_four, spy)[1]["seen"] for part in parts]
+    np.testing.assert_allclose(np.concatenate(seen), by_batch(rewards.reshape(3, 4)).reshape(-1), rtol=1e-6)
+    with pytest.raises(ValueError, match="the batch has advantages"):
+        update_step(state_of(), MODEL, whole, optimizer=SGD, settings=UPDATE, advantage_fn=by_batch)
 
 
 def test_masked_truncated_rows_still_count_in_their_group():

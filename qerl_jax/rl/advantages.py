@@ -21,7 +21,7 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
 
     Args:
       rewards_NG: rewards of N groups of G >= 2 completions.
-      scale_rewards: divide by the group's unbiased standard deviation, by the whole batch's, or not at all (Dr. GRPO).
+      scale_rewards: divide by the group's unbiased standard deviation, by that of all N * G, or not at all (Dr. GRPO).
 
     Returns:
       Advantages; exactly 0 in a group whose rewards are all equal.

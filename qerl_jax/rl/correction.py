@@ -5,10 +5,13 @@ removes the bias this brings (TRL's `vllm_importance_sampling_correction`). Dime
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+
+Level = Literal["none", "token", "sequence"]
+Mode = Literal["truncate", "mask"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,39 +22,57 @@ class SamplerCorrection:
       level: `none`; `token`, a weight per token; `sequence`, one per row from its summed difference.
       mode: a weight above `cap` is cut to it (`truncate`) or its tokens are dropped (`mask`).
       cap: largest weight.
+
+    Raises:
+      ValueError: an unknown level or mode, or a cap that is not above 0.
     """
 
-    level: Literal["none", "token", "sequence"] = "none"
-    mode: Literal["truncate", "mask"] = "truncate"
+    level: Level = "none"
+    mode: Mode = "truncate"
     cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("level", self.level, get_args(Level)), ("mode", self.mode, get_args(Mode))):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+        if not self.cap > 0:
+            raise ValueError(f"cap is {self.cap}; allowed: above 0")
+
+
+def gap_metrics(learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array) -> dict[str, jax.Array]:
+    """How far the learner's log-probabilities [B, C] are from the recorded ones, in nats, over active tokens."""
+    gap_BC = jnp.abs(jnp.where(mask_BC, learner_BC - sampled_BC, 0.0))
+    return {
+        "sampling/sampling_logp_difference/mean": gap_BC.sum() / jnp.maximum(mask_BC.sum(), 1),
+        "sampling/sampling_logp_difference/max": gap_BC.max(),
+    }
 
 
 def correction_weights(
     correction: SamplerCorrection, learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Weights [B, C] (constants, 1 at level none) and the metrics of the gap between learner and sampler.
+    """Weights [B, C] (constants, 1 at level none) and, at other levels, TRL's metrics of them: the mean of what is
+    applied, over active tokens or, at level sequence, over rows that have some; and the share of tokens above the cap.
 
     Args:
       correction: see `SamplerCorrection`.
       learner_BC, sampled_BC: full-vocabulary log-probabilities at the sampling temperature.
       mask_BC: active tokens.
     """
-    active = jnp.maximum(mask_BC.sum(), 1)
     gap_BC = jax.lax.stop_gradient(jnp.where(mask_BC, learner_BC - sampled_BC, 0.0))
-    metrics = {
-        "sampling/sampling_logp_difference/mean": jnp.abs(gap_BC).sum() / active,
-        "sampling/sampling_logp_difference/max": jnp.abs(gap_BC).max(),
-    }
     if correction.level == "none":
-        return jnp.ones_like(gap_BC), metrics
+        return jnp.ones_like(gap_BC), {}
     if correction.level == "sequence":
         gap_BC = jnp.broadcast_to(gap_BC.sum(1, keepdims=True), gap_BC.shape)
     ratio_BC = jnp.exp(gap_BC)
-    above_BC = (ratio_BC > correction.cap) & mask_BC
-    capped_BC = jnp.minimum(ratio_BC, correction.cap)
-    weights_BC = capped_BC if correction.mode == "truncate" else jnp.where(above_BC, 0.0, ratio_BC)
-    metrics |= {
-        "sampling/importance_sampling_ratio/mean": jnp.where(mask_BC, ratio_BC, 0.0).sum() / active,
-        f"sampling/{'masked' if correction.mode == 'mask' else 'truncated'}_fraction": above_BC.sum() / active,
+    masks, above_BC = correction.mode == "mask", ratio_BC > correction.cap
+    weights_BC = jnp.where(above_BC, 0.0 if masks else correction.cap, ratio_BC)
+    counted_BC = mask_BC
+    if correction.level == "sequence":  # once for each row
+        counted_BC = mask_BC & (jnp.cumsum(mask_BC, 1) == 1)
+    return weights_BC, {
+        "sampling/importance_sampling_ratio/mean": jnp.where(counted_BC, weights_BC, 0.0).sum()
+        / jnp.maximum(counted_BC.sum(), 1),
+        f"sampling/{'masked' if masks else 'truncated'}_fraction": (above_BC & mask_BC).sum()
+        / jnp.maximum(mask_BC.sum(), 1),
     }
-    return weights_BC, metrics

@@ -1,6 +1,7 @@
 """AdamW with warm-up, decay and global-norm clipping, built from optax."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -12,7 +13,8 @@ from qerl_jax.models.params import Adapter
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """TRL's names. `warmup_ratio` is the share of `total_steps` spent rising linearly from 0 to `learning_rate`."""
+    """TRL's names. `warmup_ratio` is the share of `total_steps`, rounded up as transformers does, spent rising
+    linearly from 0 to `learning_rate`."""
 
     learning_rate: float
     total_steps: int
@@ -27,7 +29,7 @@ class OptimizerSpec:
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay to 0."""
-    warmup = round(spec.warmup_ratio * spec.total_steps)
+    warmup = math.ceil(spec.warmup_ratio * spec.total_steps)
     rest = max(1, spec.total_steps - warmup)
 
     def schedule(step: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import optax
 
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
-from qerl_jax.rl.advantages import AdvantageFn, group_advantages
+from qerl_jax.rl.advantages import AdvantageFn
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
@@ -75,9 +75,15 @@ def sample_rollout(
 
 
 def make_batch(
-    prompts: Prompts, completions: Rollout, rewards_B: jax.Array, step: jax.Array, settings: StepSettings
+    prompts: Prompts,
+    completions: Rollout,
+    rewards_B: jax.Array,
+    step: jax.Array,
+    settings: StepSettings,
+    advantage_fn: AdvantageFn | None = None,
 ) -> Batch:
-    """Joins completions and rewards; the loss mask goes by length, never by the pad id."""
+    """Joins completions and rewards; the loss mask goes by length, never by the pad id. With `advantage_fn` the
+    advantages are of all these completions, whatever parts the batch is cut into."""
     G = settings.update.num_generations
     mask_BC = jnp.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
     if settings.mask_truncated_completions:
@@ -91,6 +97,7 @@ def make_batch(
         rewards=rewards_B,
         sampled_logps=completions.logps,
         rollout_step=step,
+        advantages=None if advantage_fn is None else advantage_fn(rewards_B.reshape(-1, G)).reshape(-1),
     )
 
 
@@ -131,7 +138,7 @@ def grpo_step(
     optimizer: optax.GradientTransformation,
     settings: StepSettings,
     loss_fn: LossFn | None = None,
-    advantage_fn: AdvantageFn = group_advantages,
+    advantage_fn: AdvantageFn | None = None,
 ) -> tuple[TrainState, Metrics]:
     """A whole on-policy RL step as one pure function: jit it with the keyword arguments bound, or vmap it over seeds.
 

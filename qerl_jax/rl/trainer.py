@@ -36,6 +36,7 @@ from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, decode_completions, sampling_engine
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import DRAWS, make_batch, reward_metrics, rollout_norms, with_policies
@@ -93,7 +94,8 @@ class _Run:
         self.norms_fn = jax.jit(functools.partial(rollout_norms, settings=settings))
         slots = self.config.generation.max_slots
         self.engine = sampling_engine(self.config, experiment.policy, settings.sampling, slots)
-        self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings))
+        advantage_fn = advantages_by(self.config.grpo.scale_rewards)
+        self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
         self.metrics_fn = jax.jit(reward_metrics)

@@ -20,7 +20,7 @@ import optax
 
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
-from qerl_jax.rl.correction import SamplerCorrection, correction_weights
+from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
 from qerl_jax.rl.micro_batches import Body, in_micro_batches, put
@@ -46,6 +46,7 @@ class Batch(flax.struct.PyTreeNode):
     prompt [B, P] int32 padded on the right, prompt_lengths [B]; completion [B, C], completion_lengths [B] (EOS
     included); mask [B, C], tokens that count; rewards [B]; sampled_logps [B, C], as the rollout recorded them;
     old_logps [B, C] or None, where the batch serves one update only; ref_logps [B, C] or None, where beta is 0;
+    advantages [B] or None, where they are a matter of this batch alone and not of a larger one that it is a part of;
     rollout_step [], the optimizer step at which the completions were drawn.
     """
 
@@ -59,6 +60,7 @@ class Batch(flax.struct.PyTreeNode):
     rollout_step: jax.Array
     old_logps: jax.Array | None = None
     ref_logps: jax.Array | None = None
+    advantages: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,10 @@ class UpdateSettings:
     correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
     length_buckets: int = 1
+
+    def __post_init__(self) -> None:
+        if self.old_logprobs not in ("learner", "sampler"):
+            raise ValueError(f"old_logprobs is {self.old_logprobs!r}; allowed: learner, sampler")
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
@@ -135,7 +141,7 @@ def update_step(
     optimizer: optax.GradientTransformation,
     settings: UpdateSettings,
     loss_fn: LossFn | None = None,
-    advantage_fn: AdvantageFn = group_advantages,
+    advantage_fn: AdvantageFn | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step; pure, so jit it with `donate_argnums=0`, or vmap it.
 
@@ -147,35 +153,38 @@ def update_step(
       settings: static choices.
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
         the default is `settings.loss`. With several micro-batches another costs a forward pass more than the default.
-      advantage_fn: rewards [N, G] -> advantages [N, G].
+      advantage_fn: rewards [N, G] -> advantages [N, G], of a batch that brings none; the default is
+        `group_advantages`.
 
     Returns:
       The next state and scalar metrics. If the loss or a gradient is not finite, the state comes back unchanged and
       metrics["nonfinite"] is 1.
 
     Raises:
-      ValueError: the batch cannot be cut into groups or micro-batches.
+      ValueError: the batch cannot be cut into groups or micro-batches, or brings advantages beside `advantage_fn`.
     """
     B = batch.completion.shape[0]
     for name, size in (("num_generations", settings.num_generations), ("micro_batch_size", settings.micro_batch_size)):
         if B % size:
             raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
     mask_BC = batch.mask.astype(bool)
-    advantages_B1 = advantage_fn(batch.rewards.reshape(-1, settings.num_generations)).reshape(B, 1)
+    if batch.advantages is not None and advantage_fn is not None:
+        raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
+    advantages = batch.advantages
+    if advantages is None:
+        advantages = (advantage_fn or group_advantages)(batch.rewards.reshape(-1, settings.num_generations))
+    advantages_B1 = advantages.reshape(B, 1)
     on_policy = state.step == batch.rollout_step
 
     def loss_of(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
         sampled, old, ref, advantages, mask = of_rows
         now = jax.lax.stop_gradient(logp)
-        if settings.old_logprobs == "sampler":
-            old = sampled
-        elif old is None:
-            old = now
-        else:  # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
-            old = jnp.where(on_policy, now, old)
+        # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
+        learner = now if old is None else jnp.where(on_policy, now, old)
+        old = sampled if settings.old_logprobs == "sampler" else learner
         weights, metrics = correction_weights(settings.correction, old, sampled, mask)
         loss, loss_metrics = loss_fn(logp, old, ref, advantages * weights, mask)
-        return loss, metrics | loss_metrics
+        return loss, gap_metrics(learner, sampled, mask) | metrics | loss_metrics
 
     def gradient(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> jax.Array:
         return jax.grad(loss_of, has_aux=True)(logp, of_rows, loss_fn)[0]

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
-from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment
 from qerl_jax.rl.update import Batch, TrainState, update_step
 from qerl_jax.rollout import Prompts, Rollout
@@ -27,12 +26,7 @@ def compiled_update(experiment: Experiment, state: TrainState, assemble: Callabl
       UserError: the device has less memory than it needs.
     """
     config = experiment.config
-    update = functools.partial(
-        update_step,
-        optimizer=experiment.optimizer,
-        settings=experiment.settings.update,
-        advantage_fn=advantages_by(config.grpo.scale_rewards),
-    )
+    update = functools.partial(update_step, optimizer=experiment.optimizer, settings=experiment.settings.update)
     batch = jax.eval_shape(assemble, *_shapes_of_an_update(config), state.step)
     program = jax.jit(update, donate_argnums=0).lower(state, experiment.policy.model, batch).compile()
     refuse_what_does_not_fit(program, config)
