@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -14,8 +15,12 @@ class Interrupted(KeyboardInterrupt):
 @contextlib.contextmanager
 def interrupt_flag() -> Iterator[list[bool]]:
     """A list that becomes non-empty on the first Ctrl-C; the second one stops at once. Updates donate their input, so
-    stopping inside one would lose the state."""
+    stopping inside one would lose the state. Outside the main thread, where Python delivers no signals, it stays
+    empty."""
     pressed: list[bool] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
 
     def handler(signum: int, frame: FrameType | None) -> None:
         if pressed:

@@ -14,9 +14,12 @@ import pytest
 
 from qerl_jax.cli import main
 from qerl_jax.data.dataset import load_dataset
+from qerl_jax.data.prompts import prompt_ids
+from qerl_jax.errors import UserError
 from qerl_jax.metrics import read_rows
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.rl.assembly import load_policy
 from qerl_jax.rollout import texts
 
 CONFIG = """\
@@ -207,6 +210,24 @@ def test_generate_with_another_adapter(trained, other_adapter, prompts, tmp_path
 def test_generate_of_a_model_has_lengths_that_fit_it(prompts):
     """The shipped policy has 128 positions, fewer than a model's usual 256 tokens of a completion."""
     assert "####" in run_main("generate", MODEL, "--greedy", "--prompt", prompts[0])
+
+
+def test_a_long_prompt_beside_another_one_leaves_it_its_length(prompts):
+    """Both have the model's 128 positions for themselves."""
+    ids = load_policy(MODEL, None, "auto").tokenizer
+    long = prompts[1]
+    while len(prompt_ids(ids, f"{long} a")) <= 126:
+        long += " a"
+    (alone,) = texts.generate_texts(MODEL, prompts[:1], greedy=True)
+    beside, cut = texts.generate_texts(MODEL, [prompts[0], long], greedy=True)
+    assert (beside.text, beside.finish_reason) == (alone.text, "eos")
+    assert cut.finish_reason == "length" and len(cut.ids) == 2
+
+
+@pytest.mark.parametrize("length", [0, 128])
+def test_a_length_that_leaves_nothing_is_refused(prompts, length):
+    with pytest.raises(UserError, match=f"max_completion_length is {length}; allowed: 1 or more, and less than"):
+        list(texts.generate_texts(MODEL, prompts, max_completion_length=length))
 
 
 def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained, prompts):

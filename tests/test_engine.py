@@ -324,6 +324,25 @@ def test_a_bad_request_is_named_and_the_others_run():
     assert len(found) == G + len(bad)
 
 
+@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize("wrong, message", [
+    ({"lengths": jnp.array([3, 0, 2])}, "prompt 1 is empty"),
+    ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
+    ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),
+])  # fmt: skip
+def test_a_rollout_of_bad_prompts_is_refused_whatever_way_it_would_go(most, wrong, message):
+    good = Prompts(jnp.ones((3, 4), jnp.int32), jnp.array([3, 4, 2]), jnp.arange(3))
+    with pytest.raises(ValueError, match=message):
+        engine(max_slots=most).rollout(ADAPTER, good.replace(**wrong), KEY, G)
+
+
+def test_numbers_of_slots_and_steps_begin_at_one():
+    with pytest.raises(ValueError, match="max_slots is 0; allowed: 1 or more"):
+        engine(max_slots=0)
+    with pytest.raises(ValueError, match="every is 0; allowed: 1 or more"):
+        list(engine().generate(ADAPTER, requests(), KEY, every=0))
+
+
 def test_memory_is_planned_by_hand():
     # Per position 2 (keys, values) x 2 layers x 2 heads x 8 x 4 bytes = 256; per slot 12 tokens x (256 + 12), logits
     # 16 x 61, and a copy of one layer's prompt 9 x 128; per row 9 x 256 + 32 x 4.

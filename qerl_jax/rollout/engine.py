@@ -38,6 +38,9 @@ class Engine:
 
     Attributes:
       statistics: what it has done.
+
+    Raises:
+      ValueError: `max_slots` below 1.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Engine:
         cache_bytes: int | None = None,
         tail_sizes: Sequence[int] | None = None,
     ) -> None:
+        if max_slots is not None and max_slots < 1:
+            raise ValueError(f"max_slots is {max_slots}; allowed: 1 or more, or None for as many as fit")
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
         self.max_slots, self.cache_bytes = max_slots, cache_bytes
         self.tail_sizes = default_tail_sizes() if tail_sizes is None else tail_sizes
@@ -79,11 +84,26 @@ class Engine:
     ) -> Rollout:
         """`qerl_jax.rollout.generate` for any number of prompts: in two programs where all samples fit at once.
 
-        `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length."""
-        N, G, C = prompts.tokens.shape[0], num_generations, self.settings.max_completion_length
+        `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length.
+
+        Raises:
+          ValueError: a prompt is empty, too long or has a token id outside the vocabulary; `prompts` are wider than
+            max_prompt_length; wrong limits.
+        """
+        (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
         if limits_N.shape != (N,) or not np.all((limits_N >= 1) & (limits_N <= C)):
             raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
+        if self.max_prompt_length < P:
+            raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
+        tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
+        requests = [
+            Request(row[:length].tolist(), G, int(place), int(limit))
+            for row, length, place, limit in zip(tokens, lengths, places, limits_N, strict=True)
+        ]
+        for number, request in enumerate(requests):
+            if (error := self._refusal(request)) is not None:
+                raise ValueError(f"prompt {number} {error}")
         if fewest_rows() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
             began = time.perf_counter()
             slots, new = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
@@ -99,16 +119,9 @@ class Engine:
             self.statistics.add(samples=N * G, started=N * G, prompts=N, prefills=1, chunks=1)
             self.statistics.add(seconds=time.perf_counter() - began)
             return out
-        tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
-        requests = [
-            Request(row[:length].tolist(), G, int(place), int(limit))
-            for row, length, place, limit in zip(tokens, lengths, places, limits_N, strict=True)
-        ]
         ids = np.full((N * G, C), self.settings.pad_token_id, np.int32)
         logps, ended = np.zeros((2, N * G, C), np.float32), np.zeros((2, N * G), np.int32)
         for done in self.generate(adapter, requests, key, norms=norms):
-            if done.error is not None:
-                raise ValueError(f"prompt {done.request} {done.error}")
             row, length = done.request * G + done.sample, len(done.ids)
             ids[row, :length], logps[0, row, :length] = done.ids, done.logps
             if done.truncated_logps is not None:
@@ -143,7 +156,12 @@ class Engine:
             (finish_reason "stop"), or None. It must not depend on ids behind that number.
           every: the steps of a chunk, at most 256, which None is; with a number the samples that go on are yielded too
             after each, as far as they are.
+
+        Raises:
+          ValueError: `every` below 1.
         """
+        if every is not None and every < 1:
+            raise ValueError(f"every is {every}; allowed: 1 or more steps, or None")
         good: dict[int, Request] = {}
         for number, request in enumerate(requests):
             error = self._refusal(request)

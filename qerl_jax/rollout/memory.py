@@ -97,7 +97,7 @@ def plan_slots(
         # an eighth ahead gives 93% of the rate that as many ahead as slots give, a quarter 97%, a half 99%.
         return min(prompts, slots + slots // 2)
 
-    slots = min(samples, max_slots or samples)
+    slots = samples if max_slots is None else min(samples, max_slots)
     while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:

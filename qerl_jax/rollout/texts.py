@@ -66,13 +66,13 @@ def generate_texts(
 ) -> Iterator[Answer]:
     """Yields the `n` completions of each prompt as they end; first the prompts that are refused, each alone.
 
-    A prompt's completions depend on the seed, its number and its text, never on the prompts around it.
+    A prompt's completions depend on the seed, its number and its text, but for rounding never on the prompts around it.
 
     Args:
       model_or_run: a run folder (its model, format and adapter are used), or a model as `load_model` takes it, whose
         weights stay in the format they are stored in.
       prompts: texts, or lists of messages.
-      max_completion_length: None is 256, or what the model's positions leave beside the longest prompt.
+      max_completion_length: None is 256, or what the model's positions leave beside the prompt.
       adapter: a PEFT folder; for a run, instead of its own.
       greedy: take the most likely token each time; the sampling options are then ignored.
       stop: texts that end a completion, found across the borders of tokens.
@@ -133,16 +133,17 @@ def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]]
 def _encode(
     policy: Policy, prompts: list[Any], n: int, max_completion_length: int | None
 ) -> tuple[list[Request], int, dict[int, str]]:
-    """The requests of the prompts that can be answered, the most tokens of a completion, and the others' errors."""
+    """The requests of the prompts that can be answered, the most tokens of any completion, and the others' errors."""
     positions = policy.model.config.max_position_embeddings
-    if max_completion_length is not None and max_completion_length >= positions:
+    if max_completion_length is not None and not 1 <= max_completion_length < positions:
         raise UserError(
-            f"max_completion_length is {max_completion_length}; allowed: less than the model's {positions} positions, "
-            "so that a prompt fits too"
+            f"max_completion_length is {max_completion_length}; allowed: 1 or more, and less than the model's "
+            f"{positions} positions, so that a prompt fits too"
         )
-    room = positions - (max_completion_length or 1)
+    room = positions - (1 if max_completion_length is None else max_completion_length)
     requests: list[Request] = []
     errors: dict[int, str] = {}
+    longest = 0
     for number, prompt in enumerate(prompts):
         try:
             text = prompt_text(policy.tokenizer, prompt)
@@ -158,6 +159,7 @@ def _encode(
                 f"{positions - room} are for the completion); it begins {text[:60]!r}"
             )
         else:
-            requests.append(Request(ids, n, number))
-    longest = max((len(request.prompt) for request in requests), default=0)
-    return requests, max_completion_length or min(_LENGTH, positions - longest), errors
+            limit = min(_LENGTH, positions - len(ids)) if max_completion_length is None else max_completion_length
+            requests.append(Request(ids, n, number, limit))
+            longest = max(longest, limit)
+    return requests, longest, errors

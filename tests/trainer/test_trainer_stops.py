@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from training_runs import config_in, reward_file, train
 from qerl_jax import cli
 from qerl_jax.config import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.interrupt import interrupt_flag
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.rl import trainer
 
@@ -220,3 +222,17 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     reward_file(tmp_path, COUNTED + "    return scores\n")
     train(config, run)
     assert differences(run, finished) == []
+
+
+def test_in_another_thread_ctrl_c_is_left_to_the_main_one():
+    """Python lets no other thread ask for a signal."""
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def run():
+        with interrupt_flag() as pressed:
+            found.append((list(pressed), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [([], before)]
