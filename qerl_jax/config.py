@@ -112,7 +112,8 @@ class SamplerCorrection:
 
 @dataclass(frozen=True, config=_FROZEN)
 class GrpoOptions:
-    """The policy-gradient objective and how often a rollout is used."""
+    """The policy-gradient objective and how often a rollout is used. `beta` weighs the KL divergence from the base
+    without any adapter, also where `lora.adapter` is what a run starts from."""
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
     beta: NotNegative = 0.0

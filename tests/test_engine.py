@@ -327,6 +327,7 @@ def test_a_bad_request_is_named_and_the_others_run():
 @pytest.mark.parametrize("most", [None, 2])
 @pytest.mark.parametrize("wrong, message", [
     ({"lengths": jnp.array([3, 0, 2])}, "prompt 1 is empty"),
+    ({"lengths": jnp.array([3, 5, 2])}, r"prompts have 4 token slots, and lengths \[3, 5, 2\]"),
     ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
     ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),
 ])  # fmt: skip

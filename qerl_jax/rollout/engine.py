@@ -97,6 +97,8 @@ class Engine:
         if self.max_prompt_length < P:
             raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
+        if not np.all(lengths <= P):
+            raise ValueError(f"prompts have {P} token slots, and lengths {lengths.tolist()}")
         requests = [
             Request(row[:length].tolist(), G, int(place), int(limit))
             for row, length, place, limit in zip(tokens, lengths, places, limits_N, strict=True)
