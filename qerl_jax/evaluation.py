@@ -41,8 +41,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     """
     options = config.evaluation
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
-    dataset = load_dataset(options.eval_dataset, split="eval", seed=seed)
-    examples = [dataset[i] for i in range(min(options.num_problems, len(dataset)))]
+    examples = held_out(config, seed)
     prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
     batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
@@ -63,6 +62,12 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
         for example, text in zip(examples[:_SAMPLES], texts, strict=False)
     ]
     return results
+
+
+def held_out(config: Config, seed: int) -> list[dict[str, Any]]:
+    """The problems of an evaluation: rows of its data set."""
+    dataset = load_dataset(config.evaluation.eval_dataset, split="eval", seed=seed)
+    return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
 
 
 def evaluate_run(run: Path, seed: int) -> dict[str, Any]:

@@ -4,13 +4,13 @@ Runs in the training process for built-in functions and in the worker program fo
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.rewards.functions import RewardFunction
 
-_ARGUMENTS = ("prompts", "completions", "completion_ids")
+ARGUMENTS = ("prompts", "completions", "completion_ids")
 # Beyond it the squares of a group's standard deviation leave float32's range.
 LARGEST = 1e15
 
@@ -31,33 +31,50 @@ def call(
         the columns that it names.
 
     Raises:
-      UserError: a column that the function needs is missing, or the result is not a list of finite numbers and None,
-        one for each completion.
+      UserError: see `accepted` and `checked`.
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    arguments = given | _accepted(spec, function, columns)
+    arguments = given | {name: columns[name] for name in accepted(spec, function, list(columns))}
     return checked(spec, function(**arguments), len(completions))
 
 
-def _accepted(spec: str, function: RewardFunction, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C have no signature to read
-        return columns
-    for parameter in parameters:
-        needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
+def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> list[str]:
+    """Those of a data set's columns that the function takes.
+
+    Raises:
+      UserError: it does not take `ARGUMENTS`, one of them is the name of a column too, or a column that it needs is
+        missing.
+    """
+    taken = [name for name in ARGUMENTS if name in columns]
+    if taken:
+        raise UserError(
+            f"column {taken[0]!r} has the name of what every reward function is given ({', '.join(ARGUMENTS)}); call "
+            "the column something else"
         )
-        if needed and parameter.name not in _ARGUMENTS and parameter.name not in columns:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C have no signature to read
+        return list(columns)
+    by_name = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    for name, parameter in by_name.items():
+        if parameter.default is parameter.empty and name not in (*ARGUMENTS, *columns):
             raise UserError(
-                f"reward function {spec!r} needs a column {parameter.name!r}{nearest(parameter.name, columns)}; the "
-                f"data set has {', '.join(sorted(columns)) or 'no columns besides prompt'}"
+                f"reward function {spec!r} needs a column {name!r}{nearest(name, columns)}; the data set has "
+                f"{', '.join(sorted(columns)) or 'no columns besides prompt'}"
             )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return columns
-    names = {parameter.name for parameter in parameters}
-    return {name: values for name, values in columns.items() if name in names}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return list(columns)
+    missing = [name for name in ARGUMENTS if name not in by_name]
+    if missing:
+        raise UserError(
+            f"reward function {spec!r} does not take {', '.join(missing)}; expected (prompts, completions, "
+            "completion_ids, and the columns that it reads or **columns)"
+        )
+    return [name for name in columns if name in by_name]
 
 
 def checked(spec: str, values: Any, count: int) -> list[float | None]:

@@ -134,15 +134,7 @@ class RewardFunctions:
         Raises:
           UserError: a function failed (see `qerl_jax.rewards.calling` and `qerl_jax.rewards.pool`), or none applies.
         """
-        repeated = [example for example in examples for _ in range(num_generations)]
-        prompts = [example["prompt"] for example in repeated]
-        completions: list[Any] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        keys = dict.fromkeys(key for example in examples for key in example if key != "prompt")
-        columns = {key: [example.get(key) for example in repeated] for key in keys}
-        batch = prompts, completions, ids, columns
+        batch = _batch([example for example in examples for _ in range(num_generations)], texts, ids)
         scores: dict[str, list[float | None]] = {}
         try:
             for worker in self._workers.values():
@@ -158,6 +150,23 @@ class RewardFunctions:
             raise
         return combine({title: scores[title] for title in self._names}, self._weights)
 
+    def check(self, examples: Sequence[dict[str, Any]], name: str) -> None:
+        """Refuses a data set that the functions cannot score, before anything is sampled: the columns by the
+        functions' signatures, and every row by the built-in functions.
+
+        Raises:
+          UserError: naming the data set `name`, and the row (from 0) where it is one.
+        """
+        prompts, completions, ids, columns = _batch(examples, [""] * len(examples), [[] for _ in examples])
+        try:
+            for function in self._names.values():
+                if function.builtin:
+                    call(function.spec, BUILTIN[function.spec], prompts, completions, ids, columns)
+            for worker in self._workers.values():
+                worker.check(list(columns))
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+
     def close(self) -> None:
         """Ends the workers."""
         for worker in self._workers.values():
@@ -170,6 +179,19 @@ class RewardFunctions:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _batch(
+    examples: Sequence[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> tuple[list[Any], list[Any], list[list[int]], dict[str, list[Any]]]:
+    """Prompts, completions, their ids and columns, as reward functions take them, of one example for each text."""
+    prompts = [example["prompt"] for example in examples]
+    completions: list[Any] = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
+    return prompts, completions, ids, {name: [example.get(name) for example in examples] for name in names}
 
 
 def _titles(names: list[RewardName]) -> list[str]:

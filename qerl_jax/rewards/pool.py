@@ -121,7 +121,17 @@ class Worker:
         """Starts scoring a batch; its deadline runs from here (after the user's module has been imported)."""
         self.ready()
         self._rows = len(completions)
-        self._send((self.timeout, (prompts, completions, ids, columns)), self.timeout)
+        self._send((self.timeout, "call", (prompts, completions, ids, columns)), self.timeout)
+
+    def check(self, columns: list[str]) -> None:
+        """Holds a data set's columns against the function's signature.
+
+        Raises:
+          UserError: see `qerl_jax.rewards.calling.accepted`.
+        """
+        self.ready()
+        self._send((self.timeout, "accepted", (columns,)), self.timeout)
+        self._receive("on the names of the columns")
 
     def ready(self) -> None:
         """Waits until the user's module is imported; starts a new program in place of one that ended.

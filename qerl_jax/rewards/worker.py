@@ -3,9 +3,10 @@
     python -m qerl_jax.rewards.worker STACK_FD
 
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
-the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, then calls. What the
-user's code prints goes to stderr. While a call runs, a watchdog that needs no interpreter lock ends the process at the
-deadline and leaves the stack of every thread in the file STACK_FD; so no worker outlives a parent that was killed.
+the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, then calls, or data
+sets' columns to be held against the function's signature. What the user's code prints goes to stderr. While a call
+runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves the stack of every thread in
+the file STACK_FD; so no worker outlives a parent that was killed.
 """
 
 import faulthandler
@@ -17,7 +18,7 @@ from typing import Any
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
-from qerl_jax.rewards.calling import call
+from qerl_jax.rewards.calling import accepted, call
 from qerl_jax.rewards.loading import load_function
 
 
@@ -49,10 +50,11 @@ def main() -> None:
     answer(load, load_timeout)
     while True:
         try:
-            timeout, arguments = channel.read(requests)
+            timeout, kind, arguments = channel.read(requests)
         except EOFError:
             return
-        answer(lambda arguments=arguments: call(name.spec, function, *arguments), timeout)
+        action = {"call": call, "accepted": accepted}[kind]
+        answer(lambda action=action, arguments=arguments: action(name.spec, function, *arguments), timeout)
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
