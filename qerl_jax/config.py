@@ -17,7 +17,7 @@ from qerl_jax.config_checks import conflicts, options_without_effect
 from qerl_jax.config_errors import render_validation_error
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import FormatName, KVCacheDtype
-from qerl_jax.recipes import Source, read_recipe, write_yaml
+from qerl_jax.recipes import Recipe, Source, read_recipe, write_yaml
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
 CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
@@ -257,7 +257,9 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
     """Reads a YAML file, or a shipped recipe by its name, with `section.option=value` overrides (values are YAML).
 
     Null values with a meaning are filled in: run.output_dir becomes runs/<name of the file>, and
-    grpo.steps_per_generation becomes gradient_accumulation_steps.
+    grpo.steps_per_generation becomes gradient_accumulation_steps. The config.yaml of a run folder, which has that run's
+    checkpoints beside it, means the folder that it lies in, however the folder was called when the run began; only an
+    override of run.output_dir names another.
 
     Raises:
       UserError: the file cannot be read, or one line for each option that is unknown, has a value that is not
@@ -276,9 +278,16 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
         _delete(values, option)
     if problems:
         raise UserError("\n".join(problems))
-    values["run"]["output_dir"] = config.run.output_dir or str(Path("runs") / recipe.name)
+    values["run"]["output_dir"] = _output_dir(config, recipe)
     values["grpo"]["steps_per_generation"] = config.steps_per_generation
     return config_from_dict(values)
+
+
+def _output_dir(config: Config, recipe: Recipe) -> str:
+    given = recipe.sources.get("run.output_dir")
+    if recipe.run is not None and not (given is not None and given.override):
+        return str(recipe.run)
+    return config.run.output_dir or str(Path("runs") / recipe.name)
 
 
 def config_from_dict(values: dict[str, Any], sources: dict[str, Source] | None = None) -> Config:

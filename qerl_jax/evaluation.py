@@ -90,6 +90,6 @@ def trained_adapter(run: Path, model: Model) -> Adapter:
     if not (run / run_folder.ADAPTER).is_dir():
         raise UserError(
             f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
-            f"`qerl train {run / run_folder.CONFIG}` continues it"
+            f"`{run_folder.continuing(run)}` continues it"
         )
     return load_adapter(run / run_folder.ADAPTER, model)

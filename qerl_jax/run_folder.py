@@ -1,24 +1,28 @@
 """A run's folder: named by its config, held by one process at a time, continued, or refused.
 
-An unfinished folder is continued with the same command, a finished one says so, and a config that differs from the
-stored one in anything the run's course depends on is refused with both values.
+An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
+config that differs from the stored one in anything the run's course depends on is refused with both values. A run
+folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config.load_config`).
 """
 
 import contextlib
 import dataclasses
 import fcntl
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config, config_to_dict, load_config, save_yaml
 from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 
-CONFIG, METRICS, COMPLETIONS, SUMMARY = "config.yaml", "metrics.jsonl", "completions.jsonl", "summary.json"
-CHECKPOINTS, ADAPTER, PLOTS, COMPILED = "checkpoints", "adapter", "plots", "compiled"
+CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
+METRICS, COMPLETIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "summary.json"
+ADAPTER, PLOTS, COMPILED = "adapter", "plots", "compiled"
 
 # What a process that was killed at its very start leaves.
 _BEFORE_CONFIG = {".lock", f".tmp-{CONFIG}"}
@@ -57,7 +61,7 @@ def _beside(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config]]:
-    """Yields the folder of the run, locked against a second process, and the config that holds for it.
+    """Yields the folder of the run, locked against a second process, and the config that holds for it and names it.
 
     model.dtype `auto` is settled when a run begins and stays, so a run may go on where another backend began it.
 
@@ -75,6 +79,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     folder = Path(config.run.output_dir)
     if fresh and folder.exists():
         folder = _beside(folder)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
     stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
@@ -108,6 +113,11 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
         yield folder, config
+
+
+def continuing(folder: Path) -> str:
+    """The command that continues the run in `folder`, whatever command began it."""
+    return f"qerl train {shlex.quote(str(folder / CONFIG))}"
 
 
 def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:

@@ -65,6 +65,37 @@ def test_fresh_starts_beside(tmp_path):
     assert open_once(config(tmp_path, "run.seed=2"), fresh=True) == tmp_path / "run-3"
 
 
+def test_the_stored_config_names_the_folder_it_lies_in(tmp_path):
+    open_once(config(tmp_path))
+    with run_folder.open_run(config(tmp_path), fresh=True) as (folder, held):
+        (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+        assert held.run.output_dir == str(folder)
+    assert "run-2" in (folder / "config.yaml").read_text()
+    assert open_once(load_config(str(folder / "config.yaml"))) == folder
+
+
+def test_a_run_folder_may_be_moved_and_continued(tmp_path, monkeypatch):
+    folder = open_once(config(tmp_path))
+    (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+    moved = folder.rename(tmp_path / "else where")
+    stored = str(moved / "config.yaml")
+    assert run_folder.continuing(moved) == f"qerl train '{stored}'"
+    assert open_once(load_config(stored)) == moved and not folder.exists()
+    monkeypatch.chdir(moved)
+    assert open_once(load_config("config.yaml")) == moved
+    assert open_once(load_config(stored, ["run.seed=1", f"run.output_dir={folder}"])) == folder
+
+
+def test_only_beside_checkpoints_a_config_means_its_own_folder(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("optimizer: {max_steps: 20}\nrun: {output_dir: elsewhere}\n")
+    assert load_config(str(file)).run.output_dir == "elsewhere"
+    (tmp_path / "checkpoints" / "step_00000000").mkdir(parents=True)
+    assert load_config(str(file)).run.output_dir == str(tmp_path)
+    file.rename(tmp_path / "my.yaml")
+    assert load_config(str(tmp_path / "my.yaml")).run.output_dir == "elsewhere"
+
+
 def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
     folder = open_once(config(tmp_path))
     (folder / "summary.json").write_text(json.dumps({}))

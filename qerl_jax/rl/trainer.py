@@ -237,7 +237,7 @@ class _Run:
         if self.interrupt:
             self._save()
             step, total = int(self.state.step), self.experiment.total_steps
-            raise Interrupted(f"saved at step {step} of {total}; the same command continues {self.folder}")
+            raise Interrupted(f"saved at step {step} of {total}; `{run_folder.continuing(self.folder)}` continues it")
 
     def _stop_if_never_finite(self) -> None:
         streak, step = self.progress["nonfinite"], int(self.state.step) + 1

@@ -146,7 +146,7 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
     assert differences(tmp_path / "run", finished) == []
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(config, finished, programs, tmp_path):
+def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, programs, tmp_path):
     run = tmp_path / "run"
     with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
         assert process.until(lambda: checkpoints(run) == [0])
@@ -154,9 +154,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(config, finished, programs,
         assert process.wait() == 130, process.output()
         said = process.output()
     assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
-    (saved,) = re.findall(rf"saved at step (\d) of 6; the same command continues {run}", said)
+    (saved,) = re.findall(rf"saved at step (\d) of 6; `qerl train {run}/config.yaml` continues it", said)
     assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
-    train(config, run)
+    trainer.train(load_config(f"{run}/config.yaml"))
     assert differences(run, finished) == []
 
 
@@ -176,11 +176,23 @@ def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, during, interrupted)
-        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; the same command continues"):
+        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `qerl train .* continues it"):
             train(config, run)
     assert checkpoints(run)[-1] == len(rows(run)) == saved
     train(config, run)
     assert differences(run, finished) == []
+
+
+def test_a_fresh_run_that_was_stopped_continues_in_its_own_folder(config, stopped, finished, tmp_path, monkeypatch):
+    began = shutil.copytree(stopped, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Killed):
+            trainer.train(load_config(str(config), [f"run.output_dir={began}"]), fresh=True)
+    fresh = tmp_path / "run-2"
+    assert trainer.train(load_config(str(fresh / "config.yaml"))) == fresh
+    assert differences(fresh, finished) == []
+    assert checkpoints(began) == [0, 2, 4]
 
 
 def test_a_second_ctrl_c_stops_at_once_and_loses_only_what_was_not_saved(config, finished, tmp_path, monkeypatch):
