@@ -268,17 +268,24 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
     """
     recipe = read_recipe(path_or_name, overrides or [])
     config = config_from_dict(recipe.values, recipe.sources)
-    values = config_to_dict(config)
     problems = []
     for option, (why, causes) in options_without_effect(config).items():
         source = recipe.sources.get(option)
         later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
         if source is not None and (source.override or not later):
             problems.append(f"{source}{option} has no effect in this run: {why}; leave it out")
-        _delete(values, option)
     if problems:
         raise UserError("\n".join(problems))
-    values["run"]["output_dir"] = _output_dir(config, recipe)
+    run = dataclasses.replace(config.run, output_dir=_output_dir(config, recipe))
+    return settled_config(dataclasses.replace(config, run=run))
+
+
+def settled_config(config: Config) -> Config:
+    """The one Config of all that describe the same run: what `load_config` gives, also of one made in a script.
+
+    grpo.steps_per_generation is filled in, and options without effect are at their defaults.
+    """
+    values = _effective(config)
     values["grpo"]["steps_per_generation"] = config.steps_per_generation
     return config_from_dict(values)
 
@@ -318,14 +325,16 @@ def save_yaml(config: Config, path: Path) -> None:
 
     Options that have no effect in this run are left out, since naming them would be an error when it is read.
     """
+    write_yaml(_effective(config), path)
+
+
+def _effective(config: Config) -> dict[str, Any]:
+    """Nested dictionaries of the options that have an effect."""
     values = config_to_dict(config)
     for option in options_without_effect(config):
-        _delete(values, option)
-    write_yaml(values, path)
-
-
-def _delete(values: dict[str, Any], option: str) -> None:
-    *parents, last = option.split(".")
-    for parent in parents:
-        values = values[parent]
-    del values[last]
+        *parents, last = option.split(".")
+        section = values
+        for parent in parents:
+            section = section[parent]
+        del section[last]
+    return values

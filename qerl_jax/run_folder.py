@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
-from qerl_jax.config import Config, config_to_dict, load_config, save_yaml
+from qerl_jax.config import Config, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 
@@ -73,13 +73,19 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
     Raises:
       RunFinished: the folder's run is complete.
-      UserError: another process works on it, it is no run folder, or the config differs from the stored one.
+      UserError: it has no name, another process works on it, it is no run folder, or the config differs from the
+        stored one.
     """
-    assert config.run.output_dir is not None
+    if config.run.output_dir is None:
+        raise UserError(
+            "run.output_dir is None, so the run has no folder; expected a name, as in "
+            'Config(run=RunOptions(output_dir="runs/mine"), ...), or a config from load_config, which gives one'
+        )
     folder = Path(config.run.output_dir)
     if fresh and folder.exists():
         folder = _beside(folder)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
+    config = settled_config(config)
     stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -5,7 +6,7 @@ import sys
 import pytest
 
 from qerl_jax import run_folder
-from qerl_jax.config import load_config
+from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions, load_config
 from qerl_jax.errors import UserError
 
 
@@ -94,6 +95,24 @@ def test_only_beside_checkpoints_a_config_means_its_own_folder(tmp_path):
     assert load_config(str(file)).run.output_dir == str(tmp_path)
     file.rename(tmp_path / "my.yaml")
     assert load_config(str(tmp_path / "my.yaml")).run.output_dir == "elsewhere"
+
+
+def test_a_config_made_in_a_script_continues_its_run(tmp_path):
+    noise = NoiseOptions(num_stages=1, sigma_start=0.02)  # without effect
+    made = Config(
+        optimizer=OptimizerOptions(max_steps=20), noise=noise, run=RunOptions(output_dir=str(tmp_path / "run"))
+    )
+    (open_once(made) / "checkpoints" / "step_00000010").mkdir(parents=True)
+    with run_folder.open_run(made) as (folder, held):
+        assert held == load_config(str(folder / "config.yaml"))
+    other = dataclasses.replace(made, run=dataclasses.replace(made.run, seed=1))
+    with pytest.raises(UserError, match=r"config:\n  run.seed was 0, is now 1\nGo back"):
+        open_once(other)
+
+
+def test_a_config_without_a_folder_is_refused():
+    with pytest.raises(UserError, match=r"run.output_dir is None.*RunOptions\(output_dir="):
+        open_once(Config(optimizer=OptimizerOptions(max_steps=20)))
 
 
 def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
