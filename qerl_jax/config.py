@@ -171,7 +171,8 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class RunOptions:
-    """Where the run is kept and what is written. save_steps null: only the final checkpoint."""
+    """Where the run is kept and what is written. save_steps null: checkpoints only before the first step, at a Ctrl-C
+    and after the last step."""
 
     output_dir: Text | None = None  # None: runs/<name of the config>
     seed: Seed = 0

@@ -146,6 +146,11 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
     assert differences(tmp_path / "run", finished) == []
 
 
+def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
+    run = train(config, tmp_path / "run", "run.save_steps=null", "optimizer.max_steps=4")
+    assert checkpoints(run) == [0, 4]
+
+
 def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, programs, tmp_path):
     run = tmp_path / "run"
     with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
