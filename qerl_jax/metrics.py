@@ -5,6 +5,7 @@ kill leaves whole lines and at most one torn one at the end. NaN and infinities 
 Each row holds `rollout`, so that a resumed run can cut both files back to where its checkpoint stands.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -87,10 +88,12 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, report_to: Sequence[str] = (), step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._services = [_SERVICES[name](run_dir, step) for name in report_to]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._metrics = os.open(run_dir / METRICS, flags, 0o644)
-        self._completions = os.open(run_dir / COMPLETIONS, flags, 0o644)
+        with contextlib.ExitStack() as opened:
+            self._services = [
+                opened.enter_context(contextlib.closing(_SERVICES[name](run_dir, step))) for name in report_to
+            ]
+            self._metrics, self._completions = (_appended(run_dir / name, opened) for name in (METRICS, COMPLETIONS))
+            self._opened = opened.pop_all()
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Writes one row: `step` (1-based, after the update), `rollout` (0-based) and the metrics."""
@@ -119,11 +122,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the files and services; nothing is written afterwards."""
-        self.sync()
-        os.close(self._metrics)
-        os.close(self._completions)
-        for service in self._services:
-            service.close()
+        with self._opened:
+            self.sync()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -262,6 +262,13 @@ def _missing(extra: str, package: str) -> UserError:
         f"run.report_to names {extra}, whose package {package} is not installed; "
         f"pip install 'qerl-jax[{extra}]', or leave it out"
     )
+
+
+def _appended(path: Path, opened: contextlib.ExitStack) -> int:
+    """A descriptor that appends to `path`, closed with `opened`."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    opened.callback(os.close, file)
+    return file
 
 
 def _write(file: int, text: str) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax import metrics
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import LiveLine, MetricsWriter, duration, json_line, read_rows, truncate_after
 
@@ -98,6 +99,20 @@ def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(UserError, match=rf"{package} is not installed; pip install 'qerl-jax\[{extra}\]'"):
             MetricsWriter(tmp_path, [extra])
+
+
+def test_a_service_that_cannot_be_opened_leaves_none_open(tmp_path, monkeypatch):
+    closed = []
+
+    class Opened:
+        def __init__(self, run_dir, step):
+            self.close = lambda: closed.append(run_dir)
+
+    monkeypatch.setitem(metrics._SERVICES, "tensorboard", Opened)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb is not installed"):
+        MetricsWriter(tmp_path, ["tensorboard", "wandb"])
+    assert closed == [tmp_path]
 
 
 def test_tensorboard_events_are_written(tmp_path):

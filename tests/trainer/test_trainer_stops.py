@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -137,6 +138,20 @@ def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path,
     write_safetensors(base / "model.safetensors", specs, arrays.__getitem__)
     with pytest.raises(UserError, match=r"base weights was '\w{16}', is now '\w{16}'"):
         train(config, run)
+
+
+def open_files(folder):
+    """Files below `folder` that this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return [link.readlink() for link in links if link.is_symlink() and link.readlink().is_relative_to(folder)]
+
+
+def test_a_reward_module_that_cannot_be_imported_stops_the_run_with_nothing_left_open(policy, tmp_path):
+    config, run = config_in(tmp_path, policy), tmp_path / "run"
+    (tmp_path / "rewards.py").write_text("raise RuntimeError('no such unit')")
+    with pytest.raises(UserError, match=r"(?s)raised while it was imported.*no such unit"):
+        train(config, run)
+    assert open_files(run) == []
 
 
 def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, tmp_path):
