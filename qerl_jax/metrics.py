@@ -23,6 +23,8 @@ from qerl_jax.errors import UserError
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
+TENSORBOARD = "tensorboard"
+WANDB_RUN_ID = "wandb_run_id"  # a file: the same run goes on after a resume
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class MetricsWriter:
     Args:
       run_dir: the run folder; made if missing.
       report_to: any of "tensorboard", "wandb".
-      step: optimizer steps already done (a resumed run); TensorBoard hides what it has beyond them.
+      step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
 
     Raises:
       UserError: a service's package is not installed.
@@ -221,7 +223,9 @@ class _TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise _missing("tensorboard", "tensorboardX") from None
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        folder = run_dir / TENSORBOARD
+        again = any(folder.glob("*tfevents*"))
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if again else None)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for key, value in numbers.items():
@@ -237,7 +241,7 @@ class _WeightsAndBiases:
             import wandb
         except ImportError:
             raise _missing("wandb", "wandb") from None
-        kept = run_dir / "wandb_run_id"  # the same run goes on after a resume
+        kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(

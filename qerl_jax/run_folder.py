@@ -18,11 +18,11 @@ from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.errors import UserError
+from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
-METRICS, COMPLETIONS, SUMMARY = "metrics.jsonl", "completions.jsonl", "summary.json"
-ADAPTER, PLOTS, COMPILED = "adapter", "plots", "compiled"
+SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
 
 # What a process that was killed at its very start leaves.
 _BEFORE_CONFIG = {".lock", f".tmp-{CONFIG}"}
@@ -108,17 +108,24 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
                 "or run.output_dir=NAME"
             )
-        if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
-            shutil.rmtree(folder / CHECKPOINTS)
-        if changes or begun is None:
-            config = _with_dtype(config, settled_dtype(config.model.dtype))
-            save_yaml(config, stored)
         if (folder / SUMMARY).is_file():
             raise RunFinished(
                 f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
+        if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
+            _forget(folder)
+        if changes or begun is None:
+            config = _with_dtype(config, settled_dtype(config.model.dtype))
+            save_yaml(config, stored)
         yield folder, config
+
+
+def _forget(folder: Path) -> None:
+    """Removes what a run of another config would inherit; the trainer itself empties the JSONL files."""
+    (folder / WANDB_RUN_ID).unlink(missing_ok=True)
+    shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+    shutil.rmtree(folder / CHECKPOINTS)
 
 
 def continuing(folder: Path) -> str:

@@ -124,6 +124,27 @@ def test_tensorboard_events_are_written(tmp_path):
     assert b"skipped" not in events.read_bytes()
 
 
+@pytest.mark.parametrize("done", [0, 3])
+def test_tensorboard_hides_what_a_killed_process_wrote_beyond_the_checkpoint(tmp_path, monkeypatch, done):
+    purged = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            purged.append(purge_step)
+            Path(folder).mkdir(exist_ok=True)
+            (Path(folder) / f"events.out.tfevents.{len(purged)}").touch()
+
+        def close(self):
+            pass
+
+    stand_in = types.ModuleType("tensorboardX")
+    stand_in.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", stand_in)
+    for step in (0, done):
+        MetricsWriter(tmp_path, ["tensorboard"], step=step).close()
+    assert purged == [None, done + 1]
+
+
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     started, logged = [], []
     run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("end"))

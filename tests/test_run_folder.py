@@ -118,8 +118,10 @@ def test_a_config_without_a_folder_is_refused():
 def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
     folder = open_once(config(tmp_path))
     (folder / "summary.json").write_text(json.dumps({}))
-    with pytest.raises(run_folder.RunFinished, match="run-2"):
-        open_once(config(tmp_path))
+    for words in ([], ["run.seed=1"]):
+        with pytest.raises(run_folder.RunFinished, match="run-2"):
+            open_once(config(tmp_path, *words))
+    assert load_config(str(folder / "config.yaml")).run.seed == 0
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
@@ -165,7 +167,12 @@ def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
 
 def test_before_the_first_step_a_config_may_still_be_corrected(tmp_path):
     checkpoint = open_once(config(tmp_path)) / "checkpoints" / "step_00000000"
-    checkpoint.mkdir(parents=True)
-    assert open_once(config(tmp_path)) == tmp_path / "run" and checkpoint.exists()
+    events, wandb_run = tmp_path / "run" / "tensorboard" / "events", tmp_path / "run" / "wandb_run_id"
+    for path in (checkpoint / "manifest.json", events, wandb_run):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert open_once(config(tmp_path)) == tmp_path / "run"
+    assert checkpoint.exists() and events.exists() and wandb_run.exists()
     folder = open_once(config(tmp_path, "run.seed=1"))
-    assert not checkpoint.exists() and load_config(str(folder / "config.yaml")).run.seed == 1
+    assert not (checkpoint.exists() or events.exists() or wandb_run.exists())
+    assert load_config(str(folder / "config.yaml")).run.seed == 1
