@@ -17,7 +17,7 @@ from qerl_jax.config_checks import conflicts, options_without_effect
 from qerl_jax.config_errors import render_validation_error
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import FormatName, KVCacheDtype
-from qerl_jax.recipes import Source, read_recipe, write_yaml
+from qerl_jax.recipes import Recipe, Source, read_recipe, write_yaml
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
 CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
@@ -172,7 +172,8 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class RunOptions:
-    """Where the run is kept and what is written. save_steps null: only the final checkpoint."""
+    """Where the run is kept and what is written. save_steps null: checkpoints only before the first step, at a Ctrl-C
+    and after the last step."""
 
     output_dir: Text | None = None  # None: runs/<name of the config>
     seed: Seed = 0
@@ -258,7 +259,9 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
     """Reads a YAML file, or a shipped recipe by its name, with `section.option=value` overrides (values are YAML).
 
     Null values with a meaning are filled in: run.output_dir becomes runs/<name of the file>, and
-    grpo.steps_per_generation becomes gradient_accumulation_steps.
+    grpo.steps_per_generation becomes gradient_accumulation_steps. The config.yaml of a run folder, which has that run's
+    checkpoints beside it, means the folder that it lies in, however the folder was called when the run began; only an
+    override of run.output_dir names another.
 
     Raises:
       UserError: the file cannot be read, or one line for each option that is unknown, has a value that is not
@@ -267,19 +270,33 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
     """
     recipe = read_recipe(path_or_name, overrides or [])
     config = config_from_dict(recipe.values, recipe.sources)
-    values = config_to_dict(config)
     problems = []
     for option, (why, causes) in options_without_effect(config).items():
         source = recipe.sources.get(option)
         later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
         if source is not None and (source.override or not later):
             problems.append(f"{source}{option} has no effect in this run: {why}; leave it out")
-        _delete(values, option)
     if problems:
         raise UserError("\n".join(problems))
-    values["run"]["output_dir"] = config.run.output_dir or str(Path("runs") / recipe.name)
+    run = dataclasses.replace(config.run, output_dir=_output_dir(config, recipe))
+    return settled_config(dataclasses.replace(config, run=run))
+
+
+def settled_config(config: Config) -> Config:
+    """The one Config of all that describe the same run: what `load_config` gives, also of one made in a script.
+
+    grpo.steps_per_generation is filled in, and options without effect are at their defaults.
+    """
+    values = _effective(config)
     values["grpo"]["steps_per_generation"] = config.steps_per_generation
     return config_from_dict(values)
+
+
+def _output_dir(config: Config, recipe: Recipe) -> str:
+    given = recipe.sources.get("run.output_dir")
+    if recipe.run is not None and not (given is not None and given.override):
+        return str(recipe.run)
+    return config.run.output_dir or str(Path("runs") / recipe.name)
 
 
 def config_from_dict(values: dict[str, Any], sources: dict[str, Source] | None = None) -> Config:
@@ -310,14 +327,16 @@ def save_yaml(config: Config, path: Path) -> None:
 
     Options that have no effect in this run are left out, since naming them would be an error when it is read.
     """
+    write_yaml(_effective(config), path)
+
+
+def _effective(config: Config) -> dict[str, Any]:
+    """Nested dictionaries of the options that have an effect."""
     values = config_to_dict(config)
     for option in options_without_effect(config):
-        _delete(values, option)
-    write_yaml(values, path)
-
-
-def _delete(values: dict[str, Any], option: str) -> None:
-    *parents, last = option.split(".")
-    for parent in parents:
-        values = values[parent]
-    del values[last]
+        *parents, last = option.split(".")
+        section = values
+        for parent in parents:
+            section = section[parent]
+        del section[last]
+    return values

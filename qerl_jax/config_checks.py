@@ -101,5 +101,6 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         why = f"a row has {config.row_tokens} tokens at most, and no micro-batch is narrower than {NARROWEST}"
         add(why, ("data.max_prompt_length", "generation.max_completion_length"), "optimizer.length_buckets")
     if config.run.save_steps is None:
-        add("with run.save_steps null only the last state is saved", ("run.save_steps",), "run.save_total_limit")
+        why = "with run.save_steps null only the states before the first step, at a Ctrl-C and after the last are saved"
+        add(why, ("run.save_steps",), "run.save_total_limit")
     return found

@@ -13,13 +13,19 @@ import numpy as np
 
 from qerl_jax import run_folder
 from qerl_jax.config import Config, load_config
-from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.assembly import Policy, configured_policy, decode_completions, sampling_engine, sampling_settings
+from qerl_jax.rl.assembly import (
+    Policy,
+    configured_policy,
+    decode_completions,
+    held_out,
+    sampling_engine,
+    sampling_settings,
+)
 from qerl_jax.rollout import Prompts
 
 _SAMPLES = 3
@@ -64,12 +70,6 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     return results
 
 
-def held_out(config: Config, seed: int) -> list[dict[str, Any]]:
-    """The problems of an evaluation: rows of its data set."""
-    dataset = load_dataset(config.evaluation.eval_dataset, split="eval", seed=seed)
-    return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
-
-
 def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
     """Measures a finished run's adapter anew, on the problems and draws of `seed`; the run is not changed.
 
@@ -79,10 +79,10 @@ def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
       UserError: the run has no adapter yet, or something it names is gone.
     """
     config = load_config(str(run / run_folder.CONFIG))
-    policy = configured_policy(config)
-    adapter = trained_adapter(run, policy.model)
     with RewardFunctions(config.reward) as rewards:
-        measured = evaluate(config, policy, adapter, rewards, seed)
+        rewards.check(held_out(config, seed), config.evaluation.eval_dataset)
+        policy = configured_policy(config)
+        measured = evaluate(config, policy, trained_adapter(run, policy.model), rewards, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 
@@ -95,6 +95,6 @@ def trained_adapter(run: Path, model: Model) -> Adapter:
     if not (run / run_folder.ADAPTER).is_dir():
         raise UserError(
             f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
-            f"`qerl train {run / run_folder.CONFIG}` continues it"
+            f"`{run_folder.continuing(run)}` continues it"
         )
     return load_adapter(run / run_folder.ADAPTER, model)

@@ -123,8 +123,8 @@ def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | Non
     if found is None:
         if not finished.is_dir():
             raise UserError(
-                f"{source.run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; `qerl train "
-                f"{source.run / run_folder.CONFIG}` begins the run"
+                f"{source.run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; "
+                f"`{run_folder.continuing(source.run)}` begins the run"
             )
         return load_adapter(finished, model)
     saved, progress, _ = found

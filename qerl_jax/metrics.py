@@ -5,6 +5,7 @@ kill leaves whole lines and at most one torn one at the end. NaN and infinities 
 Each row holds `rollout`, so that a resumed run can cut both files back to where its checkpoint stands.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -22,6 +23,8 @@ from qerl_jax.errors import UserError
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
+TENSORBOARD = "tensorboard"
+WANDB_RUN_ID = "wandb_run_id"  # a file: the same run goes on after a resume
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class MetricsWriter:
     Args:
       run_dir: the run folder; made if missing.
       report_to: any of "tensorboard", "wandb".
-      step: optimizer steps already done (a resumed run); TensorBoard hides what it has beyond them.
+      step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
 
     Raises:
       UserError: a service's package is not installed.
@@ -87,10 +90,12 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, report_to: Sequence[str] = (), step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._services = [_SERVICES[name](run_dir, step) for name in report_to]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._metrics = os.open(run_dir / METRICS, flags, 0o644)
-        self._completions = os.open(run_dir / COMPLETIONS, flags, 0o644)
+        with contextlib.ExitStack() as opened:
+            self._services = [
+                opened.enter_context(contextlib.closing(_SERVICES[name](run_dir, step))) for name in report_to
+            ]
+            self._metrics, self._completions = (_appended(run_dir / name, opened) for name in (METRICS, COMPLETIONS))
+            self._opened = opened.pop_all()
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Writes one row: `step` (1-based, after the update), `rollout` (0-based) and the metrics."""
@@ -119,11 +124,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the files and services; nothing is written afterwards."""
-        self.sync()
-        os.close(self._metrics)
-        os.close(self._completions)
-        for service in self._services:
-            service.close()
+        with self._opened:
+            self.sync()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -226,7 +228,9 @@ class _TensorBoard:
             from tensorboardX import SummaryWriter
         except ImportError:
             raise _missing("tensorboard", "tensorboardX") from None
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+        folder = run_dir / TENSORBOARD
+        again = any(folder.glob("*tfevents*"))
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if again else None)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for key, value in numbers.items():
@@ -242,7 +246,7 @@ class _WeightsAndBiases:
             import wandb
         except ImportError:
             raise _missing("wandb", "wandb") from None
-        kept = run_dir / "wandb_run_id"  # the same run goes on after a resume
+        kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(
@@ -267,6 +271,13 @@ def _missing(extra: str, package: str) -> UserError:
         f"run.report_to names {extra}, whose package {package} is not installed; "
         f"pip install 'qerl-jax[{extra}]', or leave it out"
     )
+
+
+def _appended(path: Path, opened: contextlib.ExitStack) -> int:
+    """A descriptor that appends to `path`, closed with `opened`."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    opened.callback(os.close, file)
+    return file
 
 
 def _write(file: int, text: str) -> None:

@@ -17,6 +17,9 @@ from ruamel.yaml.nodes import MappingNode, Node
 from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError, nearest
 
+# What a run folder calls its config, and the folder of its checkpoints.
+RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -31,11 +34,15 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What was read: the name of the run, nested values, and the source of every dotted option."""
+    """What was read: the name of the run, nested values, and the source of every dotted option.
+
+    `run` is the run folder that the file is the config of, None for any other file.
+    """
 
     name: str
     values: dict[str, Any]
     sources: dict[str, Source]
+    run: Path | None = None
 
 
 def shipped_recipes() -> list[str]:
@@ -55,7 +62,14 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
     values, sources = _parse(text, where)
     for override in overrides:
         _apply(override, values, sources)
-    return Recipe(Path(path_or_name).stem, values, sources)
+    return Recipe(Path(path_or_name).stem, values, sources, _run_of(Path(path_or_name)))
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run folder that `path` is the config of: one with checkpoints of a run beside a file of that name."""
+    if path.name != RUN_CONFIG or not any(path.parent.glob(f"{CHECKPOINTS}/step_*")):
+        return None
+    return path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
 
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:
@@ -75,7 +89,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
     if shipped in shipped_recipes() and (bare or not path.exists()):
         return (importlib.resources.files("qerl_jax") / "configs" / f"{shipped}.yaml").read_text("utf-8"), path_or_name
     if path.is_dir():
-        inside = path / "config.yaml"
+        inside = path / RUN_CONFIG
         hint = f"; to continue this run name its config: {inside}" if inside.exists() else ""
         raise UserError(f"{path_or_name} is a folder; expected a YAML file or a shipped recipe{hint}")
     try:

@@ -1,24 +1,28 @@
 """A run's folder: named by its config, held by one process at a time, continued, or refused.
 
-An unfinished folder is continued with the same command, a finished one says so, and a config that differs from the
-stored one in anything the run's course depends on is refused with both values.
+An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
+config that differs from the stored one in anything the run's course depends on is refused with both values. A run
+folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config.load_config`).
 """
 
 import contextlib
 import dataclasses
 import fcntl
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
-from qerl_jax.config import Config, config_to_dict, load_config, save_yaml
+from qerl_jax.config import Config, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.errors import UserError
+from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 
-CONFIG, METRICS, COMPLETIONS, SUMMARY = "config.yaml", "metrics.jsonl", "completions.jsonl", "summary.json"
-CHECKPOINTS, ADAPTER, PLOTS, COMPILED = "checkpoints", "adapter", "plots", "compiled"
+CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
+SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
 
 # What a process that was killed at its very start leaves.
 _BEFORE_CONFIG = {".lock", f".tmp-{CONFIG}"}
@@ -57,7 +61,7 @@ def _beside(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config]]:
-    """Yields the folder of the run, locked against a second process, and the config that holds for it.
+    """Yields the folder of the run, locked against a second process, and the config that holds for it and names it.
 
     model.dtype `auto` is settled when a run begins and stays, so a run may go on where another backend began it.
 
@@ -69,12 +73,19 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
     Raises:
       RunFinished: the folder's run is complete.
-      UserError: another process works on it, it is no run folder, or the config differs from the stored one.
+      UserError: it has no name, another process works on it, it is no run folder, or the config differs from the
+        stored one.
     """
-    assert config.run.output_dir is not None
+    if config.run.output_dir is None:
+        raise UserError(
+            "run.output_dir is None, so the run has no folder; expected a name, as in "
+            'Config(run=RunOptions(output_dir="runs/mine"), ...), or a config from load_config, which gives one'
+        )
     folder = Path(config.run.output_dir)
     if fresh and folder.exists():
         folder = _beside(folder)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
+    config = settled_config(config)
     stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
@@ -97,17 +108,29 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
                 "or run.output_dir=NAME"
             )
-        if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
-            shutil.rmtree(folder / CHECKPOINTS)
-        if changes or begun is None:
-            config = _with_dtype(config, settled_dtype(config.model.dtype))
-            save_yaml(config, stored)
         if (folder / SUMMARY).is_file():
             raise RunFinished(
                 f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
+        if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
+            _forget(folder)
+        if changes or begun is None:
+            config = _with_dtype(config, settled_dtype(config.model.dtype))
+            save_yaml(config, stored)
         yield folder, config
+
+
+def _forget(folder: Path) -> None:
+    """Removes what a run of another config would inherit; the trainer itself empties the JSONL files."""
+    (folder / WANDB_RUN_ID).unlink(missing_ok=True)
+    shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+    shutil.rmtree(folder / CHECKPOINTS)
+
+
+def continuing(folder: Path) -> str:
+    """The command that continues the run in `folder`, whatever command began it."""
+    return f"qerl train {shlex.quote(str(folder / CONFIG))}"
 
 
 def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:

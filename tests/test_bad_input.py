@@ -127,7 +127,26 @@ def test_train_on_unusable_data(content, expected, folder, refused):
 def test_data_without_the_column_that_a_reward_reads(folder, refused):
     jsonl(folder, {"prompt": "Ann has 10 pens.", "anwser": "10"})
     said = refused("train", "my.yaml", "data.train_dataset=rows.jsonl", "evaluation.eval_dataset=rows.jsonl")
-    assert "reward function 'accuracy' needs a column 'answer' (did you mean 'anwser'?)" in said
+    assert "rows.jsonl: reward function 'accuracy' needs a column 'answer' (did you mean 'anwser'?)" in said
+
+
+def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refused):
+    """The model of these commands does not exist, which would be the error of a later look."""
+    words = ("train", "my.yaml", "model.model_name_or_path=./nowhere", "data.train_dataset=rows.jsonl")
+    rows = [{"prompt": f"Ann has {n} pens.", "answer": str(n)} for n in range(10, 18)]
+    jsonl(folder, *rows[:5], rows[5] | {"answer": "four"}, *rows[6:])
+    assert "rows.jsonl: reward accuracy: column answer of row 5 is 'four'" in refused(*words)
+    jsonl(folder, *[row | {"completions": "what another model wrote"} for row in rows])
+    assert "rows.jsonl: column 'completions' has the name of what every reward function is given" in refused(*words)
+    jsonl(folder, *rows)
+    (folder / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
+    said = refused(*words, "reward.functions=[{function: mine.py:short}]")
+    assert "rows.jsonl: reward function 'mine.py:short' does not take prompts, completion_ids; expected" in said
+    (folder / "mine.py").write_text("def needs(completions, level, **columns):\n    return level\n")
+    said = refused(*words, "reward.functions=[{function: mine.py:needs}]")
+    assert "rows.jsonl: reward function 'mine.py:needs' needs a column 'level'; the data set has answer" in said
+    said = refused(*words[:3], "evaluation.eval_dataset=rows.jsonl", "reward.functions=[{function: mine.py:needs}]")
+    assert "arithmetic: reward function 'mine.py:needs' needs a column 'level'" in said
 
 
 def one_token_more(tokenizer):
@@ -182,7 +201,7 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
-            f"max_completion_length is {POSITIONS}; allowed: less than the model's {POSITIONS} positions",
+            f"max_completion_length is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS} positions",
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", "0"],

@@ -131,9 +131,9 @@ def test_an_error_of_the_trainer_and_an_interruption(calls, capsys):
     class Interrupted(KeyboardInterrupt):
         pass
 
-    calls.fake("qerl_jax.rl.trainer", "train", Interrupted("saved at step 12; the same command continues"))
+    calls.fake("qerl_jax.rl.trainer", "train", Interrupted("saved at step 12; `qerl train x.yaml` continues it"))
     assert main(["train"]) == 130
-    assert "saved at step 12; the same command continues" in capsys.readouterr().err
+    assert "saved at step 12; `qerl train x.yaml` continues it" in capsys.readouterr().err
     calls.fake("qerl_jax.rl.trainer", "train", KeyboardInterrupt())
     assert main(["train"]) == 130
 

@@ -177,6 +177,11 @@ def test_the_same_option_with_effect_is_not(overrides):
     assert load_config("quickstart", overrides) != load_config("quickstart")
 
 
+def test_save_steps_null_is_told_as_it_is():
+    said = message("run.save_total_limit=2", "run.save_steps=null")
+    assert "only the states before the first step, at a Ctrl-C and after the last are saved" in said
+
+
 def test_an_override_may_silence_options_of_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("optimizer: {max_steps: 20}\nnoise: {num_stages: 5, sigma_start: 0.02}\n")

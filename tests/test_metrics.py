@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax import metrics
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import LiveLine, MetricsWriter, duration, json_line, read_rows, truncate_after
 
@@ -100,6 +101,20 @@ def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
             MetricsWriter(tmp_path, [extra])
 
 
+def test_a_service_that_cannot_be_opened_leaves_none_open(tmp_path, monkeypatch):
+    closed = []
+
+    class Opened:
+        def __init__(self, run_dir, step):
+            self.close = lambda: closed.append(run_dir)
+
+    monkeypatch.setitem(metrics._SERVICES, "tensorboard", Opened)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb is not installed"):
+        MetricsWriter(tmp_path, ["tensorboard", "wandb"])
+    assert closed == [tmp_path]
+
+
 def test_tensorboard_events_are_written(tmp_path):
     pytest.importorskip("tensorboardX")
     with MetricsWriter(tmp_path, ["tensorboard"]) as writer:
@@ -107,6 +122,27 @@ def test_tensorboard_events_are_written(tmp_path):
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"reward" in events.read_bytes()
     assert b"skipped" not in events.read_bytes()
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_tensorboard_hides_what_a_killed_process_wrote_beyond_the_checkpoint(tmp_path, monkeypatch, done):
+    purged = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            purged.append(purge_step)
+            Path(folder).mkdir(exist_ok=True)
+            (Path(folder) / f"events.out.tfevents.{len(purged)}").touch()
+
+        def close(self):
+            pass
+
+    stand_in = types.ModuleType("tensorboardX")
+    stand_in.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", stand_in)
+    for step in (0, done):
+        MetricsWriter(tmp_path, ["tensorboard"], step=step).close()
+    assert purged == [None, done + 1]
 
 
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -5,7 +6,7 @@ import sys
 import pytest
 
 from qerl_jax import run_folder
-from qerl_jax.config import load_config
+from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions, load_config
 from qerl_jax.errors import UserError
 
 
@@ -65,11 +66,62 @@ def test_fresh_starts_beside(tmp_path):
     assert open_once(config(tmp_path, "run.seed=2"), fresh=True) == tmp_path / "run-3"
 
 
+def test_the_stored_config_names_the_folder_it_lies_in(tmp_path):
+    open_once(config(tmp_path))
+    with run_folder.open_run(config(tmp_path), fresh=True) as (folder, held):
+        (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+        assert held.run.output_dir == str(folder)
+    assert "run-2" in (folder / "config.yaml").read_text()
+    assert open_once(load_config(str(folder / "config.yaml"))) == folder
+
+
+def test_a_run_folder_may_be_moved_and_continued(tmp_path, monkeypatch):
+    folder = open_once(config(tmp_path))
+    (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+    moved = folder.rename(tmp_path / "else where")
+    stored = str(moved / "config.yaml")
+    assert run_folder.continuing(moved) == f"qerl train '{stored}'"
+    assert open_once(load_config(stored)) == moved and not folder.exists()
+    monkeypatch.chdir(moved)
+    assert open_once(load_config("config.yaml")) == moved
+    assert open_once(load_config(stored, ["run.seed=1", f"run.output_dir={folder}"])) == folder
+
+
+def test_only_beside_checkpoints_a_config_means_its_own_folder(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("optimizer: {max_steps: 20}\nrun: {output_dir: elsewhere}\n")
+    assert load_config(str(file)).run.output_dir == "elsewhere"
+    (tmp_path / "checkpoints" / "step_00000000").mkdir(parents=True)
+    assert load_config(str(file)).run.output_dir == str(tmp_path)
+    file.rename(tmp_path / "my.yaml")
+    assert load_config(str(tmp_path / "my.yaml")).run.output_dir == "elsewhere"
+
+
+def test_a_config_made_in_a_script_continues_its_run(tmp_path):
+    noise = NoiseOptions(num_stages=1, sigma_start=0.02)  # without effect
+    made = Config(
+        optimizer=OptimizerOptions(max_steps=20), noise=noise, run=RunOptions(output_dir=str(tmp_path / "run"))
+    )
+    (open_once(made) / "checkpoints" / "step_00000010").mkdir(parents=True)
+    with run_folder.open_run(made) as (folder, held):
+        assert held == load_config(str(folder / "config.yaml"))
+    other = dataclasses.replace(made, run=dataclasses.replace(made.run, seed=1))
+    with pytest.raises(UserError, match=r"config:\n  run.seed was 0, is now 1\nGo back"):
+        open_once(other)
+
+
+def test_a_config_without_a_folder_is_refused():
+    with pytest.raises(UserError, match=r"run.output_dir is None.*RunOptions\(output_dir="):
+        open_once(Config(optimizer=OptimizerOptions(max_steps=20)))
+
+
 def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
     folder = open_once(config(tmp_path))
     (folder / "summary.json").write_text(json.dumps({}))
-    with pytest.raises(run_folder.RunFinished, match="run-2"):
-        open_once(config(tmp_path))
+    for words in ([], ["run.seed=1"]):
+        with pytest.raises(run_folder.RunFinished, match="run-2"):
+            open_once(config(tmp_path, *words))
+    assert load_config(str(folder / "config.yaml")).run.seed == 0
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
@@ -115,7 +167,12 @@ def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
 
 def test_before_the_first_step_a_config_may_still_be_corrected(tmp_path):
     checkpoint = open_once(config(tmp_path)) / "checkpoints" / "step_00000000"
-    checkpoint.mkdir(parents=True)
-    assert open_once(config(tmp_path)) == tmp_path / "run" and checkpoint.exists()
+    events, wandb_run = tmp_path / "run" / "tensorboard" / "events", tmp_path / "run" / "wandb_run_id"
+    for path in (checkpoint / "manifest.json", events, wandb_run):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert open_once(config(tmp_path)) == tmp_path / "run"
+    assert checkpoint.exists() and events.exists() and wandb_run.exists()
     folder = open_once(config(tmp_path, "run.seed=1"))
-    assert not checkpoint.exists() and load_config(str(folder / "config.yaml")).run.seed == 1
+    assert not (checkpoint.exists() or events.exists() or wandb_run.exists())
+    assert load_config(str(folder / "config.yaml")).run.seed == 1

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Trains as a YAML file (or a shipped recipe, such as `quickstart`, the default) says. Any option can be set on the
 command line as section.option=value; values are YAML. The run folder is named by the config (run.output_dir): an
-unfinished run is continued from its last checkpoint, --fresh starts a new one beside it. Ctrl-C saves and stops.
+unfinished run is continued from its last checkpoint, --fresh starts a new one beside it. The config.yaml in a run
+folder continues that run, wherever the folder has been moved or copied. Ctrl-C saves and stops.
 """
 _EXAMPLES = """\
 examples:
@@ -21,6 +22,7 @@ examples:
   qerl train quickstart run.seed=1 run.output_dir=runs/seed1
   qerl train my.yaml optimizer.learning_rate=3e-5 'lora.lora_target_modules=[q_proj, v_proj]'
   qerl train my.yaml --fresh --profile /tmp/trace
+  qerl train runs/my-2/config.yaml
 """
 
 

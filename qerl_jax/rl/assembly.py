@@ -21,6 +21,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer
 from qerl_jax.noise import NoiseSchedule
+from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
@@ -155,13 +156,21 @@ def optimizer_spec(config: Config, total_steps: int) -> OptimizerSpec:
     )
 
 
-def assemble(config: Config) -> Experiment:
-    """Loads and builds what the config names.
+def held_out(config: Config, seed: int) -> list[dict[str, Any]]:
+    """The problems of an evaluation: rows of its data set."""
+    dataset = load_dataset(config.evaluation.eval_dataset, split="eval", seed=seed)
+    return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
+
+
+def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
+    """Loads and builds what the config names; what `rewards` cannot score is refused before the model is loaded.
 
     Raises:
       UserError: whatever is missing or does not fit, by name.
     """
     dataset = load_dataset(config.data.train_dataset, split="train")
+    rewards.check([dataset[i] for i in range(len(dataset))], config.data.train_dataset)
+    rewards.check(held_out(config, config.run.seed), config.evaluation.eval_dataset)
     total_steps = config.total_steps(len(dataset))
     policy = configured_policy(config)
     check_prompts(policy.tokenizer, dataset, config.data.train_dataset, config.data.max_prompt_length)

@@ -75,8 +75,9 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
             run_folder.open_run(config, fresh) as (folder, config),
             compiled_programs(folder / run_folder.COMPILED),
             interrupt_flag() as interrupt,
+            RewardFunctions(config.reward) as rewards,
         ):
-            return _Run(assemble(config), folder, interrupt, profile).run()
+            return _Run(assemble(config, rewards), rewards, folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         print(finished)
         assert config.run.output_dir is not None
@@ -86,8 +87,11 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
 class _Run:
     """One process's share of a run. What must survive the process is in `state` and `progress`."""
 
-    def __init__(self, experiment: Experiment, folder: Path, interrupt: list[bool], profile: str | None) -> None:
-        self.experiment, self.folder, self.interrupt, self.profile = experiment, folder, interrupt, profile
+    def __init__(
+        self, experiment: Experiment, rewards: RewardFunctions, folder: Path, interrupt: list[bool], profile: str | None
+    ) -> None:
+        self.experiment, self.rewards, self.folder = experiment, rewards, folder
+        self.interrupt, self.profile = interrupt, profile
         self.config = experiment.config
         settings = experiment.settings
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
@@ -123,12 +127,13 @@ class _Run:
 
     def run(self) -> Path:
         config, total = self.config, self.experiment.total_steps
-        writer = MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step))
-        live = LiveLine(total)
-        if isinstance(self.experiment.policy.model.base.layers[0].q_proj, KernelNVFP4):
-            live.note(pallas_kernels.describe())
-        with RewardFunctions(config.reward) as rewards, contextlib.closing(writer), contextlib.closing(live):
-            self.rewards, self.writer, self.live = rewards, writer, live
+        with (
+            MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step)) as writer,
+            contextlib.closing(LiveLine(total)) as live,
+        ):
+            self.writer, self.live = writer, live
+            if isinstance(self.experiment.policy.model.base.layers[0].q_proj, KernelNVFP4):
+                live.note(pallas_kernels.describe())
             if int(self.state.step) < total:
                 live.note("compiling an update")
                 self.update_fn = compiled_update(self.experiment, self.state, self._batch)
@@ -239,7 +244,7 @@ class _Run:
         if self.interrupt:
             self._save()
             step, total = int(self.state.step), self.experiment.total_steps
-            raise Interrupted(f"saved at step {step} of {total}; the same command continues {self.folder}")
+            raise Interrupted(f"saved at step {step} of {total}; `{run_folder.continuing(self.folder)}` continues it")
 
     def _stop_if_never_finite(self) -> None:
         streak, step = self.progress["nonfinite"], int(self.state.step) + 1

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -141,6 +142,20 @@ def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path,
         train(config, run)
 
 
+def open_files(folder):
+    """Files below `folder` that this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return [link.readlink() for link in links if link.is_symlink() and link.readlink().is_relative_to(folder)]
+
+
+def test_a_reward_module_that_cannot_be_imported_stops_the_run_with_nothing_left_open(policy, tmp_path):
+    config, run = config_in(tmp_path, policy), tmp_path / "run"
+    (tmp_path / "rewards.py").write_text("raise RuntimeError('no such unit')")
+    with pytest.raises(UserError, match=r"(?s)raised while it was imported.*no such unit"):
+        train(config, run)
+    assert open_files(run) == []
+
+
 def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, tmp_path):
     with pytest.raises(UserError, match="row 0 has"):
         train(config, tmp_path / "run", "data.max_prompt_length=8")
@@ -148,7 +163,12 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
     assert differences(tmp_path / "run", finished) == []
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(config, finished, programs, tmp_path):
+def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
+    run = train(config, tmp_path / "run", "run.save_steps=null", "optimizer.max_steps=4")
+    assert checkpoints(run) == [0, 4]
+
+
+def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, programs, tmp_path):
     run = tmp_path / "run"
     with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
         assert process.until(lambda: checkpoints(run) == [0])
@@ -156,9 +176,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(config, finished, programs,
         assert process.wait() == 130, process.output()
         said = process.output()
     assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
-    (saved,) = re.findall(rf"saved at step (\d) of 6; the same command continues {run}", said)
+    (saved,) = re.findall(rf"saved at step (\d) of 6; `qerl train {run}/config.yaml` continues it", said)
     assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
-    train(config, run)
+    trainer.train(load_config(f"{run}/config.yaml"))
     assert differences(run, finished) == []
 
 
@@ -178,11 +198,23 @@ def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, during, interrupted)
-        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; the same command continues"):
+        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `qerl train .* continues it"):
             train(config, run)
     assert checkpoints(run)[-1] == len(rows(run)) == saved
     train(config, run)
     assert differences(run, finished) == []
+
+
+def test_a_fresh_run_that_was_stopped_continues_in_its_own_folder(config, stopped, finished, tmp_path, monkeypatch):
+    began = shutil.copytree(stopped, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Killed):
+            trainer.train(load_config(str(config), [f"run.output_dir={began}"]), fresh=True)
+    fresh = tmp_path / "run-2"
+    assert trainer.train(load_config(str(fresh / "config.yaml"))) == fresh
+    assert differences(fresh, finished) == []
+    assert checkpoints(began) == [0, 2, 4]
 
 
 def test_a_second_ctrl_c_stops_at_once_and_loses_only_what_was_not_saved(config, finished, tmp_path, monkeypatch):
