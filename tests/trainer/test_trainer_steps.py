@@ -73,7 +73,7 @@ def test_equal_rewards_are_counted_and_give_no_gradient(policy, tmp_path):
 
 
 def poison_batches(patch, rollouts):
-    """Makes NaN of the rewards that the updates of these rollouts get, and so of their losses and gradients."""
+    """Makes NaN of the advantages that the updates of these rollouts get, and so of their losses and gradients."""
     begin = trainer._Run._begin_or_resume
 
     def begun(self):
@@ -82,7 +82,9 @@ def poison_batches(patch, rollouts):
 
         def assembled(*arguments):
             batch = assemble(*arguments)
-            return batch.replace(rewards=batch.rewards * jnp.nan) if self.progress["rollout"] in rollouts else batch
+            return (
+                batch.replace(advantages=batch.advantages * jnp.nan) if self.progress["rollout"] in rollouts else batch
+            )
 
         self.batch_fn = assembled
 
