@@ -201,7 +201,7 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
-            f"is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS} positions, so that a prompt fits",
+            f"is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS} positions, so that",
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", "0"],
