@@ -3,9 +3,10 @@
     python -m qerl_jax.rewards.worker STACK_FD
 
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
-the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, then calls. What the
-user's code prints goes to stderr. While a call runs, a watchdog that needs no interpreter lock ends the process at the
-deadline and leaves the stack of every thread in the file STACK_FD; so no worker outlives a parent that was killed.
+the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
+its source, then calls. What the user's code prints goes to stderr. While a call runs, a watchdog that needs no
+interpreter lock ends the process at the deadline and leaves the stack of every thread in the file STACK_FD; so no
+worker outlives a parent that was killed.
 """
 
 import faulthandler
@@ -18,7 +19,7 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
 from qerl_jax.rewards.calling import call
-from qerl_jax.rewards.loading import load_function
+from qerl_jax.rewards.loading import load_function, source_digest
 
 
 def main() -> None:
@@ -42,9 +43,10 @@ def main() -> None:
         answers.write(channel.packed(result))
         answers.flush()
 
-    def load() -> None:
+    def load() -> str | None:
         nonlocal function
         function = load_function(name)
+        return source_digest(name)
 
     answer(load, load_timeout)
     while True:
