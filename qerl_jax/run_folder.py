@@ -8,6 +8,7 @@ folder may be moved or copied: its config.yaml means the folder that it lies in 
 import contextlib
 import dataclasses
 import fcntl
+import logging
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from qerl_jax.models.dtypes import DtypeName, settled_dtype
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
 SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
 
+_log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
 _BEFORE_CONFIG = {".lock", f".tmp-{CONFIG}"}
 # What may change between the two halves of a run without changing what it computes.
@@ -147,15 +149,34 @@ def _changes(stored: Config, given: Config) -> list[str]:
     ]
 
 
+def warn_of_changed_rewards(stored: dict[str, str], now: dict[str, str], step: int) -> None:
+    """Says which reward functions have another source (a digest of it, by name) than before `step`.
+
+    They are not refused: a run that a reward function has stopped goes on once the function is corrected.
+    """
+    for name in _changed(stored, now):
+        _log.warning(
+            "the source of reward function %s has changed since step %d was saved: rewards and evaluations from here "
+            "on are the new one's and may not compare with those before; restore the old file, or start another run "
+            "with `--fresh`, if that is not meant",
+            name,
+            step,
+        )
+
+
+def _changed(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in now if name in stored and stored[name] != now[name]]
+
+
 def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses to continue when what a checkpoint was trained on (base weights, data, total steps) has changed.
+
+    What is not known of both is not compared: a run begun when fewer things were written down goes on.
 
     Raises:
       UserError: naming each with the two values.
     """
-    changed = [
-        f"{name} was {stored.get(name)!r}, is now {now[name]!r}" for name in now if stored.get(name) != now[name]
-    ]
+    changed = [f"{name} was {stored[name]!r}, is now {now[name]!r}" for name in _changed(stored, now)]
     if changed:
         raise UserError(
             f"{folder}: its checkpoints belong to a run on something else:\n  "

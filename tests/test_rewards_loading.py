@@ -1,10 +1,12 @@
 """Names of reward functions."""
 
+import hashlib
+
 import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.functions import accuracy
-from qerl_jax.rewards.loading import RewardName, load_function, parse_name
+from qerl_jax.rewards.loading import RewardName, load_function, parse_name, source_digest
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ def test_a_module_and_a_file(module):
         name = parse_name(f"{location}:length")
         assert (name.location, name.function, name.builtin) == (location, "length", False)
         assert load_function(name)(completions=["ab", ""]) == [2, 0]
+        assert source_digest(name) == hashlib.sha256((module / "my_rewards.py").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("spec", ["acuracy", "length", "my_rewards:", ":length", "my_rewards:two words"])

@@ -152,6 +152,10 @@ def test_a_changed_identity_is_refused_with_both_values(tmp_path):
         run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "b"})
 
 
+def test_what_a_run_begun_earlier_did_not_write_down_is_not_compared(tmp_path):
+    run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "a", "tokenizer": "x"})
+
+
 def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):
     with run_folder.open_run(config(tmp_path)) as (folder, settled):
         assert settled.model.dtype == load_config(str(folder / "config.yaml")).model.dtype == "float32"

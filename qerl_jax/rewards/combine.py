@@ -120,6 +120,11 @@ class RewardFunctions:
             self.close()
             raise
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digest of the file of every function of the user's, by the name that metrics show."""
+        return {title: worker.source for title, worker in self._workers.items() if worker.source is not None}
+
     def __call__(
         self, examples: Sequence[dict[str, Any]], texts: list[str], ids: list[list[int]], num_generations: int
     ) -> Scores:

@@ -6,6 +6,7 @@ folder.
 """
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -58,6 +59,20 @@ def _is_file(location: str) -> bool:
     return location.endswith(".py") or "/" in location or os.sep in location
 
 
+def _module_name(name: RewardName) -> str:
+    # A file gets one of its own, so that `math.py` beside the user's config does not replace Python's math.
+    return f"qerl_reward_file_{Path(name.location).stem}" if _is_file(name.location) else name.location
+
+
+def source_digest(name: RewardName) -> str | None:
+    """sha256 of the file in which `load_function` has found the function, without what that imports; None where there
+    is no such file (a module inside Python or an archive)."""
+    file = getattr(sys.modules.get(_module_name(name)), "__file__", None)
+    if file is None or not Path(file).is_file():
+        return None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
 def load_function(name: RewardName) -> RewardFunction:
     """Imports the function; exceptions of the user's module pass through.
 
@@ -67,8 +82,7 @@ def load_function(name: RewardName) -> RewardFunction:
     if name.builtin:
         return BUILTIN[name.spec]
     if _is_file(name.location):
-        # A name of its own, so that `math.py` beside the user's config does not replace Python's math.
-        module_name = f"qerl_reward_file_{Path(name.location).stem}"
+        module_name = _module_name(name)
         spec = importlib.util.spec_from_file_location(module_name, name.location)
         if spec is None or spec.loader is None:
             raise UserError(f"reward function {name.spec!r}: {name.location} is not a Python file (.py)")

@@ -25,7 +25,11 @@ _GRACE = 2.0
 
 
 class Worker:
-    """One user function in its process. `submit` starts a call, `result` waits for it."""
+    """One user function in its process. `submit` starts a call, `result` waits for it.
+
+    Attributes:
+      source: digest of the file that the function was imported from last; None before, or where there is no file.
+    """
 
     def __init__(self, name: RewardName, timeout: float) -> None:
         """Starts the program and the import of the user's module.
@@ -35,6 +39,7 @@ class Worker:
           timeout: seconds that one call may take.
         """
         self.name, self.timeout = name, timeout
+        self.source: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = bytearray()
         self._loaded = False
@@ -143,7 +148,7 @@ class Worker:
             self._start()
         if not self._loaded:
             try:
-                self._receive("while it was imported")
+                self.source = self._receive("while it was imported")
             except UserError:
                 self._kill()
                 raise

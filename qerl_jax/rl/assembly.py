@@ -19,7 +19,7 @@ from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
-from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer
+from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
@@ -119,10 +119,18 @@ class Experiment:
     total_steps: int
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint belongs to, besides its config: a run on anything else must not continue it."""
+        """What a checkpoint belongs to, besides its config: a run on anything else must not continue it.
+
+        Not in it are the sources of reward functions, since one that fails may be corrected amid a run.
+        """
+        options, policy = self.config, self.policy
+        held_out = load_dataset(options.evaluation.eval_dataset, split="eval", seed=options.run.seed)
         return {
-            "base weights": self.policy.fingerprint,
+            "base weights": policy.fingerprint,
             "training data": self.dataset.fingerprint,
+            "evaluation data": held_out.fingerprint,
+            "tokenizer and chat template": tokenizer_fingerprint(options.model.model_name_or_path),
+            "EOS and pad ids": [*policy.eos_token_ids, policy.pad_token_id],
             "total optimizer steps": self.total_steps,
         }
 

@@ -114,12 +114,14 @@ class _Run:
         found = restore_checkpoint(self.folder / run_folder.CHECKPOINTS, saved)
         if found is None:
             self.progress: dict[str, Any] = {
-                "identity": identity, "rollout": 0, "cursor": 0, "num_tokens": 0, "nonfinite": 0, "before": None
+                "rollout": 0, "cursor": 0, "num_tokens": 0, "nonfinite": 0, "before": None
             }  # fmt: skip
         else:
             saved, self.progress, step = found
             run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity)
             print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
+            run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
+        self.progress |= {"identity": identity, "rewards": self.rewards.sources}
         truncate_after(self.folder, self.progress["rollout"])
         self.state = saved.train
         self.root = saved.key

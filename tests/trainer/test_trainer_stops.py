@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from run_harness import TrainingProcess, checkpoints, differences, rows
+from run_harness import TrainingProcess, checkpoints, differences, leaves, rows
 from training_runs import config_in, reward_file, train
 
 from qerl_jax import cli
@@ -20,7 +20,9 @@ from qerl_jax.config import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
+from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import trainer
+from qerl_jax.rl.assembly import Experiment
 
 COUNTED = """\
     calls += 1
@@ -142,6 +144,60 @@ def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path,
         train(config, run)
 
 
+def test_other_problems_tokenizer_or_ends_of_completions_are_refused(policy, tmp_path, monkeypatch):
+    data = tmp_path / "held_out.jsonl"
+    data.write_text(json.dumps({"prompt": "Ann has 3 pens. How many pens now?", "answer": "3"}))
+    base = shutil.copytree(policy, tmp_path / "policy")
+    config, run = config_in(tmp_path, base, evaluation={"eval_dataset": str(data)}), tmp_path / "run"
+    stop_after(monkeypatch, 0)
+    with pytest.raises(Killed):
+        train(config, run)
+
+    ends = json.loads((base / "generation_config.json").read_text())
+    digests = r"was '\w{64}', is now '\w{64}'"
+    for file, text, message in (
+        (data, data.read_text().replace("3", "4"), f"evaluation data {digests}"),
+        (base / "chat_template.jinja", "{{ messages }}", f"tokenizer and chat template {digests}"),
+        (base / "generation_config.json", json.dumps(ends | {"eos_token_id": 5}), r"EOS and pad ids was \[.*\[5, "),
+    ):
+        before = file.read_text() if file.exists() else None
+        file.write_text(text)
+        with pytest.raises(UserError, match=message) as refusal:
+            train(config, run)
+        assert str(refusal.value).count(", is now ") == 1
+        file.unlink() if before is None else file.write_text(before)
+
+
+def test_a_run_begun_before_so_much_was_written_down_continues_and_adds_it(config, finished, tmp_path, monkeypatch):
+    identity = Experiment.identity
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        kept = ("base weights", "training data", "total optimizer steps")
+        patch.setattr(Experiment, "identity", lambda self: {name: identity(self)[name] for name in kept})
+        patch.setattr(RewardFunctions, "sources", {})
+        with pytest.raises(Killed):
+            train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
+    assert differences(tmp_path / "run", finished) == []
+
+
+def test_a_changed_reward_function_is_named_once(policy, tmp_path, monkeypatch, caplog):
+    config, run = config_in(tmp_path, policy), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Killed):
+            train(config, run)
+    reward_file(tmp_path, "    return [0.5] * len(completions)\n")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(Killed):
+            train(config, run)
+    assert "the source of reward function digits has changed since step 2 was saved" in caplog.text
+    caplog.clear()
+    train(config, run)
+    assert "has changed" not in caplog.text
+
+
 def open_files(folder):
     """Files below `folder` that this process has open."""
     links = Path("/proc/self/fd").iterdir()
@@ -253,7 +309,11 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
         assert checkpoints(run)[-1] == saved == len(rows(run)) == len(rows(run, "completions.jsonl")) / 4
     reward_file(tmp_path, COUNTED + "    return scores\n")
     train(config, run)
-    assert differences(run, finished) == []
+    found = differences(run, finished)
+    assert len(found) == 1 and found[0].startswith("progress")
+    mine, theirs = leaves(run)[1], leaves(finished)[1]
+    assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
+    assert mine == theirs
 
 
 def test_in_another_thread_ctrl_c_is_left_to_the_main_one():
