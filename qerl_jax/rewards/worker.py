@@ -3,17 +3,10 @@
     python -m qerl_jax.rewards.worker STACK_FD
 
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
-<<<<<<< HEAD
-the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, then calls, or data
-sets' columns to be held against the function's signature. What the user's code prints goes to stderr. While a call
-runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves the stack of every thread in
-the file STACK_FD; so no worker outlives a parent that was killed.
-=======
 the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
-its source, then calls. What the user's code prints goes to stderr. While a call runs, a watchdog that needs no
-interpreter lock ends the process at the deadline and leaves the stack of every thread in the file STACK_FD; so no
-worker outlives a parent that was killed.
->>>>>>> 569399d250ac341a4d29840ba0b994508249db4b
+its source, then calls, or data sets' columns to be held against the function's signature. What the user's code prints
+goes to stderr. While a call runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves
+the stack of every thread in the file STACK_FD; so no worker outlives a parent that was killed.
 """
 
 import faulthandler
