@@ -182,12 +182,14 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
-            f"max_completion_length is {POSITIONS}; allowed: less than the model's {POSITIONS} positions",
+            f"max_completion_length is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS}",
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", "0"],
             "max_completion_length is 0; allowed: a whole number",
         ),
+        ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
+        ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder no"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
         ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number > 0"),
@@ -195,6 +197,23 @@ def test_an_adapter_of_another_model(folder, refused):
 )
 def test_generate(words, expected, refused):
     assert expected in refused("generate", *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["/no/such/model", "--prompt", "x"],
+        [MODEL, "--prompt", ""],
+        [MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"],
+        [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
+    ],
+)
+def test_a_mistake_leaves_the_output_that_is_there(words, folder, refused):
+    (folder / "keep.jsonl").write_text("old\n")
+    refused("generate", *words, "--output", "keep.jsonl")
+    refused("generate", *words, "--output", "new.jsonl")
+    assert (folder / "keep.jsonl").read_text() == "old\n"
+    assert not (folder / "new.jsonl").exists()
 
 
 def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):

@@ -187,6 +187,29 @@ def test_generate_tells_of_prompts_that_failed_in_their_rows_and_by_its_exit_cod
     assert "qerl generate: the prompt is empty" in capsys.readouterr().err
 
 
+def test_generate_replaces_its_output_at_the_first_row_and_keeps_what_came_before_an_interruption(calls, tmp_path):
+    output = tmp_path / "out.jsonl"
+    output.write_text("old\n")
+
+    def interrupted(model, prompts, **options):
+        assert output.read_text() == "old\n"
+        yield answer(0, 0, "one")
+        assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == ["one"]
+        raise KeyboardInterrupt
+
+    calls.fake("qerl_jax.rollout.texts", "generate_texts", interrupted)
+    assert main(["generate", "some/model", "--prompt", "a", "--output", str(output)]) == 130
+    assert json.loads(output.read_text())["completion"] == "one"
+
+
+def test_the_help_says_that_an_output_is_replaced_and_its_examples_are_what_a_shell_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    printed = capsys.readouterr().out
+    assert "an existing one is replaced" in " ".join(printed.split())
+    assert "--stop $'\\n\\n'" in printed
+
+
 def test_generate_prints_several_texts_in_their_order(calls, capsys):
     words = ["generate", "m", "--prompts", "a text", "--n", "2", "--stop", "x", "--stop", "y", "--max-new-tokens", "9"]
     assert main(words) == 0

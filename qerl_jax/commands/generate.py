@@ -1,6 +1,7 @@
 """`qerl generate`: completes prompts with a model or with the result of a run."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -27,7 +28,7 @@ _EXAMPLES = """\
 examples:
   qerl generate runs/quickstart --prompt "Tom has 3 apples and buys 4. How many now?" --greedy
   qerl generate Qwen/Qwen2.5-0.5B-Instruct --adapter my/adapter --prompts questions.jsonl --n 4 --temperature 0.6
-  qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop "\\n\\n" --logprobs
+  qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop $'\\n\\n' --logprobs
 
 exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
 """
@@ -58,7 +59,11 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end a completion before this text; may be repeated"
     )
-    parser.add_argument("--output", metavar="FILE", help="write JSON rows to this file instead of the terminal")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write JSON rows to this file, not the terminal; an existing one is replaced when the first row is there",
+    )
     parser.add_argument("--logprobs", action="store_true", help="add token ids and log-probabilities to the JSON rows")
     parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to apply to the model")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
@@ -75,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--n is {arguments.n}; allowed: a whole number >= 1")
     if "" in arguments.stop:
         raise UserError("--stop is empty; expected a text")
+    if arguments.output is not None:
+        _check_output(arguments.output)
     prompts, from_file = _prompts(arguments)
     as_rows = from_file or arguments.output is not None
     if arguments.logprobs and not as_rows:
@@ -113,8 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.output is None:
         _write_rows(counted(), prompts, arguments.logprobs, sys.stdout)
     else:
-        with open(arguments.output, "w", encoding="utf-8") as file:
-            _write_rows(counted(), prompts, arguments.logprobs, file)
+        _write_file(counted(), prompts, arguments.logprobs, arguments.output)
     seconds = time.perf_counter() - began
     failed = f"; {counts['errors']} of {len(prompts)} prompts not answered" if counts["errors"] else ""
     print(
@@ -135,6 +141,23 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 
     rows = load_dataset(arguments.prompts, split="eval", empty_prompts=True)
     return [rows[index]["prompt"] for index in range(len(rows))], True
+
+
+def _check_output(name: str) -> None:
+    """Refuses a name that no file can have, without touching one that is there."""
+    file = Path(name)
+    if file.is_dir():
+        raise UserError(f"--output {name} is a folder; expected the name of a file")
+    if not file.parent.is_dir():
+        raise UserError(f"--output {name}: there is no folder {file.parent}; make it, or choose another name")
+
+
+def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, name: str) -> None:
+    """Writes the rows as they come. A file of that name is replaced when the first one is there, not before: until then
+    the model or an argument may prove wrong."""
+    first = list(itertools.islice(answers, 1))
+    with open(name, "w", encoding="utf-8") as file:
+        _write_rows(itertools.chain(first, answers), prompts, logprobs, file)
 
 
 def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, file: TextIO) -> None:
