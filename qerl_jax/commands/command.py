@@ -1,4 +1,4 @@
-"""What the commands share: how a parser is made, and how a run folder is named."""
+"""What the commands share: how a parser is made, and what their arguments may be."""
 
 import argparse
 from pathlib import Path
@@ -29,6 +29,12 @@ def add_command(
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def check_seed(seed: int) -> None:
+    """Refuses a seed that `run.seed` could not be."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"--seed is {seed}; allowed: a whole number from 0 to 2^32 - 1")
 
 
 def run_folder(name: str, file: str) -> Path:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl_jax.commands.command import add_command
+from qerl_jax.commands.command import add_command, check_seed
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,13 +66,15 @@ def add(commands: "Commands") -> None:
     )
     parser.add_argument("--logprobs", action="store_true", help="add token ids and log-probabilities to the JSON rows")
     parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to apply to the model")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the completions, and how fast they came; returns the exit code."""
+    seed = 0 if arguments.seed is None else arguments.seed
+    check_seed(seed)
     options, length = _generation_options(arguments)
     if arguments.greedy and arguments.n > 1:
         raise UserError(f"--n is {arguments.n}; allowed with --greedy: 1, since all completions would be the same")
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         min_p=options.min_p,
         max_completion_length=length,
         adapter=arguments.adapter,
-        seed=arguments.seed,
+        seed=seed,
         greedy=arguments.greedy,
         stop=arguments.stop,
         stream=not as_rows and arguments.n == 1,
@@ -196,12 +198,13 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
     from qerl_jax.config import GenerationOptions, load_config
     from qerl_jax.config_errors import render_validation_error
 
-    names = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    sampling = [name for name in given if name != "max_completion_length"]
-    if arguments.greedy and sampling:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sampling)
+    sampling = ("temperature", "top_p", "top_k", "min_p")
+    unused = [name for name in (*sampling, "seed") if getattr(arguments, name) is not None]
+    if arguments.greedy and unused:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
+    names = (*sampling, "max_completion_length")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     saved = Path(arguments.model_or_run) / "config.yaml"
     start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
     try:
