@@ -223,6 +223,29 @@ def test_generate_prints_several_texts_in_their_order(calls, capsys):
     assert (options["stop"], options["max_completion_length"], options["stream"]) == (["x", "y"], 9, False)
 
 
+@pytest.mark.parametrize("name", ["p.txt", "no.txt", "no/file", "no/where.json", "some", "x" * 300 + ".csv"])
+def test_prompts_that_look_like_a_file_are_no_text(name, calls, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("a prompt")
+    (tmp_path / "some").mkdir()
+    assert main(["generate", "m", "--prompts", name]) == 2
+    expected = (
+        f"--prompts {name}: looks like the name of a file; expected a .jsonl or .ndjson file with a `prompt` in each"
+    )
+    assert expected in capsys.readouterr().err
+    assert main(["generate", "m", "--prompt", name]) == 0
+    ((_, (_, prompts), _),) = calls.seen
+    assert prompts == [name]
+
+
+@pytest.mark.parametrize("text", ["Why?", "What is 1/2 of p.txt", "3.14", "and so on...", "e.g.", "a long text " * 99])
+def test_prompts_takes_a_text(text, calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "m", "--prompts", text]) == 0
+    ((_, (_, prompts), _),) = calls.seen
+    assert prompts == [text]
+
+
 def test_evaluate_prints_what_it_measured(calls, run, capsys):
     assert main(["evaluate", str(run), "--seed", "7"]) == 0
     assert calls.seen == [("evaluate_run", (run, 7), {})]

@@ -3,6 +3,8 @@
 import argparse
 import itertools
 import json
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -33,6 +35,8 @@ examples:
 exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
 """
 _SOME_FAILED = 3
+_ROWS = (".jsonl", ".ndjson")
+_FILE_NAME = re.compile(r"\S*/\S*|\S*\.[A-Za-z]\w*")  # one word, with a folder or a suffix
 
 
 def add(commands: "Commands") -> None:
@@ -42,7 +46,9 @@ def add(commands: "Commands") -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
     prompt.add_argument(
-        "--prompts", metavar="FILE.jsonl|TEXT", help="many: rows with a `prompt` (text or messages); or one text"
+        "--prompts",
+        metavar="FILE.jsonl|TEXT",
+        help="many: rows with a `prompt` (text or messages); or one text that does not look like the name of a file",
     )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="X", help="divides the logits")
@@ -137,7 +143,12 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
     """The prompts, and whether they come from a file."""
     if arguments.prompts is None:
         return [arguments.prompt], False
-    if not arguments.prompts.endswith(".jsonl") and not Path(arguments.prompts).is_file():
+    if Path(arguments.prompts).suffix not in _ROWS:
+        if os.path.exists(arguments.prompts) or _FILE_NAME.fullmatch(arguments.prompts):
+            raise UserError(
+                f"--prompts {arguments.prompts}: looks like the name of a file; expected a {' or '.join(_ROWS)} file "
+                "with a `prompt` in each row, or a text (--prompt takes any text)"
+            )
         return [arguments.prompts], False
     from qerl_jax.data.dataset import load_dataset
 
