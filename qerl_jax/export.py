@@ -19,6 +19,7 @@ from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint
 from qerl_jax.config import Config, load_config
 from qerl_jax.errors import UserError, nearest
+from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model, named_weights, open_model
 from qerl_jax.models.init import init_model
@@ -64,7 +65,8 @@ def export_model(
         trained on, or a `path` that holds other files.
     """
     if format not in EXPORT_FORMATS:
-        raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{nearest(format, EXPORT_FORMATS)}")
+        hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
+        raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{hint}")
     found = _source(os.fspath(source))
     base = resolve(found.model)
     if Path(path).absolute().resolve() in (base.resolve(), Path(source).resolve()):
