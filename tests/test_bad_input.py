@@ -243,6 +243,47 @@ def test_a_folder_that_is_no_run(command, folder, refused):
     assert "expected the folder that `qerl train` made" in refused(command, "my.yaml")
 
 
+SOURCES = pytest.mark.parametrize(
+    ("command", "words"), [("generate", ["--prompt", "x"]), ("export", ["out", "--format", "bf16"])]
+)
+
+
+@SOURCES
+def test_a_folder_that_is_neither_run_nor_model(command, words, folder, refused):
+    (folder / "runs" / "quickstart").mkdir(parents=True)
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / "adapter_config.json").write_text("{}")
+    said = refused(command, "runs", *words)
+    assert "runs is neither a run folder, with config.yaml, nor a model's folder, with config.json" in said
+    assert "tuned is a PEFT adapter; give the base model, and --adapter tuned" in refused(command, "tuned", *words)
+
+
+@SOURCES
+def test_a_folder_that_is_missing_has_its_neighbour_named(command, words, folder, refused, monkeypatch):
+    def unreachable(*args, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    (folder / "runs" / "quickstart").mkdir(parents=True)
+    said = refused(command, "runs/quikstart", *words)
+    assert "runs/quikstart: no such folder here (did you mean 'quickstart'?), and it could not be had" in said
+    assert "./rusn: no such folder (did you mean 'runs'?); allowed: a folder" in refused(command, "./rusn", *words)
+
+
+@SOURCES
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [("nowhere", "nowhere: no such folder"), ("empty", "empty/adapter_config.json is missing; expected a PEFT folder")],
+)
+def test_an_adapter_that_is_none_is_refused_before_the_model_is_loaded(
+    command, words, adapter, expected, folder, refused, monkeypatch
+):
+    (folder / "empty").mkdir()
+    monkeypatch.setattr("qerl_jax.rollout.texts.load_policy", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("qerl_jax.export.load_model", lambda *args: pytest.fail("loaded"))
+    assert expected in refused(command, MODEL, *words, "--adapter", adapter)
+
+
 def test_a_run_that_is_not_finished_has_no_adapter_yet(folder, refused):
     """`run/adapter` has the form of a name on the Hub, which must not be asked for it."""
     refused("train", "my.yaml", "data.max_prompt_length=8")

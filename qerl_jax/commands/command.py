@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest_beside
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -41,9 +41,9 @@ def run_folder(name: str, file: str) -> Path:
     """The folder of a run, which must hold `file`."""
     folder = Path(name)
     if not folder.is_dir():
-        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-        hint = nearest(folder.name, [path.name for path in beside if path.is_dir()])
-        raise UserError(f"{name}: no such run folder{hint}; expected the folder that `qerl train` made")
+        raise UserError(
+            f"{name}: no such run folder{nearest_beside(folder)}; expected the folder that `qerl train` made"
+        )
     if not (folder / file).is_file():
         raise UserError(f"{name}: holds no {file}; expected the folder that `qerl train` made")
     return folder
