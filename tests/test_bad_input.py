@@ -284,6 +284,21 @@ def test_an_adapter_that_is_none_is_refused_before_the_model_is_loaded(
     assert expected in refused(command, MODEL, *words, "--adapter", adapter)
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plot", ["run", "--output", "my.yaml"]),
+        ("plot", ["run", "--output", "my.yaml/inside"]),
+        ("export", [MODEL, "my.yaml/inside", "--format", "bf16"]),
+        ("quantize", [MODEL, "my.yaml/inside"]),
+    ],
+)
+def test_a_folder_in_a_file(command, words, folder, refused):
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    assert "my.yaml is a file; expected a folder" in refused(command, *words)
+
+
 def test_a_run_that_is_not_finished_has_no_adapter_yet(folder, refused):
     """`run/adapter` has the form of a name on the Hub, which must not be asked for it."""
     refused("train", "my.yaml", "data.max_prompt_length=8")
