@@ -1,4 +1,4 @@
-"""Files and folders that appear on disk whole or not at all."""
+"""Folders that are made, and files and folders that appear on disk whole or not at all."""
 
 import contextlib
 import os
@@ -24,6 +24,19 @@ def flush_tree(folder: Path) -> None:
         flush(path)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder and those that it lies in, where they are not there yet.
+
+    Raises:
+      UserError: one of them is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(name for name in (path, *path.parents) if os.path.lexists(name) and not name.is_dir())
+        raise UserError(f"{file} is a file; expected a folder") from None
+
+
 @contextlib.contextmanager
 def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
     """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
@@ -36,7 +49,7 @@ def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
       names: the files that such a folder may hold; one that holds anything else is not replaced.
 
     Raises:
-      UserError: `path` is a file, or a folder with other content.
+      UserError: `path` is a file or lies in one, or is a folder with other content.
     """
     path = path.absolute()
     if path.exists() and not path.is_dir():
@@ -44,7 +57,7 @@ def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
     foreign = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.is_dir() else []
     if foreign:
         raise UserError(f"{path} holds {foreign[0]}, which would be lost by replacing the folder; choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("tmp", "old"))
     if old.exists() and not path.exists():
         os.rename(old, path)  # a process died between the two renames below

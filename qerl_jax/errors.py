@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -16,7 +17,18 @@ def shown(value: object, length: int = 200) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string when none is close."""
+def nearest(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+    """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string when none is close.
+
+    A name that is right elsewhere was not misspelt, and has none.
+    """
+    if name in elsewhere:
+        return ""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def nearest_beside(folder: Path) -> str:
+    """As `nearest`, for a folder that is missing: the closest of those that lie where it should."""
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    return nearest(folder.name, [path.name for path in beside if path.is_dir()])

@@ -19,18 +19,20 @@ from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint
 from qerl_jax.config import Config, load_config
 from qerl_jax.errors import UserError, nearest
+from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model, named_weights, open_model
 from qerl_jax.models.init import init_model
 from qerl_jax.models.merging import save_merged
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
 from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.trainer import Saved
 from qerl_jax.rl.update import init_state
+from qerl_jax.run_or_model import find_run
 
 EXPORT_FORMATS = ("peft", "bf16", "nvfp4")
 
@@ -64,9 +66,12 @@ def export_model(
         trained on, or a `path` that holds other files.
     """
     if format not in EXPORT_FORMATS:
-        raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{nearest(format, EXPORT_FORMATS)}")
+        hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
+        raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{hint}")
     found = _source(os.fspath(source))
     base = resolve(found.model)
+    if adapter is not None:
+        adapter_folder(adapter)
     if Path(path).absolute().resolve() in (base.resolve(), Path(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     if format == "nvfp4":
@@ -97,8 +102,8 @@ def export_model(
 
 
 def _source(name: str) -> _Source:
-    run = Path(name)
-    if not (run / run_folder.CONFIG).is_file():
+    run = find_run(name)
+    if run is None:
         return _Source(name, None, None, None)
     config = load_config(str(run / run_folder.CONFIG))
     return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)

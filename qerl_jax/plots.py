@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from qerl_jax.durable import make_folder
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import METRICS, read_rows
 
@@ -49,12 +50,12 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
       summary: what the last run's summary.json will hold, while it is not written yet.
 
     Raises:
-      UserError: a run's metrics.jsonl is missing, damaged or without rows.
+      UserError: a run's metrics.jsonl is missing, damaged or without rows; `output` is a file or lies in one.
     """
     loaded = [_load(folder, name) for folder, name in zip(runs, _names(runs), strict=True)]
     if summary is not None:
         loaded[-1] = dataclasses.replace(loaded[-1], summary=summary)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     written = []
     for panel in _PANELS[:5]:
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")

@@ -201,12 +201,15 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
-            f"is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS} positions, so that",
+            f"max_completion_length is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS}",
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", "0"],
             "max_completion_length is 0; allowed: a whole number",
         ),
+        ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
+        ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder no"),
+        ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
         ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number > 0"),
@@ -214,6 +217,23 @@ def test_an_adapter_of_another_model(folder, refused):
 )
 def test_generate(words, expected, refused):
     assert expected in refused("generate", *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["/no/such/model", "--prompt", "x"],
+        [MODEL, "--prompt", ""],
+        [MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"],
+        [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
+    ],
+)
+def test_a_mistake_leaves_the_output_that_is_there(words, folder, refused):
+    (folder / "keep.jsonl").write_text("old\n")
+    refused("generate", *words, "--output", "keep.jsonl")
+    refused("generate", *words, "--output", "new.jsonl")
+    assert (folder / "keep.jsonl").read_text() == "old\n"
+    assert not (folder / "new.jsonl").exists()
 
 
 def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):
@@ -240,6 +260,62 @@ def test_a_folder_that_is_no_run(command, folder, refused):
     assert "runs/othr: no such run folder (did you mean 'other'?)" in refused(command, "runs/othr")
     assert "runs/other: holds no " in refused(command, "runs/other")
     assert "expected the folder that `qerl train` made" in refused(command, "my.yaml")
+
+
+SOURCES = pytest.mark.parametrize(
+    ("command", "words"), [("generate", ["--prompt", "x"]), ("export", ["out", "--format", "bf16"])]
+)
+
+
+@SOURCES
+def test_a_folder_that_is_neither_run_nor_model(command, words, folder, refused):
+    (folder / "runs" / "quickstart").mkdir(parents=True)
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / "adapter_config.json").write_text("{}")
+    said = refused(command, "runs", *words)
+    assert "runs is neither a run folder, with config.yaml, nor a model's folder, with config.json" in said
+    assert "tuned is a PEFT adapter; give the base model, and --adapter tuned" in refused(command, "tuned", *words)
+
+
+@SOURCES
+def test_a_folder_that_is_missing_has_its_neighbour_named(command, words, folder, refused, monkeypatch):
+    def unreachable(*args, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    (folder / "runs" / "quickstart").mkdir(parents=True)
+    said = refused(command, "runs/quikstart", *words)
+    assert "runs/quikstart: no such folder here (did you mean 'quickstart'?), and it could not be had" in said
+    assert "./rusn: no such folder (did you mean 'runs'?); allowed: a folder" in refused(command, "./rusn", *words)
+
+
+@SOURCES
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [("nowhere", "nowhere: no such folder"), ("empty", "empty/adapter_config.json is missing; expected a PEFT folder")],
+)
+def test_an_adapter_that_is_none_is_refused_before_the_model_is_loaded(
+    command, words, adapter, expected, folder, refused, monkeypatch
+):
+    (folder / "empty").mkdir()
+    monkeypatch.setattr("qerl_jax.rollout.texts.load_policy", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("qerl_jax.export.load_model", lambda *args: pytest.fail("loaded"))
+    assert expected in refused(command, MODEL, *words, "--adapter", adapter)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plot", ["run", "--output", "my.yaml"]),
+        ("plot", ["run", "--output", "my.yaml/inside"]),
+        ("export", [MODEL, "my.yaml/inside", "--format", "bf16"]),
+        ("quantize", [MODEL, "my.yaml/inside"]),
+    ],
+)
+def test_a_folder_in_a_file(command, words, folder, refused):
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    assert "my.yaml is a file; expected a folder" in refused(command, *words)
 
 
 def test_a_run_that_is_not_finished_has_no_adapter_yet(folder, refused):

@@ -102,6 +102,10 @@ def test_train_without_a_config_is_the_quickstart(calls):
         (["generate", "m", "--prompt", "p", "--logprobs"], "--logprobs has no effect on text; add --output FILE"),
         (["generate", "m", "--prompt", "p", "--greedy", "--n", "2"], "--n is 2; allowed with --greedy: 1"),
         (["generate", "m", "--prompt", "p", "--greedy", "--min-p", "0.1"], "--min-p has no effect with --greedy"),
+        (["generate", "m", "--prompt", "p", "--greedy", "--seed", "0"], "--seed has no effect with --greedy"),
+        (["generate", "m", "--prompt", "p", "--seed", "9" * 20], f"--seed is {'9' * 20}; allowed: a whole"),
+        (["generate", "m", "--prompt", "p", "--seed", "-1"], "--seed is -1; allowed: a whole number from 0 to 2^32"),
+        (["evaluate", "missing", "--seed", "4294967296"], "--seed is 4294967296; allowed: a whole number from 0"),
         (["generate", "m", "--prompt", "p", "--top-p", "2"], "top_p is 2.0; allowed: a number above 0 and at most 1"),
         (["evaluate", "missing"], "missing: no such run folder"),
         (["plot", "."], ".: holds no metrics.jsonl"),
@@ -187,6 +191,29 @@ def test_generate_tells_of_prompts_that_failed_in_their_rows_and_by_its_exit_cod
     assert "qerl generate: the prompt is empty" in capsys.readouterr().err
 
 
+def test_generate_replaces_its_output_at_the_first_row_and_keeps_what_came_before_an_interruption(calls, tmp_path):
+    output = tmp_path / "out.jsonl"
+    output.write_text("old\n")
+
+    def interrupted(model, prompts, **options):
+        assert output.read_text() == "old\n"
+        yield answer(0, 0, "one")
+        assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == ["one"]
+        raise KeyboardInterrupt
+
+    calls.fake("qerl_jax.rollout.texts", "generate_texts", interrupted)
+    assert main(["generate", "some/model", "--prompt", "a", "--output", str(output)]) == 130
+    assert json.loads(output.read_text())["completion"] == "one"
+
+
+def test_the_help_says_that_an_output_is_replaced_and_its_examples_are_what_a_shell_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    printed = capsys.readouterr().out
+    assert "an existing one is replaced" in " ".join(printed.split())
+    assert "--stop $'\\n\\n'" in printed
+
+
 def test_generate_prints_several_texts_in_their_order(calls, capsys):
     words = ["generate", "m", "--prompts", "a text", "--n", "2", "--stop", "x", "--stop", "y", "--max-new-tokens", "9"]
     assert main(words) == 0
@@ -194,6 +221,29 @@ def test_generate_prints_several_texts_in_their_order(calls, capsys):
     ((_, args, options),) = calls.seen
     assert args[1] == ["a text"]
     assert (options["stop"], options["max_completion_length"], options["stream"]) == (["x", "y"], 9, False)
+
+
+@pytest.mark.parametrize("name", ["p.txt", "no.txt", "no/file", "no/where.json", "some", "x" * 300 + ".csv"])
+def test_prompts_that_look_like_a_file_are_no_text(name, calls, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("a prompt")
+    (tmp_path / "some").mkdir()
+    assert main(["generate", "m", "--prompts", name]) == 2
+    expected = (
+        f"--prompts {name}: looks like the name of a file; expected a .jsonl or .ndjson file with a `prompt` in each"
+    )
+    assert expected in capsys.readouterr().err
+    assert main(["generate", "m", "--prompt", name]) == 0
+    ((_, (_, prompts), _),) = calls.seen
+    assert prompts == [name]
+
+
+@pytest.mark.parametrize("text", ["Why?", "What is 1/2 of p.txt", "3.14", "and so on...", "e.g.", "a long text " * 99])
+def test_prompts_takes_a_text(text, calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "m", "--prompts", text]) == 0
+    ((_, (_, prompts), _),) = calls.seen
+    assert prompts == [text]
 
 
 def test_evaluate_prints_what_it_measured(calls, run, capsys):

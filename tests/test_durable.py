@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from qerl_jax.durable import whole_folder
+from qerl_jax.durable import make_folder, whole_folder
 from qerl_jax.errors import UserError
 
 
@@ -50,3 +50,20 @@ def test_other_content_is_never_replaced(tmp_path):
     with pytest.raises(UserError, match="notes is a file; expected a folder"):
         put(tmp_path / "x" / "notes", "2")
     assert (tmp_path / "x" / "a.txt").read_text() == "1"
+
+
+@pytest.mark.parametrize("name", ["file", "file/inside", "file/deep/inside", "link"])
+def test_a_folder_cannot_be_made_of_a_file_or_in_one(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    expected = tmp_path / name.split("/")[0]
+    with pytest.raises(UserError, match=f"{expected} is a file; expected a folder"):
+        make_folder(tmp_path / name)
+    with pytest.raises(UserError, match=f"{expected} is a file; expected a folder"):
+        put(tmp_path / name / "x", "1")
+
+
+def test_a_folder_is_made_once(tmp_path):
+    for _ in range(2):
+        make_folder(tmp_path / "deep" / "x")
+    assert (tmp_path / "deep" / "x").is_dir()

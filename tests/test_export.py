@@ -128,6 +128,8 @@ def test_what_cannot_be_exported(tmp_path, base, run, capsys):
     folder, _, _ = run
     with pytest.raises(UserError, match=r"format is 'bf61'; allowed: peft, bf16, nvfp4 \(did you mean 'bf16'"):
         export_model(base, tmp_path / "x", "bf61")
+    with pytest.raises(UserError, match=r"format is 'mxfp4'; allowed: peft, bf16, nvfp4$"):
+        export_model(base, tmp_path / "x", "mxfp4")
     with pytest.raises(UserError, match="base: a model alone has no adapter; expected a run folder, or --adapter"):
         export_model(base, tmp_path / "x", "peft")
     with pytest.raises(UserError, match="linear layers are plain, not nvfp4; `qerl quantize"):

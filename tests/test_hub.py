@@ -198,7 +198,10 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, found list"),
         (edit_config(model_type="mamba"), r"config.json: model_type is 'mamba'; supported are \["),
         (edit_config(hidden_size=40), "model.embed_tokens.weight: expected shape .24, 40. by the conf.*found .24, 32."),
-        (edit_config(num_hidden_layers=3), r"tensor model.layers.2.input_layernorm.weight is missing \(and 11 more\)"),
+        (
+            edit_config(num_hidden_layers=3),
+            r"tensor model.layers.2.input_layernorm.weight is missing \(and 11 more\); expected float32.32.$",
+        ),
         (edit_config(num_hidden_layers=1), "tensor model.layers.1.* belongs to no part of"),
         (edit_config(tie_word_embeddings=False), "tensor lm_head.weight is missing; expected float32.24, 32."),
         (
@@ -207,7 +210,12 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
         (edit_config(quantization_config=7), "quantization_config quant_method is 7; supported is 'compressed-"),
         (edit_config(quantization_config=NVFP4), "q_proj.weight_packed is missing"),
-        (edit_arrays(lambda a: a.pop(Q)), f"tensor {Q} is missing; expected float32.32, 32.*did you mean"),
+        (edit_arrays(lambda a: a.pop(Q)), f"tensor {Q} is missing; expected float32.32, 32.$"),
+        (edit_arrays(lambda a: a.update({Q + "s": a.pop(Q)})), rf"{Q} is missing; .* \(did you mean '{Q}s'\?\)$"),
+        (
+            edit_arrays(lambda a: a.update({Q.replace("1", "2"): a.pop(Q)})),
+            f"{Q} is missing; expected float32.32, 32.$",
+        ),
         (
             edit_arrays(lambda a: a.update({Q: a[Q].T[:16].copy()})),
             f"tensor {Q}: expected shape .32, 32.*found .16, 32.",
@@ -218,7 +226,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
         (
             edit_arrays(lambda a: a.update({Q + "x": a[Q]})),
-            f"{Q}x bfloat16.32, 32. belongs to no part of .*did you mean",
+            f"{Q}x bfloat16.32, 32. belongs to no part of what the folder's configuration describes$",
         ),
         (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 4), "model.safetensors: not a valid safetensors file"),
         (

@@ -194,7 +194,8 @@ def test_a_damaged_layer_is_made_again(tmp_path, damage):
     ("options", "message"),
     [
         ({"weight_format": "nvfp"}, r"--format is 'nvfp'; allowed: nvfp4 \(did you mean 'nvfp4'\?\)"),
-        ({"weight_format": "mxfp4"}, "--format is 'mxfp4'; allowed: nvfp4"),
+        ({"weight_format": "mxfp4"}, "--format is 'mxfp4'; allowed: nvfp4. Other formats"),
+        ({"weight_format": "nf4"}, "--format is 'nf4'; allowed: nvfp4. Other formats"),
         ({"method": "gptq"}, "--method is 'gptq'; allowed: rtn, awq"),
         ({"method": "awq"}, "--method awq needs --calibration"),
         ({"sequences": 4}, "--sequences and --length have no effect without --calibration"),

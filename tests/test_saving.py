@@ -87,4 +87,6 @@ def test_plain_models_are_not_written_as_nvfp4(tmp_path):
         save_model(model, tmp_path / "b", weight_format="nvfp4")
     with pytest.raises(UserError, match=r"weight_format is 'nvfp'; written are bf16, nvfp4 \(did you mean 'nvfp4'"):
         save_model(model, tmp_path / "b", weight_format="nvfp")
+    with pytest.raises(UserError, match=r"weight_format is 'mxfp4'; written are bf16, nvfp4$"):
+        save_model(model, tmp_path / "b", weight_format="mxfp4")
     assert not (tmp_path / "b").exists()

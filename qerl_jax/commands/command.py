@@ -1,10 +1,10 @@
-"""What the commands share: how a parser is made, and how a run folder is named."""
+"""What the commands share: how a parser is made, and what their arguments may be."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest_beside
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -31,13 +31,19 @@ def add_command(
     )
 
 
+def check_seed(seed: int) -> None:
+    """Refuses a seed that `run.seed` could not be."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"--seed is {seed}; allowed: a whole number from 0 to 2^32 - 1")
+
+
 def run_folder(name: str, file: str) -> Path:
     """The folder of a run, which must hold `file`."""
     folder = Path(name)
     if not folder.is_dir():
-        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-        hint = nearest(folder.name, [path.name for path in beside if path.is_dir()])
-        raise UserError(f"{name}: no such run folder{hint}; expected the folder that `qerl train` made")
+        raise UserError(
+            f"{name}: no such run folder{nearest_beside(folder)}; expected the folder that `qerl train` made"
+        )
     if not (folder / file).is_file():
         raise UserError(f"{name}: holds no {file}; expected the folder that `qerl train` made")
     return folder

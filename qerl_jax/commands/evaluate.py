@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, run_folder
+from qerl_jax.commands.command import add_command, check_seed, run_folder
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -28,6 +28,7 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints what it measured."""
+    check_seed(arguments.seed)
     folder = run_folder(arguments.run, "config.yaml")
 
     from qerl_jax.evaluation import evaluate_run

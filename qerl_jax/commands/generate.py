@@ -1,13 +1,16 @@
 """`qerl generate`: completes prompts with a model or with the result of a run."""
 
 import argparse
+import itertools
 import json
+import os
+import re
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl_jax.commands.command import add_command
+from qerl_jax.commands.command import add_command, check_seed
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,11 +30,13 @@ _EXAMPLES = """\
 examples:
   qerl generate runs/quickstart --prompt "Tom has 3 apples and buys 4. How many now?" --greedy
   qerl generate Qwen/Qwen2.5-0.5B-Instruct --adapter my/adapter --prompts questions.jsonl --n 4 --temperature 0.6
-  qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop "\\n\\n" --logprobs
+  qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop $'\\n\\n' --logprobs
 
 exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
 """
 _SOME_FAILED = 3
+_ROWS = (".jsonl", ".ndjson")
+_FILE_NAME = re.compile(r"\S*/\S*|\S*\.[A-Za-z]\w*")  # one word, with a folder or a suffix
 
 
 def add(commands: "Commands") -> None:
@@ -41,7 +46,9 @@ def add(commands: "Commands") -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
     prompt.add_argument(
-        "--prompts", metavar="FILE.jsonl|TEXT", help="many: rows with a `prompt` (text or messages); or one text"
+        "--prompts",
+        metavar="FILE.jsonl|TEXT",
+        help="many: rows with a `prompt` (text or messages); or one text that does not look like the name of a file",
     )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="X", help="divides the logits")
@@ -58,16 +65,22 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end a completion before this text; may be repeated"
     )
-    parser.add_argument("--output", metavar="FILE", help="write JSON rows to this file instead of the terminal")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write JSON rows to this file, not the terminal; an existing one is replaced when the first row is there",
+    )
     parser.add_argument("--logprobs", action="store_true", help="add token ids and log-probabilities to the JSON rows")
     parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to apply to the model")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the completions, and how fast they came; returns the exit code."""
+    seed = 0 if arguments.seed is None else arguments.seed
+    check_seed(seed)
     options, length = _generation_options(arguments)
     if arguments.greedy and arguments.n > 1:
         raise UserError(f"--n is {arguments.n}; allowed with --greedy: 1, since all completions would be the same")
@@ -75,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--n is {arguments.n}; allowed: a whole number >= 1")
     if "" in arguments.stop:
         raise UserError("--stop is empty; expected a text")
+    if arguments.output is not None:
+        _check_output(arguments.output)
     prompts, from_file = _prompts(arguments)
     as_rows = from_file or arguments.output is not None
     if arguments.logprobs and not as_rows:
@@ -92,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         min_p=options.min_p,
         max_completion_length=length,
         adapter=arguments.adapter,
-        seed=arguments.seed,
+        seed=seed,
         greedy=arguments.greedy,
         stop=arguments.stop,
         stream=not as_rows and arguments.n == 1,
@@ -113,8 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.output is None:
         _write_rows(counted(), prompts, arguments.logprobs, sys.stdout)
     else:
-        with open(arguments.output, "w", encoding="utf-8") as file:
-            _write_rows(counted(), prompts, arguments.logprobs, file)
+        _write_file(counted(), prompts, arguments.logprobs, arguments.output)
     seconds = time.perf_counter() - began
     failed = f"; {counts['errors']} of {len(prompts)} prompts not answered" if counts["errors"] else ""
     print(
@@ -129,12 +143,34 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
     """The prompts, and whether they come from a file."""
     if arguments.prompts is None:
         return [arguments.prompt], False
-    if not arguments.prompts.endswith(".jsonl") and not Path(arguments.prompts).is_file():
+    if Path(arguments.prompts).suffix not in _ROWS:
+        if os.path.exists(arguments.prompts) or _FILE_NAME.fullmatch(arguments.prompts):
+            raise UserError(
+                f"--prompts {arguments.prompts}: looks like the name of a file; expected a {' or '.join(_ROWS)} file "
+                "with a `prompt` in each row, or a text (--prompt takes any text)"
+            )
         return [arguments.prompts], False
     from qerl_jax.data.dataset import load_dataset
 
     rows = load_dataset(arguments.prompts, split="eval", empty_prompts=True)
     return [rows[index]["prompt"] for index in range(len(rows))], True
+
+
+def _check_output(name: str) -> None:
+    """Refuses a name that no file can have, without touching one that is there."""
+    file = Path(name)
+    if file.is_dir():
+        raise UserError(f"--output {name} is a folder; expected the name of a file")
+    if not file.parent.is_dir():
+        raise UserError(f"--output {name}: there is no folder {file.parent}; make it, or choose another name")
+
+
+def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, name: str) -> None:
+    """Writes the rows as they come. A file of that name is replaced when the first one is there, not before: until then
+    the model or an argument may prove wrong."""
+    first = list(itertools.islice(answers, 1))
+    with open(name, "w", encoding="utf-8") as file:
+        _write_rows(itertools.chain(first, answers), prompts, logprobs, file)
 
 
 def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, file: TextIO) -> None:
@@ -173,12 +209,13 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
     from qerl_jax.config import GenerationOptions, load_config
     from qerl_jax.config_errors import render_validation_error
 
-    names = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    sampling = [name for name in given if name != "max_completion_length"]
-    if arguments.greedy and sampling:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sampling)
+    sampling = ("temperature", "top_p", "top_k", "min_p")
+    unused = [name for name in (*sampling, "seed") if getattr(arguments, name) is not None]
+    if arguments.greedy and unused:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
+    names = (*sampling, "max_completion_length")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     saved = Path(arguments.model_or_run) / "config.yaml"
     start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
     try:

@@ -5,6 +5,7 @@ Every name, shape and dtype is compared with the table before the first byte goe
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,19 +221,17 @@ def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> No
     Raises:
       UserError: a tensor is missing, too many, or of another shape or dtype; names file and tensor, expected and found.
     """
-    for name, slot in table.items():
-        if name not in found:
-            others = sum(other not in found for other in table) - 1
-            more = f" (and {others} more)" if others else ""
-            raise UserError(
-                f"{folder}: tensor {name} is missing{more}; expected {slot.dtypes[0]}{list(slot.shape)}"
-                f"{nearest(name, found)}"
-            )
+    missing = [name for name in table if name not in found]
+    if missing:
+        name, slot = missing[0], table[missing[0]]
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+        hint = nearest(name, [other for other in found if other not in table and _layers(other) == _layers(name)])
+        raise UserError(f"{folder}: tensor {name} is missing{more}; expected {slot.dtypes[0]}{list(slot.shape)}{hint}")
     for name, (where, array) in found.items():
         if name not in table:
             raise UserError(
                 f"{where}: tensor {shown(name)} {array.dtype}{list(array.shape)} belongs to no part of what the "
-                f"folder's configuration describes{nearest(name, table)}"
+                "folder's configuration describes"
             )
         slot = table[name]
         if array.shape != slot.shape:
@@ -243,6 +242,11 @@ def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> No
         if array.dtype.name not in slot.dtypes:
             allowed = " or ".join(slot.dtypes)
             raise UserError(f"{where}: tensor {name}: expected dtype {allowed}, found {array.dtype.name}")
+
+
+def _layers(name: str) -> list[str]:
+    """The numbers in a tensor's name: one of another layer is no misspelling."""
+    return re.findall(r"\.(\d+)\.", name)
 
 
 def _quantized(tensors: Tensors, names: Mapping[str, str], made: PackedFormat) -> Iterator[tuple[str, Weight]]:

@@ -82,7 +82,7 @@ def load_adapter(
       UserError: the folder is not a LoRA of this network (family, depth, rank, shape, module, base), or uses an option
         that is not supported; names file, tensor or option, expected and found.
     """
-    folder = resolve(path)
+    folder = adapter_folder(path)
     where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     options = read_json(where)
     _check_options(options, where)
@@ -127,6 +127,21 @@ def load_adapter(
         # Copies: an update donates the adapter, and the base must outlive it.
         norms = jax.tree.map(jnp.copy, norms_of(model, None).replace(final=None))
     return Adapter(lora, norms)
+
+
+def adapter_folder(path: str | os.PathLike[str]) -> Path:
+    """The local folder of an adapter; for who loads a large model first, and an adapter for it then.
+
+    Args:
+      path: as for `load_adapter`.
+
+    Raises:
+      UserError: there is none, or it holds no adapter.
+    """
+    folder = resolve(path)
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise UserError(f"{folder / ADAPTER_CONFIG} is missing; expected a PEFT folder")
+    return folder
 
 
 def save_adapter(

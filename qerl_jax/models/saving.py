@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest
+from qerl_jax.format_names import FORMATS
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.compressed_tensors import quantization_config, to_store
 from qerl_jax.models.hub import named_weights
@@ -44,10 +45,8 @@ def save_model(
         `tokenizer_from` has no tokenizer.
     """
     if weight_format not in (None, *SAVED_FORMATS):
-        known = ", ".join(SAVED_FORMATS)
-        raise UserError(
-            f"weight_format is {weight_format!r}; written are {known}{nearest(weight_format, SAVED_FORMATS)}"
-        )
+        hint = nearest(weight_format, SAVED_FORMATS, elsewhere=FORMATS)
+        raise UserError(f"weight_format is {weight_format!r}; written are {', '.join(SAVED_FORMATS)}{hint}")
     dtype = model.base.embed.dtype
     hf = model.config.to_hf() | {"dtype": dtype.name, "torch_dtype": dtype.name}
     weights = named_weights(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.errors import UserError, nearest, shown
+from qerl_jax.errors import UserError, nearest, nearest_beside, shown
 from qerl_jax.models.files import file_size, parse_json
 from qerl_jax.models.safetensors import read_safetensors
 
@@ -56,7 +56,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{name} is a file; expected the folder it lies in, with {CONFIG} and {WEIGHTS}")
     if not _HUB_NAME.fullmatch(name):
         raise UserError(
-            f"{name}: no such folder; allowed: a folder, owner/name on the Hugging Face Hub, {_BUILTIN}NAME"
+            f"{name}: no such folder{nearest_beside(folder)}; allowed: a folder, owner/name on the Hugging Face Hub, "
+            f"{_BUILTIN}NAME"
         )
     return _download(name)
 
@@ -80,8 +81,8 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{name}: no such folder here, and it could not be had from the Hugging Face Hub ({reason}). Check "
-            "the name, the network and, for a gated repository, `hf auth login`"
+            f"{name}: no such folder here{nearest_beside(Path(name))}, and it could not be had from the Hugging Face "
+            f"Hub ({reason}). Check the name, the network and, for a gated repository, `hf auth login`"
         ) from error
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import qerl_jax
+from qerl_jax import format_names
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.metrics import duration
@@ -119,9 +120,10 @@ def quantize_folder(
 
 def _check_options(weight_format: str, method: str) -> None:
     if weight_format not in FORMATS:
+        hint = nearest(weight_format, FORMATS, elsewhere=format_names.FORMATS)
         raise UserError(
-            f"--format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}. Other "
-            "formats have no form in files: load_model quantizes to them"
+            f"--format is {weight_format!r}; allowed: {', '.join(FORMATS)}{hint}. Other formats have no form in files: "
+            "load_model quantizes to them"
         )
     if method not in METHODS:
         raise UserError(f"--method is {method!r}; allowed: {', '.join(METHODS)}{nearest(method, METHODS)}")

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.durable import flush, write_whole
+from qerl_jax.durable import flush, make_folder, write_whole
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
 _PREFIX = ".quantize-"
@@ -41,7 +41,7 @@ class WorkFolder:
         text = json.dumps(settings, indent=2, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         self.path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         write_whole(self.path / "settings.json", text + "\n")
 
     def write(self, layer: int, tensors: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +12,13 @@ from qerl_jax.config import load_config
 from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
-from qerl_jax.models.peft import load_adapter
+from qerl_jax.models.peft import adapter_folder, load_adapter
 from qerl_jax.rl.assembly import Policy, load_policy
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.stop_strings import cut_at_stop, showable, tokens_until_stop
+from qerl_jax.run_or_model import find_run
 
 _BUCKET = 32  # prompt positions come in multiples of this, so that few shapes are compiled
 _LENGTH = 256  # tokens of a completion, if nothing else is asked for
@@ -79,10 +79,13 @@ def generate_texts(
       stream: also yields texts while they grow, as far as they are sure.
 
     Raises:
-      UserError: a model that cannot be loaded, a run that has no adapter yet, lengths that do not fit the model.
+      UserError: a folder that is neither run nor model, a model that cannot be loaded, a run that has no adapter yet,
+        lengths that do not fit the model.
     """
-    run, trained = Path(model_or_run), None
-    if (run / run_folder.CONFIG).is_file():
+    run, trained = find_run(model_or_run), None
+    if adapter is not None:
+        adapter_folder(adapter)
+    if run is not None:
         options = load_config(str(run / run_folder.CONFIG)).model
         policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
         trained = trained_adapter(run, policy.model) if adapter is None else None
