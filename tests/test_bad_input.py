@@ -147,6 +147,9 @@ def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refu
     assert "rows.jsonl: reward function 'mine.py:needs' needs a column 'level'; the data set has answer" in said
     said = refused(*words[:3], "evaluation.eval_dataset=rows.jsonl", "reward.functions=[{function: mine.py:needs}]")
     assert "arithmetic: reward function 'mine.py:needs' needs a column 'level'" in said
+    (folder / "empty").mkdir()
+    said = refused(*words[:3], "lora.adapter=empty")
+    assert "empty/adapter_config.json is missing; expected a PEFT folder" in said
 
 
 def one_token_more(tokenizer):

@@ -18,7 +18,7 @@ from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.models.peft import load_adapter
+from qerl_jax.models.peft import adapter_folder, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rewards.combine import RewardFunctions
@@ -171,7 +171,8 @@ def held_out(config: Config, seed: int) -> list[dict[str, Any]]:
 
 
 def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
-    """Loads and builds what the config names; what `rewards` cannot score is refused before the model is loaded.
+    """Loads and builds what the config names; data that `rewards` cannot score and a folder without an adapter are
+    refused before the model is loaded.
 
     Raises:
       UserError: whatever is missing or does not fit, by name.
@@ -180,6 +181,8 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     rewards.check([dataset[i] for i in range(len(dataset))], config.data.train_dataset)
     rewards.check(held_out(config, config.run.seed), config.evaluation.eval_dataset)
     total_steps = config.total_steps(len(dataset))
+    if config.lora.adapter is not None:
+        adapter_folder(config.lora.adapter)
     policy = configured_policy(config)
     check_prompts(policy.tokenizer, dataset, config.data.train_dataset, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
