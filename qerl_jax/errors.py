@@ -17,6 +17,12 @@ def shown(value: object, length: int = 200) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
+def beginning(prompt: object) -> str:
+    """How a prompt, a text or messages, begins; of messages the last one."""
+    text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+    return repr(str(text)[:60])
+
+
 def nearest(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
     """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string when none is close.
 

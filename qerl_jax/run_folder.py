@@ -18,6 +18,7 @@ from typing import Any, Literal
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config, config_to_dict, load_config, save_yaml, settled_config
+from qerl_jax.durable import make_folder
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
@@ -93,7 +94,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
     if folder.is_dir() and not stored.is_file() and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,7 @@ from qerl_jax.cli import main
 from qerl_jax.models.params import Adapter, LoRA
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.source import resolve
+from qerl_jax.rl import trainer
 
 MODEL = "builtin:quickstart"
 SHAPE = json.loads((resolve(MODEL) / "config.json").read_text())
@@ -85,7 +86,7 @@ def jsonl(folder, *rows):
         (["my.yaml", "reward.functions=[{function: no_module_here:f}]"], "there is no module 'no_module_here'"),
         (["my.yaml", "lora.adapter=/no/such/adapter"], "/no/such/adapter: no such folder"),
         (["my.yaml", "run.output_dir=my.yaml"], "run.output_dir names a file"),
-        (["my.yaml", "run.output_dir=my.yaml/run"], "my.yaml/run: Not a directory"),
+        (["my.yaml", "run.output_dir=my.yaml/run"], "my.yaml is a file; expected a folder"),
         (["my.yaml", "--profile", "my.yaml"], "--profile my.yaml is a file; expected a folder"),
     ],
 )
@@ -128,6 +129,13 @@ def test_data_without_the_column_that_a_reward_reads(folder, refused):
     jsonl(folder, {"prompt": "Ann has 10 pens.", "anwser": "10"})
     said = refused("train", "my.yaml", "data.train_dataset=rows.jsonl", "evaluation.eval_dataset=rows.jsonl")
     assert "rows.jsonl: reward function 'accuracy' needs a column 'answer' (did you mean 'anwser'?)" in said
+
+
+def test_a_held_out_prompt_that_is_too_long_is_said_before_anything_is_compiled(folder, refused, monkeypatch):
+    monkeypatch.setattr(trainer, "compiled_update", None)
+    jsonl(folder, {"prompt": "Ann has 10 pens.", "answer": "10"}, {"prompt": "and " * 200, "answer": "1"})
+    said = refused("train", "my.yaml", "evaluation.eval_dataset=rows.jsonl")
+    assert "rows.jsonl: row 1 has " in said
 
 
 def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refused):

@@ -36,7 +36,7 @@ def test_a_missing_column_is_named_with_the_ones_there_are():
 
 @pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])
 def test_numbers_of_any_kind(values):
-    assert checked("f", values, 2) == [1.0, 0.5]
+    assert checked("f", values, ["p", "q"]) == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,20 @@ def test_numbers_of_any_kind(values):
         ("11", "returned '11' (str)"),
         ([1], "returned 1 scores; expected 2"),
         ([1, 2, 3], "returned 3 scores; expected 2"),
-        ([1, float("nan")], "returned nan (float) for row 1; expected a number from -1e+15 to 1e+15, or None"),
-        ([1, 1e300], "returned 1e+300 (float) for row 1; expected a number from -1e+15 to 1e+15, or None"),
-        ([float("inf"), 1], "returned inf (float) for row 0"),
-        ([1, "1"], "returned '1' (str) for row 1"),
-        ([[1], [2]], "returned [1] (list) for row 0"),
-        ([1, 10**400], "for row 1"),
+        (
+            [1, float("nan")],
+            "returned nan (float) for a completion of the prompt that begins 'q'; expected a number from -1e+15",
+        ),
+        (
+            [1, 1e300],
+            "returned 1e+300 (float) for a completion of the prompt that begins 'q'; expected a number from -1e+15",
+        ),
+        ([float("inf"), 1], "returned inf (float) for a completion of the prompt that begins 'p'"),
+        ([1, "1"], "returned '1' (str) for a completion of the prompt that begins 'q'"),
+        ([[1], [2]], "returned [1] (list) for a completion of the prompt that begins 'p'"),
+        ([1, 10**400], "that begins 'q'"),
     ],
 )
-def test_anything_else_names_function_and_row(values, message):
+def test_anything_else_names_function_and_prompt(values, message):
     with pytest.raises(UserError, match=re.escape("reward function 'm:f' ") + ".*" + re.escape(message)):
-        checked("m:f", values, 2)
+        checked("m:f", values, ["p", [{"role": "user", "content": "q"}]])

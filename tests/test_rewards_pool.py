@@ -91,8 +91,8 @@ def test_a_dead_process_is_reported_and_replaced(sometimes, way, message):
     assert sometimes("fine") == [1.0]
 
 
-def test_nan_names_function_and_row(sometimes):
-    with pytest.raises(UserError, match=r"sometimes' returned nan .* for row 0"):
+def test_nan_names_function_and_prompt(sometimes):
+    with pytest.raises(UserError, match=r"sometimes' returned nan .* of the prompt that begins 'p'"):
         sometimes("nan")
     assert sometimes("fine") == [1.0]
 

@@ -1,13 +1,12 @@
 """Prompts as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
 
-from qerl_jax.data.dataset import Dataset
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, beginning
 from qerl_jax.models.tokenizer import Tokenizer
 
 Prompt = str | list[dict[str, Any]]
@@ -50,23 +49,22 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return ids[1:] if twice and isinstance(prompt, str) else ids
 
 
-def check_prompts(tokenizer: Tokenizer, dataset: Dataset, name: str, max_prompt_length: int) -> None:
-    """Refuses a data set with a prompt of no tokens or too many, before anything is trained on it.
+def check_prompts(tokenizer: Tokenizer, examples: Iterable[dict[str, Any]], name: str, max_prompt_length: int) -> None:
+    """Refuses rows of a data set with a prompt of no tokens or too many, before anything is trained on them.
 
     Raises:
       UserError: naming the data set, the row (from 0), its length and its beginning.
     """
-    for row in range(len(dataset)):
-        prompt = dataset[row]["prompt"]
-        _check_length(len(prompt_ids(tokenizer, prompt)), f"{name}: row {row}", prompt, max_prompt_length)
+    for row, example in enumerate(examples):
+        length = len(prompt_ids(tokenizer, example["prompt"]))
+        _check_length(length, f"{name}: row {row}", example["prompt"], max_prompt_length)
 
 
 def _check_length(length: int, which: str, prompt: Prompt, max_prompt_length: int) -> None:
     if not 1 <= length <= max_prompt_length:
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         raise UserError(
             f"{which} has {length} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it begins "
-            f"{text[:60]!r}"
+            f"{beginning(prompt)}"
         )
 
 

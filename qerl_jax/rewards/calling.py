@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, beginning, nearest
 from qerl_jax.rewards.functions import RewardFunction
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -35,7 +35,7 @@ def call(
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     arguments = given | {name: columns[name] for name in accepted(spec, function, list(columns))}
-    return checked(spec, function(**arguments), len(completions))
+    return checked(spec, function(**arguments), prompts)
 
 
 def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> list[str]:
@@ -77,12 +77,13 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
     return [name for name in columns if name in by_name]
 
 
-def checked(spec: str, values: Any, count: int) -> list[float | None]:
-    """`values` as a list of `count` floats and None.
+def checked(spec: str, values: Any, prompts: Sequence[Any]) -> list[float | None]:
+    """`values` as a list of floats and None, one for each prompt.
 
     Raises:
-      UserError: naming the function and the row that is wrong.
+      UserError: naming the function, and the row that is wrong by its prompt.
     """
+    count = len(prompts)
     if isinstance(values, (str, bytes, dict)) or not (isinstance(values, Sequence) or hasattr(values, "__array__")):
         raise UserError(
             f"reward function {spec!r} returned {_shown(values)}; expected a list of {count} numbers or None"
@@ -90,10 +91,10 @@ def checked(spec: str, values: Any, count: int) -> list[float | None]:
     values = list(values)
     if len(values) != count:
         raise UserError(f"reward function {spec!r} returned {len(values)} scores; expected {count}, one per completion")
-    return [_number(spec, row, value) for row, value in enumerate(values)]
+    return [_number(spec, value, prompt) for prompt, value in zip(prompts, values, strict=True)]
 
 
-def _number(spec: str, row: int, value: Any) -> float | None:
+def _number(spec: str, value: Any, prompt: Any) -> float | None:
     if value is None:
         return None
     number = None
@@ -104,8 +105,8 @@ def _number(spec: str, row: int, value: Any) -> float | None:
             number = None
     if number is None or not abs(number) <= LARGEST:
         raise UserError(
-            f"reward function {spec!r} returned {_shown(value)} for row {row}; expected a number from -{LARGEST:g} to "
-            f"{LARGEST:g}, or None where it does not apply"
+            f"reward function {spec!r} returned {_shown(value)} for a completion of the prompt that begins "
+            f"{beginning(prompt)}; expected a number from -{LARGEST:g} to {LARGEST:g}, or None where it does not apply"
         )
     return number
 

@@ -178,13 +178,18 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
       UserError: whatever is missing or does not fit, by name.
     """
     dataset = load_dataset(config.data.train_dataset, split="train")
-    rewards.check([dataset[i] for i in range(len(dataset))], config.data.train_dataset)
-    rewards.check(held_out(config, config.run.seed), config.evaluation.eval_dataset)
+    read = [
+        (config.data.train_dataset, [dataset[i] for i in range(len(dataset))]),
+        (config.evaluation.eval_dataset, held_out(config, config.run.seed)),
+    ]
+    for name, examples in read:
+        rewards.check(examples, name)
     total_steps = config.total_steps(len(dataset))
     if config.lora.adapter is not None:
         adapter_folder(config.lora.adapter)
     policy = configured_policy(config)
-    check_prompts(policy.tokenizer, dataset, config.data.train_dataset, config.data.max_prompt_length)
+    for name, examples in read:
+        check_prompts(policy.tokenizer, examples, name, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     correction = SamplerCorrection(**dataclasses.asdict(grpo.sampler_correction))
     update = UpdateSettings(

@@ -298,9 +298,9 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     failures = [
         # What goes wrong, on which call since the process began, what is said, and the step saved by then.
         ("raise ValueError('no such unit')", 4, "raised on rows 0 to 7 of the batch.*no such unit", 2),
-        ("scores[5] = float('nan')", 2, r"returned nan \(float\) for row 5", 4),
+        ("scores[5] = float('nan')", 2, r"returned nan \(float\) for a completion of the prompt that begins 'Ann", 4),
         ("scores = scores[1:]", 1, "returned 7 scores; expected 8", 4),
-        ("scores[3] = float('inf')", 2, r"returned inf \(float\) for row 3", 6),  # in the evaluation after the run
+        ("scores[3] = float('inf')", 2, r"returned inf \(float\) for a completion", 6),  # evaluating
     ]
     for wrong, call, message, saved in failures:
         reward_file(tmp_path, COUNTED + f"    if calls == {call}:\n        {wrong}\n    return scores\n")
