@@ -8,7 +8,7 @@ all have the mean length. Both go through the same compiled programs; ratio is t
 
 Slots are in long completions most of the time: of those at work at a moment the mean length is sum l^2 / sum l, five
 times the mean. So full slots read more keys and values than with equal lengths, and are slower by that. A third run,
-of _WAVES times as many completions as slots, gives all of them the mean length of those at work: as much to read on
+of four times as many completions as slots, gives all of them the mean length of those at work: as much to read on
 average, and ratio_at_work is what slots of unequal lengths, refilled at unequal times, keep of that rate.
 
 The ratio has the end in it, when no sample waits any more and slots run empty one by one. It lasts as long as what is

@@ -48,8 +48,8 @@ def multiply(
     eps: float = 0.0,
     handed: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives. With `swiglu`, of
-    gate and up, silu(gate) * up. See `wide_kernel.build` for the rest; `handed` are the operands of `handover`."""
+    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives. With `swiglu`, of gate and up,
+    silu(gate) * up. See `wide_kernel.build` for the rest; `handed` are the operands of `handover`."""
     m, k = x_MK.shape
     wide_out = out_dtype != jnp.bfloat16
     of = ranks, swiglu, makes_h, handover, eps

@@ -22,6 +22,7 @@ from qerl_jax.rl.assembly import (
     Policy,
     configured_policy,
     decode_completions,
+    evaluation_data,
     held_out,
     sampling_engine,
     sampling_settings,
@@ -47,7 +48,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     """
     options = config.evaluation
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
-    examples = held_out(config, seed)
+    examples = held_out(config, evaluation_data(config, seed))
     prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
     batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
     """
     config = load_config(str(run / run_folder.CONFIG))
     with RewardFunctions(config.reward) as rewards:
-        rewards.check(held_out(config, seed), config.evaluation.eval_dataset)
+        rewards.check(held_out(config, evaluation_data(config, seed)), config.evaluation.eval_dataset)
         policy = configured_policy(config)
         measured = evaluate(config, policy, trained_adapter(run, policy.model), rewards, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}

@@ -113,6 +113,7 @@ class Experiment:
     config: Config
     policy: Policy
     dataset: Dataset
+    evaluation_data: Dataset
     settings: StepSettings
     optimizer_spec: OptimizerSpec
     optimizer: optax.GradientTransformation
@@ -123,13 +124,12 @@ class Experiment:
 
         Not in it are the sources of reward functions, since one that fails may be corrected amid a run.
         """
-        options, policy = self.config, self.policy
-        held_out = load_dataset(options.evaluation.eval_dataset, split="eval", seed=options.run.seed)
+        policy = self.policy
         return {
             "base weights": policy.fingerprint,
             "training data": self.dataset.fingerprint,
-            "evaluation data": held_out.fingerprint,
-            "tokenizer and chat template": tokenizer_fingerprint(options.model.model_name_or_path),
+            "evaluation data": self.evaluation_data.fingerprint,
+            "tokenizer and chat template": tokenizer_fingerprint(self.config.model.model_name_or_path),
             "EOS and pad ids": [*policy.eos_token_ids, policy.pad_token_id],
             "total optimizer steps": self.total_steps,
         }
@@ -164,9 +164,13 @@ def optimizer_spec(config: Config, total_steps: int) -> OptimizerSpec:
     )
 
 
-def held_out(config: Config, seed: int) -> list[dict[str, Any]]:
-    """The problems of an evaluation: rows of its data set."""
-    dataset = load_dataset(config.evaluation.eval_dataset, split="eval", seed=seed)
+def evaluation_data(config: Config, seed: int) -> Dataset:
+    """The data set of an evaluation; `seed` is that of one which is generated."""
+    return load_dataset(config.evaluation.eval_dataset, split="eval", seed=seed)
+
+
+def held_out(config: Config, dataset: Dataset) -> list[dict[str, Any]]:
+    """The problems of an evaluation: the first rows of its data set."""
     return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
 
 
@@ -178,9 +182,10 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
       UserError: whatever is missing or does not fit, by name.
     """
     dataset = load_dataset(config.data.train_dataset, split="train")
+    of_evaluation = evaluation_data(config, config.run.seed)
     read = [
         (config.data.train_dataset, [dataset[i] for i in range(len(dataset))]),
-        (config.evaluation.eval_dataset, held_out(config, config.run.seed)),
+        (config.evaluation.eval_dataset, held_out(config, of_evaluation)),
     ]
     for name, examples in read:
         rewards.check(examples, name)
@@ -209,7 +214,7 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
         )
     settings = StepSettings(sampling_settings(config, policy), update, schedule, grpo.mask_truncated_completions)
     spec = optimizer_spec(config, total_steps)
-    return Experiment(config, policy, dataset, settings, spec, make_optimizer(spec), total_steps)
+    return Experiment(config, policy, dataset, of_evaluation, settings, spec, make_optimizer(spec), total_steps)
 
 
 def decode_completions(tokenizer: Tokenizer, completions: Rollout) -> tuple[list[str], list[list[int]]]:
