@@ -9,8 +9,9 @@ from .attention import (
     stored,
     takes_decode_attention,
 )
-from .block import between_attentions, between_attentions_reference, takes_between_attentions
+from .block import between_attentions, between_attentions_reference, reads_units, takes_between_attentions
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
+from .fragment_order import in_unit_order
 from .layer_part import LayerPart, Projection
 from .layout import KernelWeight, dequantize, repack, unpack
 from .operands import padded_rank
@@ -36,8 +37,10 @@ __all__ = [
     "fp4_matmul_dx_reference",
     "fp4_matmul_reference",
     "has_kernels",
+    "in_unit_order",
     "lora_inside",
     "padded_rank",
+    "reads_units",
     "repack",
     "stored",
     "takes_between_attentions",

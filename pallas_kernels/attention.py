@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from . import attention_kernel
 from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
+from .fragment_order import in_unit_order
 from .stream_plan import RESIDENT
 from .variants import capability
 
@@ -56,6 +57,7 @@ def decode_attention(
     norms: HeadNorms | None = None,
     *,
     paired: bool = False,
+    in_units: bool = False,
     config: AttentionConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """softmax(q K^T / sqrt(E)) V for one new token per sample, over its prompt, its own keys, and its new key.
@@ -68,6 +70,7 @@ def decode_attention(
         caller gives the caches away.
       norms: per-head norms, where the family has them.
       paired: samples 2 i and 2 i + 1 continue the same prompt, so that the kernel may read it once for both.
+      in_units: the result's columns in unit order, for a `between_attentions` that reads them so.
       config: a configuration of the kernel; None chooses one, or the plain path where the kernel does not run.
 
     Returns:
@@ -80,7 +83,8 @@ def decode_attention(
     H, K = q.shape[1] // E, prompt.k.shape[2]
     kept = own.k.dtype, own.v.dtype
     if config is None and not takes_decode_attention(q.dtype, H, K, E, *kept):
-        return decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
+        out, own_k, own_v = decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
+        return in_unit_order(out) if in_units else out, own_k, own_v
     if kept != (prompt.k.dtype, prompt.v.dtype) or not {*kept} <= {*map(jnp.dtype, CACHE_DTYPES)}:
         found = ", ".join(str(array.dtype) for array in (prompt.k, prompt.v, own.k, own.v))
         raise ValueError(f"prompts' and own keys and values are {found}; the kernel takes bfloat16 and float8_e4m3fn")
@@ -88,7 +92,7 @@ def decode_attention(
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
     config = config or choose_attention(B, K, paired, P + C // 2, *sizes)
-    plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes)
+    plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units)
     kernel = attention_kernel.build(plan, None if norms is None else norms.eps)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]

@@ -30,6 +30,7 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .attention_plan import AttentionPlan
 from .attention_tiles import LOWEST, AttentionTiles
+from .fragment_order import unit_place
 
 
 class _Warp(AttentionTiles):
@@ -146,7 +147,9 @@ class _Warp(AttentionTiles):
         def write():
             inverse = arith.divf(p.f32(1.0), arith.maximumf(total, p.f32(1e-30)))
             index = p.add(p.mul(sample, plan.H), p.add(p.mul(self.head, plan.Q), head))
-            at = mem.offset(mem.wide_offset(self.at["out"], index, plan.row_bytes), p.mul(pair, 4))
+            column = p.mul(pair, 2)
+            place = unit_place(column) if plan.in_units else column
+            at = mem.offset(mem.wide_offset(self.at["out"], index, plan.row_bytes), p.mul(place, 2))
             mem.store_global_bf16x2(at, *(arith.mulf(s, inverse) for s in sums))
 
         p.when(p.lt(head, plan.Q), write)

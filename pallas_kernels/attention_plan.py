@@ -45,6 +45,7 @@ class AttentionPlan:
     config: AttentionConfig
     key_bytes: int = 2  # of one number of a key in the cache: 2 (BF16) or 1 (E4M3)
     value_bytes: int = 2
+    in_units: bool = False  # whether outputs are in unit order (fragment_order.py)
 
     def __post_init__(self) -> None:
         c = self.config

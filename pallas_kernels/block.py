@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from . import block_kernel, layer_calls
 from .block_plan import MAX_ROWS, BlockPlan, Part, make_block_plan
 from .counters import first_counters
+from .fragment_order import from_unit_order
 from .layer_part import LayerPart, Projection, operands
 from .layout import dequantize
 from .stream_plan import RESIDENT
@@ -29,6 +30,11 @@ def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> b
     except ValueError:
         return False
     return True
+
+
+def reads_units(rows: int, layer: LayerPart) -> bool:
+    """Whether `between_attentions` is faster where x comes in unit order (`in_unit_order`), which it then takes."""
+    return rows > MAX_ROWS and layer_calls.reads_units(rows, layer)
 
 
 def plan_of(rows: int, layer: LayerPart) -> BlockPlan:
@@ -51,7 +57,7 @@ def plan_of(rows: int, layer: LayerPart) -> BlockPlan:
 
 
 def between_attentions(
-    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
+    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float, in_units: bool = False
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """residual + o(x); + down(silu(gate(h)) * up(h)) of its norm h; and q, k, v of the norm of that.
 
@@ -65,6 +71,7 @@ def between_attentions(
       layer: the projections.
       norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.
       eps: the norms' epsilon.
+      in_units: whether x's columns are in unit order, where `reads_units` says so.
 
     Returns:
       The residual stream float32 [M, D], and q, k, v in bfloat16 [M, N].
@@ -73,7 +80,9 @@ def between_attentions(
       ValueError: the kernels do not take the shape (see `takes_between_attentions`).
     """
     if x.shape[0] > MAX_ROWS:
-        return layer_calls.between_attentions(x, residual, layer, norms, eps)
+        return layer_calls.between_attentions(x, residual, layer, norms, eps, in_units)
+    if in_units:
+        raise ValueError(f"x in unit order is for more than {MAX_ROWS} rows, got {x.shape[0]}")
     plan = plan_of(x.shape[0], layer)
     weights = tuple(tuple(map(operands, group)) for group in layer.groups)
     scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
@@ -83,9 +92,10 @@ def between_attentions(
 
 
 def between_attentions_reference(
-    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
+    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float, in_units: bool = False
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`between_attentions` in plain JAX: the products in float32, what they read rounded to x's dtype."""
+    x = from_unit_order(x) if in_units else x
     dtype = x.dtype
 
     def product(x: jax.Array, projection: Projection) -> jax.Array:

@@ -41,6 +41,12 @@ def in_unit_order(x: jax.Array) -> jax.Array:
     return x.reshape(M, K // UNIT, 4, 4, 2, 2).transpose(0, 1, 3, 4, 2, 5).reshape(M, K)  # unit t j h c -> unit j h t c
 
 
+def from_unit_order(x: jax.Array) -> jax.Array:
+    """The inverse of `in_unit_order`."""
+    M, K = x.shape
+    return x.reshape(M, K // UNIT, 4, 2, 4, 2).transpose(0, 1, 4, 2, 3, 5).reshape(M, K)
+
+
 def unit_place(column):
     """The place in a row in unit order of an even column; its neighbour's is the next."""
     inside = p.and_(column, UNIT - 1)

@@ -63,18 +63,33 @@ class Call(NamedTuple):
         return self.source == GIVEN and not self.before and not self.ordered
 
 
-def calls_of(m: int, layer: LayerPart) -> list[Call]:
-    """The matmuls, in their order; raises ValueError naming the constraint when a kernel does not take the shape."""
+def calls_of(m: int, layer: LayerPart, in_units: bool = False) -> list[Call]:
+    """The matmuls, in their order, the first one's x in unit order or not; raises ValueError naming the constraint when
+    a kernel does not take the shape."""
     if m < FEWEST_ROWS:
         raise ValueError(f"M must be at least {FEWEST_ROWS}, got {m}")
     kinds = ((GIVEN, False), (NORMED, True), (GIVEN, False), (NORMED, False))
     calls = [_call(m, group, *kind) for group, kind in zip(layer.groups, kinds, strict=False)]
-    return _handed_over(*calls)
+    o, *behind = _handed_over(*calls)
+    if in_units:
+        o = _reading_units(o)
+        if not _takes(o):
+            raise ValueError(f"o does not read x in unit order at M = {m}, K = {o.k}, N = {o.n}")
+    return [o, *behind]
+
+
+def reads_units(m: int, layer: LayerPart) -> bool:
+    """Whether o gains by x in unit order."""
+    return _takes(_reading_units(calls_of(m, layer)[0]))
+
+
+def _reading_units(call: Call) -> Call:
+    return call._replace(handover=Handover(units=True))
 
 
 def _handed_over(o: Call, gate_up: Call, down: Call, qkv: Call | None = None) -> list[Call]:
     """The calls with the forms of what they hand over to each other: x in unit order where the wide kernel gains by it,
-    but for o's, which is attention's; and down with the residual stream, q, k and v with a norm to be divided."""
+    but for o's, which is another kernel's; and down with the residual stream, q, k and v with a norm to be divided."""
     into_down = down.reads_given and _gains_by_units(down)
     gate_up = gate_up._replace(handover=Handover(units=_gains_by_units(gate_up), gives_units=into_down))
     down = down._replace(handover=Handover(units=into_down))
@@ -122,10 +137,10 @@ def _call(m: int, group: Sequence[Projection], source: str, swiglu: bool) -> Cal
 
 
 def between_attentions(
-    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float
+    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float, in_units: bool = False
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`block.between_attentions` for more rows than its kernel takes."""
-    o, gate_up, down, *qkv = calls_of(x.shape[0], layer)
+    o, gate_up, down, *qkv = calls_of(x.shape[0], layer, in_units)
     scales = [jnp.asarray(scale, jnp.float32) for scale in norms]
     _, (y,) = _run(o, layer.groups[0], (x,), jnp.float32, eps)
     residual, product = _run(gate_up, layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)

@@ -10,7 +10,7 @@ from jax import export
 from tiny import CONFIG, tiny_model
 
 import pallas_kernels.attention
-from pallas_kernels import compiling_for
+from pallas_kernels import compiling_for, in_unit_order
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model
 from qerl_jax.models.params import norms_of
@@ -52,6 +52,26 @@ def test_completions_are_the_same_with_the_kernels_function(family, generations,
     assert len(set(np.asarray(plain.lengths).tolist())) > 1, "the example should hold slots that end early"
     np.testing.assert_array_equal(with_kernel.tokens, plain.tokens)
     np.testing.assert_allclose(with_kernel.logps, plain.logps, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_results_in_unit_order(monkeypatch, kernel):
+    """By the kernel's function and without it the same numbers, in the order of `in_unit_order`."""
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    model = init_model(jax.random.key(0), config, jnp.float32)
+    cache = KVCache(empty_kv(model, 2, 16), empty_kv(model, 4, 8), jnp.array([3, 16]))
+    monkeypatch.setattr(attention, "takes_decode_attention", lambda *_: kernel)
+    of_S, lengths_S, steps_S = jnp.array([0, 0, 1, 1]), jnp.array([3, 3, 16, 16]), jnp.array([0, 1, 0, -1])
+    sizes = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+    qkv = [jax.random.normal(jax.random.key(i), (4, 1, n * 64)) for i, n in enumerate(sizes)]
+    plain, ordered = (
+        attention.token_attention(config, cache, of_S, lengths_S, steps_S, 2, in_units)(0)(model.base.layers[0], *qkv)[
+            0
+        ]
+        for in_units in (False, True)
+    )
+    assert np.abs(np.asarray(plain)).max() > 0
+    np.testing.assert_array_equal(ordered[:, 0], in_unit_order(plain[:, 0]))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_values"])

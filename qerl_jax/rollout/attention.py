@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, stored, takes_decode_attention
+from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, in_unit_order, stored, takes_decode_attention
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import KVCacheDtype
 from qerl_jax.models.config import ModelConfig
@@ -77,6 +77,7 @@ def token_attention(
     lengths_S: jax.Array,
     steps_S: jax.Array,
     group: int | None,
+    in_units: bool = False,
 ) -> Callable[[int], Attend]:
     """The attention of layer i for one new token per slot, which also puts the token's key and value in the cache.
 
@@ -86,6 +87,7 @@ def token_attention(
       steps_S: the completion position of the new token; -1 in slots whose result is of no interest.
       group: G where slot s is known to read row s // G, so that a row is read once for its whole group; None where
         slots read any row.
+      in_units: the result's columns in unit order, see `between_attentions`.
     """
     turn = rotation_at(config, (lengths_S + steps_S)[:, None])
     cos_SF, sin_SF = (part[:, 0] for part in turn)
@@ -99,7 +101,7 @@ def token_attention(
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
         paired = group is not None and group % 2 == 0
         out, own_k, own_v = decode_attention(
-            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, paired=paired
+            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, paired=paired, in_units=in_units
         )
         return out[:, None], (own_k, own_v)
 
@@ -108,7 +110,8 @@ def token_attention(
         own = write_token(cache.completion[i], (k[:, 0], v[:, 0]), steps_S)
         q_SKQE = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)
         out = cached_attention(q_SKQE, cache.prompt[i], own, prompt_of_S, lengths_S, steps_S, group)
-        return out.reshape(q.shape[0], 1, -1), own
+        out = out.reshape(q.shape[0], -1)
+        return (in_unit_order(out) if in_units else out)[:, None], own
 
     def of_layer(i: int) -> Attend:
         def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:

@@ -7,6 +7,7 @@ key-value heads, E head size.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import reads_units
 from qerl_jax.models.params import Adapter, Layer, Model, Norms
 from qerl_jax.models.transformer import KV, block, embedded, final_norm, forward, lora_of, rotation_at, split_heads
 from qerl_jax.rollout.attention import KVCache, token_attention
@@ -112,11 +113,12 @@ def decode_step(
       Hidden states after the final norm [S, D], and the cache with the new keys and values; of slots without a token
       values of no meaning, which the cache keeps at a position that is written before it is read.
     """
-    attend = token_attention(model.config, cache, prompt_of_S, lengths_S, steps_S, group)
-    x_SD = embedded(model, tokens_S)
     parts = layer_parts(model, adapter, tokens_S.shape[0])
+    in_units = parts is not None and all(reads_units(tokens_S.shape[0], part) for part in parts)
+    attend = token_attention(model.config, cache, prompt_of_S, lengths_S, steps_S, group, in_units)
+    x_SD = embedded(model, tokens_S)
     if parts is not None:
-        x_SD, updated = run_layers(model, adapter, norms, parts, attend, x_SD)
+        x_SD, updated = run_layers(model, adapter, norms, parts, attend, x_SD, in_units)
         return final_norm(model, norms.final, x_SD), cache.replace(completion=tuple(updated))
     x_S1D, updated = x_SD[:, None], []
     for i, layer in enumerate(model.base.layers):

@@ -44,8 +44,10 @@ def run_layers(
     parts: list[LayerPart],
     attend: Callable[[int], Attend],
     x_SD: jax.Array,
+    in_units: bool,
 ) -> tuple[jax.Array, list[KV]]:
-    """All layers on the residual stream, with the `parts` of `layer_parts`.
+    """All layers on the residual stream, with the `parts` of `layer_parts`; `in_units` is the order in which
+    `attend` gives its result.
 
     Returns:
       The residual stream after the last layer, and each layer's keys and values as `attend` gives them.
@@ -58,6 +60,6 @@ def run_layers(
         attended, kv = attend(i)(layer, *qkv)
         caches.append(kv)
         scales = norms.post_attention[i], *norms.input[i + 1 : i + 2]
-        x_SD, following = between_attentions(attended[:, 0], x_SD, parts[i], scales, config.rms_norm_eps)
+        x_SD, following = between_attentions(attended[:, 0], x_SD, parts[i], scales, config.rms_norm_eps, in_units)
         qkv = tuple(y_SN[:, None] for y_SN in following)
     return x_SD, caches

@@ -17,6 +17,7 @@ from pallas_kernels.attention import (
     stored,
 )
 from pallas_kernels.attention_plan import AttentionConfig
+from pallas_kernels.fragment_order import in_unit_order
 
 pytestmark = pytest.mark.gpu
 
@@ -64,17 +65,17 @@ NORMED, SHARP = (4, 16, 8, 128, 2, 64, 40), (4, 28, 4, 128, 2, 64, 40)
 EPSILON = 1e-6
 
 
-def _attention(config, normed, *arrays):
+def _attention(config, normed, in_units, *arrays):
     *case, norm_q, norm_k = arrays if normed else (*arrays, None, None)
     norms = HeadNorms(norm_q, norm_k, EPSILON) if normed else None
-    return decode_attention(*case, norms, config=config)
+    return decode_attention(*case, norms, in_units=in_units, config=config)
 
 
-def _start(programs, sizes, config, normed=False, kept=(jnp.bfloat16, jnp.bfloat16)):
-    key = ("attention", sizes, config, normed, kept)
+def _start(programs, sizes, config, normed=False, kept=(jnp.bfloat16, jnp.bfloat16), in_units=False):
+    key = ("attention", sizes, config, normed, kept, in_units)
     case = jax.eval_shape(lambda: _case(np.random.default_rng(0), *sizes, jnp.bfloat16, kept=kept))
     norms = [jax.ShapeDtypeStruct(sizes[3:4], jnp.float32)] * 2 if normed else []
-    programs.start(key, functools.partial(_attention, config, normed), *case, *norms)
+    programs.start(key, functools.partial(_attention, config, normed, in_units), *case, *norms)
     return key
 
 
@@ -148,6 +149,15 @@ def test_head_norms(rng, programs, config):
     expected, expected_k, _ = _expected(*case, HeadNorms(*norms, EPSILON))
     np.testing.assert_allclose(np.asarray(own_k, np.float32), np.asarray(expected_k, np.float32), rtol=0.02, atol=1e-2)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=0.03, rtol=0.03)
+
+
+@ahead(lambda programs, config: [_start(programs, SHAPES[0], config, in_units=order) for order in (False, True)])
+@pytest.mark.parametrize("config", CONFIGS[:3])
+def test_results_in_unit_order_are_the_same_numbers(programs, cases, config):
+    case = cases(*SHAPES[0])[0]
+    plain, ordered = (programs.get(_start(programs, SHAPES[0], config, in_units=order)) for order in (False, True))
+    expected = [in_unit_order(plain(*case)[0]), *plain(*case)[1:]]
+    assert all(np.array_equal(*map(np.asarray, pair)) for pair in zip(ordered(*case), expected, strict=True))
 
 
 @ahead(lambda programs: [_start(programs, SHARP, config) for config in CONFIGS])

@@ -22,6 +22,15 @@ def test_the_order_is_that_of_the_weight_fragments():
         assert not got[quad, unit, j, h, 5:, t, c].any()
 
 
+def test_unit_order_is_that_of_a_row_and_can_be_undone():
+    x = jnp.arange(3 * 512, dtype=jnp.float32).reshape(3, 512)
+    ordered = fragment_order.in_unit_order(x)
+    in_fragments = fragment_order.reference(x, 8).reshape(2, 4, 8, 8, 8)  # quad, unit, (j, h), row, (t, c)
+    of_rows = in_fragments[:, :, :, :3].transpose(3, 0, 1, 2, 4).reshape(3, 512)
+    np.testing.assert_array_equal(ordered, of_rows)
+    np.testing.assert_array_equal(fragment_order.from_unit_order(ordered), x)
+
+
 @pytest.mark.parametrize("m, rows, quads", [(8, 8, 2), (21, 24, 1), (64, 64, 3), (9, 16, 1)])
 def test_the_kernel_moves_every_number_to_its_place(m, rows, quads):
     x = np.arange(m * quads * 256, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(m, -1)  # all different

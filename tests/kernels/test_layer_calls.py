@@ -21,6 +21,7 @@ from pallas_kernels import (
     compiling_for,
     inputs_kernel,
     layer_calls,
+    reads_units,
     repack,
     stream_kernel,
     takes_between_attentions,
@@ -40,6 +41,15 @@ def test_takes_the_models_shapes(name, rows):
     with compiling_for(90):
         assert takes_between_attentions(rows, jnp.bfloat16, shapes_of(name, 32))
         assert not any(takes_between_attentions(m, jnp.bfloat16, shapes_of(name, 32)) for m in (9, 16, 257))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
+    with compiling_for(90):
+        assert [m for m in (8, 32, 64, 128, 256) if reads_units(m, shapes_of(name, 32))] == [32, 64, 128, 256]
+        assert reads_units(64, shapes_of(name, 0))
+        with pytest.raises(ValueError, match="x in unit order is for more than 8 rows, got 8"):
+            between_attentions(jnp.zeros((8, 4)), None, None, (), EPS, in_units=True)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -172,6 +182,13 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kern
     with compiling_for(90):
         calls = layer_calls.calls_of(rows, layer)
         made = between_attentions(x, residual, layer, norms, EPS)
+        assert reads_units(rows, layer) == makes_h
+        if makes_h:
+            in_units = between_attentions(in_unit_order(x), residual, layer, norms, EPS, in_units=True)
+            jax.tree.map(np.testing.assert_array_equal, in_units, made)
+        else:
+            with pytest.raises(ValueError, match="o does not read x in unit order"):
+                between_attentions(x, residual, layer, norms, EPS, in_units=True)
     assert all(isinstance(call.config, kernel) for call in calls)
     assert all(call.makes_h == makes_h != bool(call.before) for call in calls)
     ways = [call.handover for call in calls]
@@ -190,14 +207,17 @@ drawn = jax.jit(random_layer, static_argnums=(1, 2))
 
 
 def start(programs, name, rank, rows):
-    """The layer by its kernels, and its reference."""
+    """The layer by its kernels, its reference, and the layer with x in unit order where it takes that."""
     layer, norms = jax.eval_shape(lambda: random_layer(jax.random.key(0), SHAPES[name], rank))
     x = jax.ShapeDtypeStruct((rows, layer.o.weight.k), jnp.bfloat16)
     residual = jax.ShapeDtypeStruct((rows, layer.o.weight.n), jnp.float32)
     keys = []
-    for f in (between_attentions, between_attentions_reference):
-        keys.append((f, name, rank, rows))
-        programs.start(keys[-1], functools.partial(f, eps=EPS), x, residual, layer, norms)
+    options = [(between_attentions, {}), (between_attentions_reference, {})]
+    if reads_units(rows, layer):
+        options.append((between_attentions, {"in_units": True}))
+    for f, more in options:
+        keys.append((f, name, rank, rows, *more))
+        programs.start(keys[-1], functools.partial(f, eps=EPS, **more), x, residual, layer, norms)
     return keys
 
 
@@ -216,7 +236,8 @@ def start(programs, name, rank, rows):
     ],
 )
 def test_on_a_gpu(programs, rng, name, rank, rows):
-    run, reference = map(programs.get, start(programs, name, rank, rows))
+    run, reference, *rest = map(programs.get, start(programs, name, rank, rows))
+    ordered = rest[0] if rest else None
     layer, norms = drawn(jax.random.key(0), SHAPES[name], rank)
     x = jnp.asarray(rng.standard_normal((rows, layer.o.weight.k)), jnp.bfloat16)
     residual = jnp.asarray(rng.standard_normal((rows, layer.o.weight.n)), jnp.float32)
@@ -227,3 +248,8 @@ def test_on_a_gpu(programs, rng, name, rank, rows):
     for _ in range(10):
         again = jax.tree.leaves(run(x, residual, layer, norms))
         assert all(bool((a == b).all()) for a, b in zip(again, made, strict=True))
+    if ordered is None:
+        return
+    for a, b in zip(jax.tree.leaves(ordered(in_unit_order(x), residual, layer, norms)), true, strict=True):
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())
