@@ -1,20 +1,31 @@
-"""Measures candidate configurations of the decode kernel; the table in pallas_kernels/variants.py comes from it.
+"""Measures candidate configurations of the streaming kernel; pallas_kernels/fp4_table.json comes from it.
 
-python -m benchmarks.fp4_sweep OUT.json [--m 1 8 16] [--shapes 3584x37888 ...] [--limit 12]
+    python -m benchmarks.fp4_sweep OUT.json [--m 1 8 16] [--shapes 3584x37888 ...] [--limit 12] [--rank 32] [--wgmma]
+
+With --rank the call has an adapter of this rank for each of its matrices (q, k, v; gate, up), as a decode step has, and
+what is found are entries for calls with adapters. Programs are compiled in threads, before anything is measured. Rows
+of OUT that are not measured again stay.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import math
+import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.compiling import Programs
+from benchmarks.fp4_rows import SPLITS
 from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import RESIDENT
@@ -25,33 +36,57 @@ SHAPES = [
     (5120, 55296), (27648, 5120),
 ]  # fmt: skip
 ROTATE_BYTES = 200e6
+# Of the result; `config` in StreamConfig's order, of which older rows have the first seven.
+COLUMNS = ["k", "n", "m", "rank", "config", "device_us", "max_relative_error"]
 
 
-def candidates(m, k, n, wgmma):
-    """Configurations that fit: the best by the kernel's own rule for each cluster size, in turn."""
+def candidates(m, k, n, ranks, wgmma):
+    """Configurations that fit: the table's, then the best by the kernel's own rule for each cluster size, in turn, and
+    each with deeper rings."""
     of_cluster = {}
-    for config in by_rule(m, k, (n,), wgmma=wgmma):
+    for config in by_rule(m, k, n, ranks, wgmma=wgmma):
         of_cluster.setdefault(config.cluster, []).append(config)
     found = [c for turn in itertools.zip_longest(*of_cluster.values()) for c in turn if c is not None]
-    entry = variants.TABLE.get((k, n, m, False))
-    if not wgmma or entry is None or not entry.wgmma:
-        return found
-    # promoted as often as the table's entry, so that a faster one errs no more
-    return list(dict.fromkeys(dataclasses.replace(config, promote=entry.promote) for config in found))
+    deeper = ({}, {"depth": 1}, {"x_depth": 1})
+    found = [
+        dataclasses.replace(c, **{name: getattr(c, name) + more for name, more in by.items()})
+        for c, by in itertools.product(found, deeper)
+    ]
+    entries = [variants.TABLE.get((k, sum(n), m, with_lora)) for with_lora in (True, False)[not any(ranks) :]]
+    entries = [entry for entry in entries if entry is not None and entry.wgmma == wgmma]
+    if wgmma and entries:  # promoted as often as the table's entry, so that a faster one errs no more
+        found = [dataclasses.replace(config, promote=entries[0].promote) for config in found]
+    return [c for c in dict.fromkeys(entries + found) if variants.takes_lora(m, k, n, c, ranks)]
 
 
-def make_weights(key, k, n):
-    """Random packed weights, enough copies to rotate past the L2; scale bytes stay below NaN."""
-    t, q = -(-n // 16), -(-k // 256)
-    count = max(2, int(np.ceil(ROTATE_BYTES / (t * q * layout.QUAD_BYTES))))
-    word = jnp.arange(layout.QUAD_WORDS) < 512
+def make_operands(key, k, n, rank):
+    """Random packed weights and adapters of rank `rank` (0: none), enough copies to rotate past the L2; scale bytes
+    stay below NaN."""
+    size = sum(k * n_i * 0.5625 for n_i in n)
+    is_code = jnp.arange(layout.QUAD_WORDS) < layout.CODE_BYTES // 4
 
     @jax.jit
     def one(key):
-        bits = jax.random.bits(key, (t, q, layout.QUAD_WORDS), jnp.uint32)
-        return jnp.where(word, bits, (bits & 0x3F3F3F3F) + 0x10101010)
+        weights, loras = [], []
+        for n_i, part in zip(n, jax.random.split(key, len(n)), strict=True):
+            bits = jax.random.bits(part, (-(-n_i // 16), -(-k // 256), layout.QUAD_WORDS), jnp.uint32)
+            weights.append(jnp.where(is_code, bits, (bits & 0x3F3F3F3F) + 0x10101010))
+            a, b = (jax.random.normal(part, shape, jnp.bfloat16) for shape in ((rank, k), (n_i, rank)))
+            loras.append((a, b, 0.5) if rank else None)
+        return tuple(weights), tuple(stream_kernel.lora_operands(loras, k))
 
-    return [one(k) for k in jax.random.split(key, count)]
+    return [one(part) for part in jax.random.split(key, max(2, int(np.ceil(ROTATE_BYTES / size))))]
+
+
+def product(m, k, n, rank, config, wide_out=False) -> Callable[..., list[jax.Array]]:
+    """x [M, K] and one of `make_operands` -> y_i [M, N_i]."""
+    kernel = stream_kernel.build(m, k, n, config, wide_out=wide_out, ranks=(rank,) * len(n) if rank else ())
+    scales = [number(2688.0)] * len(n)
+    return lambda x, operands: kernel(x, *operands[0], *scales, *operands[1])
+
+
+def rotated(product, count) -> Callable[..., Any]:
+    return lambda xs, given: [product(xs[i], given[i]) for i in range(count)]
 
 
 def device_us(f, *args, repeats=3):
@@ -60,22 +95,32 @@ def device_us(f, *args, repeats=3):
     return float(np.median(times)) * 1e3
 
 
-def relative_error(y, x, weight, global_scale, columns):
-    """max |y - x W^T| / (|x| |W|^T) over some columns, in float64."""
-    sub = layout.KernelWeight(weight.data[columns // 16], 16 * len(columns), weight.k)
-    w = np.asarray(layout.dequantize(sub, global_scale, jnp.float32), np.float64)
-    w = w.reshape(len(columns), 16, -1)[np.arange(len(columns)), columns % 16]
-    x = np.asarray(x, np.float64)
-    true, size = x @ w.T, np.abs(x) @ np.abs(w).T
-    return float((np.abs(np.asarray(y, np.float64)[:, columns] - true) / size).max())
+def relative_error(ys, x, operands, n):
+    """max |y - x W^T - s h B^T| / (|x| |W|^T + s |h| |B|^T) over some columns, in float64; h = x A^T, which the kernel
+    rounds to BF16."""
+    weights, loras = operands
+    x, worst = np.asarray(x, np.float64), 0.0
+    for i, (y, data, n_i) in enumerate(zip(ys, weights, n, strict=True)):
+        columns = np.random.default_rng().integers(0, n_i, 96 // len(n))
+        sub = layout.KernelWeight(data[columns // 16], 16 * len(columns), x.shape[1])
+        w = np.asarray(layout.dequantize(sub, jnp.float32(2688.0), jnp.float32), np.float64)
+        w = w.reshape(len(columns), 16, -1)[np.arange(len(columns)), columns % 16]
+        true, size = x @ w.T, np.abs(x) @ np.abs(w).T
+        if loras:
+            a, b, scaling = (np.asarray(loras[j * len(n) + i], np.float64) for j in range(3))
+            h = scaling * (x @ a.T)
+            true, size = true + h @ b[columns].T, size + np.abs(h) @ np.abs(b[columns]).T
+        worst = max(worst, float((np.abs(np.asarray(y, np.float64)[:, columns] - true) / size).max()))
+    return worst
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--m", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--shapes", nargs="+", default=[f"{k}x{n}" for k, n in SHAPES])
     parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--rank", type=int, default=0, help="of adapters, a multiple of 16; 0: none")
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--resident", nargs="*", default=[], help="clusters resident at once, as SIZE=COUNT")
     parser.add_argument("--wgmma", action="store_true")
@@ -84,64 +129,108 @@ def main():
     for entry in args.resident:
         cluster, count = map(int, entry.split("="))
         RESIDENT[cluster] = count
-    start, rows = time.time(), []
-    for shape in args.shapes:
-        k, n = map(int, shape.split("x"))
-        weights = make_weights(jax.random.key(n), k, n)
-        size = k * n * 0.5625
-        columns = np.random.default_rng().integers(0, n, 96)
-        for m in args.m:
-            xs = list(jax.random.normal(jax.random.key(m), (len(weights), m, k), jnp.bfloat16))
-            scale = number(2688.0)
-            for config in candidates(m, k, n, args.wgmma)[: args.limit]:
-                if time.time() - start > args.seconds:
-                    break
-                row = {"k": k, "n": n, "m": m, "config": [*vars(config).values()]}
-                try:
-                    wide = stream_kernel.build(m, k, (n,), config, wide_out=True)
-                    (y,) = wide(xs[0], weights[0], scale)
-                    weight = layout.KernelWeight(weights[0], n, k)
-                    row["error"] = relative_error(y, xs[0], weight, jnp.float32(2688.0), columns)
-                    kernel = stream_kernel.build(m, k, (n,), config)
-                    run = jax.jit(
-                        lambda xs, s, ws, kernel=kernel: [kernel(x, w, s)[0] for x, w in zip(xs, ws, strict=True)]
-                    )
-                    row["us"] = device_us(run, xs, scale, weights) / len(weights)
-                    row["tb_per_s"] = size / row["us"] * 1e-6
-                except (ValueError, jax.errors.JaxRuntimeError) as error:
-                    row["refused"] = str(error)[:100]
-                    print("REFUSED", json.dumps(row), flush=True)
-                rows.append(row)
-                if row.get("error", 0) > 1e-6:
-                    print("WRONG", json.dumps(row), flush=True)
-            done = [r for r in rows if (r["k"], r["n"], r["m"]) == (k, n, m) and "us" in r]
-            if done:
-                best = min(done, key=lambda r: r["us"])
-                print(
-                    "BEST", k, n, m, f"{best['tb_per_s']:.2f} TB/s, error {max(r['error'] for r in done):.1e}", end=": "
-                )
-                for r in sorted(done, key=lambda r: r["us"])[:5] + sorted(done, key=lambda r: r["us"])[-1:]:
-                    print(f"{r['us']:.2f} {r['config']}", end="; ")
-                print(len(done), flush=True)
-            with open(args.out, "w") as f:
-                json.dump(rows, f)
+    start, programs, rows, cases = time.time(), Programs(), [], []
+    for shape, m in itertools.product(args.shapes, args.m):
+        k, total = map(int, shape.split("x"))
+        n = SPLITS.get((k, total), (total,)) if args.rank else (total,)
+        ranks = (args.rank,) * len(n) if args.rank else ()
+        given = jax.eval_shape(functools.partial(make_operands, k=k, n=n, rank=args.rank), jax.random.key(0))
+        x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+        for config in candidates(m, k, n, ranks, args.wgmma)[: args.limit]:
+            row = {"k": k, "n": total, "m": m, "rank": args.rank, "config": [*vars(config).values()]}
+            cases.append((k, n, m, config, row))
+            checked, timed = (product(m, k, n, args.rank, config, wide_out) for wide_out in (True, False))
+            programs.start((k, n, m, config, "checked"), checked, x, given[0])
+            programs.start((k, n, m, config, "timed"), rotated(timed, len(given)), [x] * len(given), given)
+    programs.wait()
+    print(f"{len(programs)} programs after {time.time() - start:.0f} s", flush=True)
+    for (k, n, m), group in itertools.groupby(cases, key=lambda case: case[:3]):
+        operands = make_operands(jax.random.key(sum(n)), k, n, args.rank)
+        xs = list(jax.random.normal(jax.random.key(m), (len(operands), m, k), jnp.bfloat16))
+        size, done = sum(k * n_i * 0.5625 for n_i in n), []
+        for *_, config, row in group:
+            if time.time() - start > args.seconds:
+                print("out of time at", k, n, m, config)
+                break
+            measure(row, size, xs, operands, n, programs, (k, n, m, config))
+            rows.append(row)
+            if "us" in row:
+                done.append(row)
+        report(k, n, m, done)
+        write(rows, args.out)
     if args.table:
         merge(rows, args.table)
     return 0
 
 
-def merge(rows, path):
-    with open(path) as f:
-        table = json.load(f)
-    with_lora = [e for e in table if e.get("lora")]
-    best = {(e["k"], e["n"], e["m"]): e for e in table if not e.get("lora")}
-    for r in rows:
-        key = (r["k"], r["n"], r["m"])
-        old = best.get(key, {}).get("us") or float("inf")
-        if "us" in r and r["error"] < 5e-6 and r["us"] < old:
-            best[key] = {"k": r["k"], "n": r["n"], "m": r["m"], "config": r["config"], "us": round(r["us"], 2)}
+def write(rows, path):
+    """One line a configuration. What the file has of other shapes, M and ranks stays, if it is of the same device and
+    JAX."""
+    of = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "columns": COLUMNS}
+    lines = [
+        [r["k"], r["n"], r["m"], r["rank"], r["config"], round(r["us"], 2), float(f"{r['error']:.2g}")]
+        for r in rows
+        if "us" in r
+    ]
+    if os.path.exists(path):
+        with open(path) as f:
+            before = json.load(f)
+        measured = {(*line[:4], line[4][6]) for line in lines}
+        if all(before[name] == of[name] for name in of):
+            lines = [line for line in before["rows"] if (*line[:4], line[4][6]) not in measured] + lines
     with open(path, "w") as f:
-        f.write(json.dumps([best[key] for key in sorted(best)] + with_lora).replace("}, {", "},\n {") + "\n")
+        f.write(json.dumps(of)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]}\n")
+
+
+def measure(row, size, xs, operands, n, programs, key):
+    """Puts error, device time and rate into the row, or what refused the configuration."""
+    try:
+        ys = programs.get((*key, "checked"))(xs[0], operands[0])
+        row["error"] = relative_error(ys, xs[0], operands[0], n)
+        row["us"] = device_us(programs.get((*key, "timed")), xs, operands) / len(operands)
+        row["tb_per_s"] = size / row["us"] * 1e-6
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        row["refused"] = str(error)[:100]
+        print("REFUSED", json.dumps(row), flush=True)
+    if row.get("error", 0) > allowed(row):
+        print("WRONG", json.dumps(row), flush=True)
+
+
+def allowed(row) -> float:
+    """The largest relative error: of float32 sums, or of x A^T rounded to BF16."""
+    return 2.0**-8 if row["rank"] else 1e-6
+
+
+def report(k, n, m, done):
+    if not done:
+        return
+    best, *others = sorted(done, key=lambda r: r["us"])
+    print("BEST", k, n, m, f"{best['tb_per_s']:.2f} TB/s, error {max(r['error'] for r in done):.1e}", end=": ")
+    for r in [best, *others[:7], *others[7:][-1:]]:
+        print(f"{r['us']:.2f} {r['config']}", end="; ")
+    print(len(done), flush=True)
+
+
+def merge(rows, path):
+    """What is right and more than 1% faster than the table's entry in the same run takes its place; entries for calls
+    with adapters lie behind the others, which such calls have where they have none of their own."""
+    with open(path) as f:
+        table = {(e.get("lora", False), e["k"], e["n"], e["m"]): e for e in json.load(f)}
+    times = {(key_of(r), *r["config"]): r["us"] for r in rows if "us" in r}
+    right = sorted((r for r in rows if "us" in r and r["error"] < allowed(r)), key=lambda r: -r["us"])
+    for key, r in sorted({key_of(r): r for r in right}.items(), key=lambda item: item[0]):  # the last, so the fastest
+        own = table.get(key)
+        used = own or table.get((False, *key[1:]))
+        measured_before = own.get("us", math.inf) if own else math.inf
+        if used is None or r["us"] < 0.99 * times.get((key, *used["config"]), measured_before):
+            entry = {name: r[name] for name in ("k", "n", "m")} | ({"lora": True} if key[0] else {})
+            table[key] = entry | {"config": r["config"], "us": round(r["us"], 2)}
+    with open(path, "w") as f:
+        f.write(json.dumps([table[key] for key in sorted(table)]).replace("}, {", "},\n {") + "\n")
+
+
+def key_of(row) -> tuple[bool, int, int, int]:
+    return row["rank"] > 0, row["k"], row["n"], row["m"]
 
 
 if __name__ == "__main__":

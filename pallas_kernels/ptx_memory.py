@@ -268,10 +268,6 @@ def count_and_wrap(address, last: ir.Value):
     return ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
 
 
-def count_up(address):
-    ptx("red.release.gpu.global.add.u32 [$0], 1;", address)
-
-
 def count(address):
     """Add one, after a `fence` of this thread."""
     ptx("red.relaxed.gpu.global.add.u32 [$0], 1;", address)
@@ -304,13 +300,8 @@ def await_count(address, value: ir.Value):
     _ask_again_while("ne", "ld.relaxed", address, value, "fence.acq_rel.gpu;\n")
 
 
-def wait_for_count(address, value: ir.Value):
-    """The same by acquiring loads: no fence follows, which would wait once more."""
-    _ask_again_while("ne", "ld.acquire", address, value)
-
-
 def wait_for_at_least(address, value: ir.Value):
-    """Until a counter has a value or more, by acquiring loads."""
+    """Until a counter has a value or more, by acquiring loads: no fence follows, which would wait once more."""
     _ask_again_while("lo", "ld.acquire", address, value)
 
 

@@ -51,28 +51,29 @@ class LoraWarps:
 
     # ---- the compute warps ---------------------------------------------------------------------------------------
 
-    def fetch_b(self, adds_lora):
-        """Start the copy of B's rows for this warp's row tiles, if it is one of those of K's first part.
-
-        Also notes, for each tile, where its adapter's part of x A^T begins and how many 16 ranks it has.
-        """
-        plan, c = self.plan, self.plan.config
-        self.b_warp = p.add(self.b_base, p.mul(self.place_n, plan.b_warp))
-        self.h_of, self.ranks_of = [], []
+    def adapter_of(self, r: int, first_tile):
+        """Of this warp's row tile `r`, the CTA's first being `first_tile`: its adapter's B, where its part of x A^T
+        begins, how many 16 ranks it has, and N; and the tile's place in its weight."""
+        plan = self.plan
         first = [sum(plan.rank_tiles[:i]) for i in range(len(plan.n))]
+        values = [
+            (self.b[i], p.i32(plan.h_tile * first[i]), p.i32(plan.rank_tiles[i]), p.i32(plan.n[i]))
+            for i in range(len(plan.n))
+        ]
+        return of_tile(plan, p.add(first_tile, self.local_tiles[r]), values)
+
+    def fetch_b(self, adds_lora):
+        """Start the copy of B's rows for this warp's row tiles, if it is one of those of K's first part."""
+        plan, c = self.plan, self.plan.config
+        b_warp = p.add(self.b_base, p.mul(self.place_n, plan.b_warp))
         for r in range(c.tiles):
-            values = [
-                (self.b[i], p.i32(first[i]), p.i32(plan.rank_tiles[i]), p.i32(plan.n[i])) for i in range(len(plan.n))
-            ]
-            (b, h, count, n), local = of_tile(plan, p.add(self.first_tile, self.local_tiles[r]), values)
+            (b, _, count, n), local = self.adapter_of(r, self.first_tile)
             count = p.select(arith.andi(adds_lora, self.valid[r]), count, 0)
-            self.h_of.append(p.mul(h, plan.h_tile))
-            self.ranks_of.append(count)
             # 16 rows of `count` x 32 bytes: each lane takes one row's half of every 32 bytes
             row, half = p.shr(self.lane, 1), p.and_(self.lane, 1)
             known = p.minimum(p.add(p.mul(local, ROWS), row), p.sub(n, 1))
             source = mem.offset(b, p.add(p.mul(p.mul(known, count), 32), p.mul(half, 16)))
-            to = p.add(self.b_warp, p.add(p.mul(row, max(plan.ranks) * 2), p.mul(half, 16)))
+            to = p.add(b_warp, p.add(p.mul(row, max(plan.ranks) * 2), p.mul(half, 16)))
             for j in range(max(plan.rank_tiles)):
                 at = r * ROWS * max(plan.ranks) * 2 + j * 32
                 p.when(p.lt(j, count), lambda at=at, j=j, to=to, s=source: mem.copy_async_16(to, s, at, j * 32))
@@ -83,12 +84,17 @@ class LoraWarps:
         p.when(adds_lora, lambda: mem.barrier_wait(self.h_full, p.i32(0)))
         acc = list(acc)
         stride = max(plan.ranks) * 2
-        b_at = p.add(self.b_warp, p.add(p.mul(g, stride), p.mul(t, 8)))
+        b_warp = p.add(self.b_base, p.mul(p.opaque(self.place_n), plan.b_warp))
+        b_at = p.add(b_warp, p.add(p.mul(g, stride), p.mul(t, 8)))
         h_lane = p.add(self.h_base, p.add(p.mul(g, ROWS * 2), p.mul(t, 8)))
+        # opaque: found again, where fetch_b's answers would keep registers through all of K
+        first_tile = p.opaque(self.first_tile)
         for r in range(c.tiles):
-            h_at = p.add(h_lane, self.h_of[r])
+            (_, h, count, _), _ = self.adapter_of(r, first_tile)
+            count = p.select(arith.andi(adds_lora, self.valid[r]), count, 0)
+            h_at = p.add(h_lane, h)
             for j in range(max(plan.rank_tiles)):
-                here = p.lt(j, self.ranks_of[r])
+                here = p.lt(j, count)
                 at = r * ROWS * stride + j * 32
                 low, high = mem.load_shared_v2(b_at, at), mem.load_shared_v2(b_at, at + 8 * stride)
                 a = [p.select(here, v, 0) for v in (low[0], high[0], low[1], high[1])]

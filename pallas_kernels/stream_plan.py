@@ -10,7 +10,7 @@ SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
 # size). One cluster more is a second wave: 32 clusters of 4 took twice as long as 30.
 RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}
 HEADER = 256
-COUNTERS = 63  # two are in use, see stream_lora.py
+COUNTERS = 63  # two are in use, see stream_slices.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +103,25 @@ class Plan:
         """Sums over K: one for each 16 ranks and each group of rows."""
         return sum(self.rank_tiles) * self.m_tiles // self.lora_group
 
+    @property
+    def summed_at_once(self) -> int:
+        """Slices of x A^T that are under way together when a warp adds them; each takes four registers."""
+        return 16 if self.warpgroups <= 5 else 8
+
     @functools.cached_property
     def lora_slices(self) -> int:
         """Parts of K whose products with A are added afterwards: what makes both together shortest, by an estimate.
 
-        A warp's 128 columns take about 1 us (a trip to the memory while weights stream), 8 slices to add 0.7 us.
+        A warp's 128 columns take about 1 us (a trip to the memory while weights stream), slices that it asks for
+        together a quarter: they are in the L2.
         """
         halves = 2 * self.quads
         warps = self.clusters * self.config.cluster * self.lora_warps
-
-        to_add = max(self.rank_tiles) * self.m_tiles / (8 * self.lora_warps)
+        sums = -(-max(self.rank_tiles) * self.m_tiles // self.lora_warps)  # that a warp adds up for one adapter
 
         def us(slices):
-            return -(-halves // slices) * -(-self.lora_sums * slices // warps) + 0.7 * to_add * slices
+            added = sums * -(-slices // self.summed_at_once)
+            return -(-halves // slices) * -(-self.lora_sums * slices // warps) + 0.25 * added
 
         return min(range(1, halves + 1), key=us)
 

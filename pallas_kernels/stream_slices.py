@@ -22,7 +22,6 @@ from .stream_lora import LoraWarps
 
 SUMMED = 3  # a named barrier of the spare warps; see stream_compute.py for the others
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row
-BATCH = 8  # slices under way together when they are added
 
 
 class SliceWarps(LoraWarps):
@@ -82,17 +81,20 @@ class SliceWarps(LoraWarps):
         to = mem.offset(self.partial, at)
         for i in range(group):
             mem.store_global_f32x4(to, acc[4 * i : 4 * i + 4], i * 512)
-        mem.fence()
         p.warp_sync()
-        p.when(self.is_lane_0, lambda: mem.count_up(self.sync))
+
+        def count():
+            mem.fence()
+            mem.count(self.sync)
+
+        p.when(self.is_lane_0, count)
 
     def add_slices(self, mine, is_first):
         """x A^T of the adapters whose outputs this CTA owns, from all slices to shared memory."""
-        plan, threads = self.plan, 32 * self.plan.lora_warps
+        plan, threads, at_once = self.plan, 32 * self.plan.lora_warps, self.plan.summed_at_once
         asks = arith.andi(is_first, self.is_lane_0)  # one lane: many that ask would hold up those that count
-        p.when(asks, lambda: mem.wait_for_count(self.sync, p.i32(plan.lora_units)))
+        p.when(asks, lambda: mem.await_count(self.sync, p.i32(plan.lora_units)))
         p.named_sync(SUMMED, threads)
-        mem.fence()
         first, end = self.own_adapters()
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
 
@@ -104,7 +106,7 @@ class SliceWarps(LoraWarps):
             # the sums that it joins are multiplied by EPILOGUE_FACTOR / global_scale in the end
             scale = arith.mulf(scaling, arith.mulf(global_scale, p.f32(1 / EPILOGUE_FACTOR)))
             source = mem.offset(self.partial, p.add(p.mul(index, 512), p.mul(self.lane, 16)))
-            full = plan.lora_slices // BATCH * BATCH
+            full = plan.lora_slices // at_once * at_once
 
             def add(acc, at, count):
                 loaded = [mem.load_fresh_f32x4(at, n * plan.lora_slice) for n in range(count)]
@@ -113,8 +115,8 @@ class SliceWarps(LoraWarps):
                 return acc
 
             acc = p.for_range(
-                0, full, BATCH, [p.f32(0.0)] * 4,
-                lambda part, acc: add(acc, mem.offset(source, p.mul(part, plan.lora_slice)), BATCH),
+                0, full, at_once, [p.f32(0.0)] * 4,
+                lambda part, acc: add(acc, mem.offset(source, p.mul(part, plan.lora_slice)), at_once),
             )  # fmt: skip
             acc = add(acc, mem.offset(source, p.i32(full * plan.lora_slice)), plan.lora_slices - full)
             # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)

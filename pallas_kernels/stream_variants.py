@@ -2,8 +2,8 @@
 what shapes outside the table get (variants.py).
 
 The estimate ranks only; it has no units. Of what the sweep has measured
-(benchmarks/results/h200/fp4_sweep.json) it takes a configuration that is 5% slower than the fastest in the mean up to
-16 rows, 16% at most, and 0.4% and 5% above.
+(benchmarks/results/h200/fp4_sweep.json) it takes a configuration that is 4% slower than the fastest in the mean up to
+16 rows, 11% at most, and 0.4% and 5% above.
 """
 
 import contextlib
@@ -23,14 +23,17 @@ def by_rule(
     m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = (), swiglu: bool = False, wgmma: bool | None = None
 ) -> tuple[StreamConfig, ...]:
     """Those that take the shape: of fewer waves before those of more, of wgmma those that promote their sums before
-    those that do not, for which there may be room where N is large; and so the best first. `wgmma` None is by M."""
+    those that do not, for which there may be room where N is large; and so the best first. Those whose numbers the
+    registers do not nearly hold come behind all others. `wgmma` None is by M."""
     wgmma = m > MMA_ROWS if wgmma is None else wgmma
     estimate = _with_wgmma if wgmma else _with_mma
-    found = []
+    found: list[Plan] = []
     for waves, promote in itertools.product((1, 2, 4), (StreamConfig.promote, 0) if wgmma else (StreamConfig.promote,)):
         plans = _plans(m, k, n, ranks, swiglu, StreamConfig(wgmma=wgmma, waves=waves, promote=promote))
-        found += [plan.config for plan in sorted(plans, key=estimate, reverse=True)]
-    return tuple(found)
+        found += sorted(plans, key=estimate, reverse=True)
+    # ptxas then lets no two wgmma overlap, or spills: 5120 x 55296 at 64 rows takes 114 us in one wave, 78 in two
+    found.sort(key=lambda plan: wgmma and _room(plan) < 0.85)
+    return tuple(plan.config for plan in found)
 
 
 def _plans(m, k, n, ranks, swiglu, cut: StreamConfig) -> Iterator[Plan]:
@@ -76,6 +79,11 @@ def _with_mma(plan: Plan) -> float:
 def _with_wgmma(plan: Plan) -> float:
     c = plan.config
     filled = plan.most_tiles / (c.warps_n * c.tiles)
-    room = min(1, REGISTERS / (plan.warpgroups * 128) / (c.tiles * plan.m_tiles * 4 + 16 * c.tiles + 36))
     ahead = min(1, plan.bytes_ahead / 40_000)
-    return _busy(plan) * filled * room * ahead**0.5 * min(1, c.warps / 12) ** 0.3
+    return _busy(plan) * filled * _room(plan) * ahead**0.5 * min(1, c.warps / 12) ** 0.3
+
+
+def _room(plan: Plan) -> float:
+    """What the registers hold of a thread's sums, codes and addresses, with wgmma."""
+    c = plan.config
+    return min(1, REGISTERS / (plan.warpgroups * 128) / (c.tiles * plan.m_tiles * 4 + 16 * c.tiles + 36))

@@ -313,7 +313,7 @@ def make_memory(m):
         counter[0] = 0 if before >= int(_lanes(last)[0]) else before + 1
         return _lanes(before)
 
-    def count_up(address):
+    def count(address):
         m.now.pause()
         word(address)[0] += 1
 
@@ -326,7 +326,7 @@ def make_memory(m):
                 word(address)[0] += 1
         return before
 
-    def wait_for_count(address, value):
+    def await_count(address, value):
         counter = word(address)
         m.now.pause(lambda: counter[0] == _lanes(value)[0])
 
@@ -334,9 +334,8 @@ def make_memory(m):
         counter = word(address)
         m.now.pause(lambda: counter[0] >= _lanes(value)[0])
 
-    mem.count_and_wrap, mem.count_up, mem.wait_for_count = count_and_wrap, count_up, wait_for_count
+    mem.count, mem.await_count, mem.count_and_wrap = count, await_count, count_and_wrap
     mem.count_if, mem.wait_for_at_least = count_if, wait_for_at_least
-    mem.count, mem.await_count = count_up, wait_for_count
     return mem
 
 

@@ -178,7 +178,7 @@ def test_swiglu_with_lora_inside():
 def test_given_h_may_be_several_waves(monkeypatch):
     case = Case(64, 512, (60, 31), StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2, promote=0), (32, 16))
     assert case.plan.clusters == 4  # twice those that are resident
-    emulator.without(monkeypatch, "count_up")
+    emulator.without(monkeypatch, "count")
     assert case.is_right(case.run(prepared=True)[0])  # nobody waits for another CTA
     with pytest.raises(emulator.Deadlock):
         case.run()

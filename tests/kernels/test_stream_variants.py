@@ -18,7 +18,10 @@ SWEEP = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "fp4_swe
 @pytest.mark.parametrize("ms, mean, most", [((8, 16), 1.06, 1.17), ((32, 64), 1.02, 1.07)])
 def test_of_what_was_measured_it_takes_nearly_the_fastest(ms, mean, most):
     times = collections.defaultdict(dict)
-    for k, n, m, (cluster, warps_n, warps_k, tiles, _, _, wgmma), us, _ in json.loads(SWEEP.read_text())["rows"]:
+    for k, n, m, rank, config, us, _ in json.loads(SWEEP.read_text())["rows"]:
+        if rank:
+            continue
+        cluster, warps_n, warps_k, tiles, _, _, wgmma, *_ = config
         cut = cluster, warps_n, warps_k, tiles, wgmma
         times[k, n, m][cut] = min(us, times[k, n, m].get(cut, math.inf))
     slower = []
@@ -54,4 +57,5 @@ def test_shapes_of_other_models_have_enough_under_way(m, k, n, swiglu):
 def test_the_smallest_and_the_largest(m, k, n):
     configs = by_rule(m, k, (n,))
     waves = [config.waves for config in configs if make_plan(m, k, (n,), config)]
-    assert waves == sorted(waves) and (waves[0] > 1) == (n > 60_000)
+    assert m > 16 or waves == sorted(waves)  # of more rows those that registers do not hold come last
+    assert (waves[0] > 1) == (n > 60_000)
