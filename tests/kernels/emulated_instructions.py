@@ -13,7 +13,9 @@ U32, U64, F32 = np.uint32, np.uint64, np.float32
 
 
 def _lanes(value, dtype=U32):
-    return np.broadcast_to(np.asarray(value if isinstance(value, np.ndarray) else dtype(value)), (32,))
+    if isinstance(value, np.ndarray):
+        return value if value.shape == (32,) else np.broadcast_to(value, (32,))
+    return np.full(32, dtype(value))
 
 
 # Made once, on import: the threads of XLA's CPU backend, where callbacks run, take subnormal numbers for zeros.
@@ -23,7 +25,17 @@ with np.errstate(invalid="ignore"):
 
 def _bf16(words):
     """uint32 [...] -> float64 [..., 2], the lower half first."""
-    return _BF16[np.stack([words & U32(0xFFFF), words >> U32(16)], -1)]
+    words = np.ascontiguousarray(words, U32)
+    return _BF16[words.view(np.uint16).reshape(*words.shape, 2)]
+
+
+# The places of a warp's fragments: of the left operand [16, 16] by word, lane and half, of the right one [16, 8] alike,
+# and of the sums [16, 8] by element and lane.
+_G, _T = np.divmod(LANES, 4)
+_I, _HALF, _E = np.arange(4)[:, None, None], np.arange(2), np.arange(4)[:, None]
+LEFT = (_G[:, None] + 8 * (_I % 2), 2 * _T[:, None] + _HALF + 8 * (_I // 2))
+RIGHT = (2 * _T[:, None] + _HALF + 8 * _I[:2], np.broadcast_to(_G[:, None], (2, 32, 2)))
+SUMS = (_G + 8 * (_E // 2), 2 * _T + _E % 2)
 
 
 class Barrier:
@@ -129,23 +141,16 @@ def make_ptx(m):
 
     def tile(acc, a, b):
         """acc + A [16, 16] B [16, N] for a warp; b [16, N]."""
-        left, (g, t) = np.zeros((16, 16)), np.divmod(LANES, 4)
-        for i, word in enumerate(a):
-            for e, value in enumerate(np.moveaxis(_bf16(word), -1, 0)):
-                left[g + 8 * (i % 2), 2 * t + e + 8 * (i // 2)] = value
+        left = np.empty((16, 16))
+        left[LEFT] = _bf16(np.stack(a))
         with np.errstate(invalid="ignore", over="ignore"):
-            product = left @ b
-        out = []
-        for n in range(b.shape[1] // 8):
-            for e in range(4):
-                out.append((acc[4 * n + e] + product[g + 8 * (e // 2), 8 * n + 2 * t + e % 2]).astype(F32))
-        return out
+            product = (left @ b).reshape(16, -1, 8)
+        picked = product[SUMS[0], :, SUMS[1]]  # element, lane, n
+        return list((np.stack(acc) + picked.transpose(2, 0, 1).reshape(-1, 32)).astype(F32))
 
     def mma(acc, a, b0, b1):
-        b, (g, t) = np.zeros((16, 8)), np.divmod(LANES, 4)
-        for h, word in enumerate((b0, b1)):
-            for e, value in enumerate(np.moveaxis(_bf16(word), -1, 0)):
-                b[2 * t + e + 8 * h, g] = value
+        b = np.empty((16, 8))
+        b[RIGHT] = _bf16(np.stack([b0, b1]))
         return tile(acc, a, b)
 
     def wgmma(acc, a, descriptor):
