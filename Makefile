@@ -13,7 +13,7 @@ quickstart: .venv/.installed
 	$(PYTHON) -m qerl_jax.cli train quickstart $(ARGS)
 
 test: .venv/.installed
-	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-interop: .venv/.installed .venv-interop/.installed
 	INTEROP_PYTHON=.venv-interop/bin/python $(PYTHON) -m pytest -m interop tests/interop $(TEST_ARGS)
