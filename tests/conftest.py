@@ -12,9 +12,11 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-FEW_AND_LONG = {"test_quickstart.py", "test_examples.py", "test_resume.py", "test_benchmark_update.py"}
+# Files that take minutes, see `pytest --durations`.
+LONG = ("quickstart", "examples", "resume", "update", "micro_batches", "tail", "trainer_stops", "wide_program")
 
 
 def pytest_collection_modifyitems(items):
-    """Files of few, long tests first: at the end, one worker would be left alone with them (see `make test`)."""
-    items.sort(key=lambda item: item.path.name not in FEW_AND_LONG)
+    """Long files first: at the end, one worker would be left alone with one of them (see `make test`)."""
+    long = {f"test_{name}.py" for name in LONG}
+    items.sort(key=lambda item: item.path.name not in long)
