@@ -9,7 +9,6 @@ of OUT that are not measured again stay.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -22,20 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.compiling import Programs
-from benchmarks.fp4_rows import SPLITS
+from benchmarks.fp4_matmul import ROTATE_BYTES, device_us, make_operand, rotated
+from benchmarks.fp4_rows import MODELS, SPLITS
 from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import RESIDENT
 from pallas_kernels.stream_variants import by_rule
 
-SHAPES = [
-    (3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584), (5120, 7168), (5120, 5120), (5120, 27648), (13824, 5120),
-    (5120, 55296), (27648, 5120),
-]  # fmt: skip
-ROTATE_BYTES = 200e6
+SHAPES = list(dict.fromkeys(shape for shapes in MODELS.values() for shape in shapes))
+GLOBAL_SCALE, SCALING = 2688.0, 0.5
 # Of the result; `config` in StreamConfig's order, of which older rows have the first seven.
 COLUMNS = ["k", "n", "m", "rank", "config", "device_us", "max_relative_error"]
 
@@ -59,56 +55,41 @@ def candidates(m, k, n, ranks, wgmma):
     return [c for c in dict.fromkeys(entries + found) if variants.takes_lora(m, k, n, c, ranks)]
 
 
-def make_operands(key, k, n, rank):
-    """Random packed weights and adapters of rank `rank` (0: none), enough copies to rotate past the L2; scale bytes
-    stay below NaN."""
-    size = sum(k * n_i * 0.5625 for n_i in n)
-    is_code = jnp.arange(layout.QUAD_WORDS) < layout.CODE_BYTES // 4
-
-    @jax.jit
-    def one(key):
-        weights, loras = [], []
-        for n_i, part in zip(n, jax.random.split(key, len(n)), strict=True):
-            bits = jax.random.bits(part, (-(-n_i // 16), -(-k // 256), layout.QUAD_WORDS), jnp.uint32)
-            weights.append(jnp.where(is_code, bits, (bits & 0x3F3F3F3F) + 0x10101010))
-            a, b = (jax.random.normal(part, shape, jnp.bfloat16) for shape in ((rank, k), (n_i, rank)))
-            loras.append((a, b, 0.5) if rank else None)
-        return tuple(weights), tuple(stream_kernel.lora_operands(loras, k))
-
-    return [one(part) for part in jax.random.split(key, max(2, int(np.ceil(ROTATE_BYTES / size))))]
+def operand_of(k, n, rank) -> Callable[[jax.Array], Any]:
+    """A key -> the packed weights of a call [N_i, K], and their adapters (A, B), none with rank 0."""
+    if rank:
+        return make_operand(("lora", rank), k, n)
+    one = make_operand("nvfp4", k, n)
+    return lambda key: ([one(key)], [])
 
 
 def product(m, k, n, rank, config, wide_out=False) -> Callable[..., list[jax.Array]]:
-    """x [M, K] and one of `make_operands` -> y_i [M, N_i]."""
+    """x [M, K] and one of `operand_of` -> y_i [M, N_i]."""
     kernel = stream_kernel.build(m, k, n, config, wide_out=wide_out, ranks=(rank,) * len(n) if rank else ())
-    scales = [number(2688.0)] * len(n)
-    return lambda x, operands: kernel(x, *operands[0], *scales, *operands[1])
+
+    def run(x, operand):
+        weights, pairs = operand
+        scales = [number(GLOBAL_SCALE)] * len(n)
+        adapters = stream_kernel.lora_operands([(*pair, SCALING) for pair in pairs], k)
+        return kernel(x, *(weight.data for weight in weights), *scales, *adapters)
+
+    return run
 
 
-def rotated(product, count) -> Callable[..., Any]:
-    return lambda xs, given: [product(xs[i], given[i]) for i in range(count)]
-
-
-def device_us(f, *args, repeats=3):
-    """Median over passes of all kernels' device time in a call."""
-    _, times = profiler.measure(f, iterations=repeats)(*args)
-    return float(np.median(times)) * 1e3
-
-
-def relative_error(ys, x, operands, n):
+def relative_error(ys, x, operand):
     """max |y - x W^T - s h B^T| / (|x| |W|^T + s |h| |B|^T) over some columns, in float64; h = x A^T, which the kernel
     rounds to BF16."""
-    weights, loras = operands
+    weights, pairs = operand
     x, worst = np.asarray(x, np.float64), 0.0
-    for i, (y, data, n_i) in enumerate(zip(ys, weights, n, strict=True)):
-        columns = np.random.default_rng().integers(0, n_i, 96 // len(n))
-        sub = layout.KernelWeight(data[columns // 16], 16 * len(columns), x.shape[1])
-        w = np.asarray(layout.dequantize(sub, jnp.float32(2688.0), jnp.float32), np.float64)
+    for i, (y, weight) in enumerate(zip(ys, weights, strict=True)):
+        columns = np.random.default_rng().integers(0, weight.n, 96 // len(weights))
+        sub = layout.KernelWeight(weight.data[columns // 16], 16 * len(columns), weight.k)
+        w = np.asarray(layout.dequantize(sub, jnp.float32(GLOBAL_SCALE), jnp.float32), np.float64)
         w = w.reshape(len(columns), 16, -1)[np.arange(len(columns)), columns % 16]
         true, size = x @ w.T, np.abs(x) @ np.abs(w).T
-        if loras:
-            a, b, scaling = (np.asarray(loras[j * len(n) + i], np.float64) for j in range(3))
-            h = scaling * (x @ a.T)
+        if pairs:
+            a, b = (np.asarray(matrix, np.float64) for matrix in pairs[i])
+            h = SCALING * (x @ a.T)
             true, size = true + h @ b[columns].T, size + np.abs(h) @ np.abs(b[columns]).T
         worst = max(worst, float((np.abs(np.asarray(y, np.float64)[:, columns] - true) / size).max()))
     return worst
@@ -134,25 +115,27 @@ def main():
         k, total = map(int, shape.split("x"))
         n = SPLITS.get((k, total), (total,)) if args.rank else (total,)
         ranks = (args.rank,) * len(n) if args.rank else ()
-        given = jax.eval_shape(functools.partial(make_operands, k=k, n=n, rank=args.rank), jax.random.key(0))
+        count = max(2, math.ceil(ROTATE_BYTES / (k * total * 0.5625)))
+        given = jax.eval_shape(operand_of(k, total, args.rank), jax.random.key(0))
         x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
         for config in candidates(m, k, n, ranks, args.wgmma)[: args.limit]:
             row = {"k": k, "n": total, "m": m, "rank": args.rank, "config": [*vars(config).values()]}
-            cases.append((k, n, m, config, row))
+            cases.append((k, n, m, count, config, row))
             checked, timed = (product(m, k, n, args.rank, config, wide_out) for wide_out in (True, False))
-            programs.start((k, n, m, config, "checked"), checked, x, given[0])
-            programs.start((k, n, m, config, "timed"), rotated(timed, len(given)), [x] * len(given), given)
+            programs.start((k, n, m, config, "checked"), checked, x, given)
+            programs.start((k, n, m, config, "timed"), rotated(timed, count), [x] * count, [given] * count)
     programs.wait()
     print(f"{len(programs)} programs after {time.time() - start:.0f} s", flush=True)
-    for (k, n, m), group in itertools.groupby(cases, key=lambda case: case[:3]):
-        operands = make_operands(jax.random.key(sum(n)), k, n, args.rank)
-        xs = list(jax.random.normal(jax.random.key(m), (len(operands), m, k), jnp.bfloat16))
-        size, done = sum(k * n_i * 0.5625 for n_i in n), []
+    for (k, n, m, count), group in itertools.groupby(cases, key=lambda case: case[:4]):
+        make = jax.jit(operand_of(k, sum(n), args.rank))
+        operands = [make(key) for key in jax.random.split(jax.random.key(sum(n)), count)]
+        xs = list(jax.random.normal(jax.random.key(m), (count, m, k), jnp.bfloat16))
+        done = []
         for *_, config, row in group:
             if time.time() - start > args.seconds:
                 print("out of time at", k, n, m, config)
                 break
-            measure(row, size, xs, operands, n, programs, (k, n, m, config))
+            measure(row, xs, operands, programs, (k, n, m, config))
             rows.append(row)
             if "us" in row:
                 done.append(row)
@@ -182,13 +165,13 @@ def write(rows, path):
         f.write(json.dumps(of)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]}\n")
 
 
-def measure(row, size, xs, operands, n, programs, key):
+def measure(row, xs, operands, programs, key):
     """Puts error, device time and rate into the row, or what refused the configuration."""
     try:
         ys = programs.get((*key, "checked"))(xs[0], operands[0])
-        row["error"] = relative_error(ys, xs[0], operands[0], n)
+        row["error"] = relative_error(ys, xs[0], operands[0])
         row["us"] = device_us(programs.get((*key, "timed")), xs, operands) / len(operands)
-        row["tb_per_s"] = size / row["us"] * 1e-6
+        row["tb_per_s"] = row["k"] * row["n"] * 0.5625 / row["us"] * 1e-6
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         row["refused"] = str(error)[:100]
         print("REFUSED", json.dumps(row), flush=True)

@@ -1,12 +1,16 @@
-"""What benchmarks.fp4_sweep makes of its measurements: the table's entries, and rows of several runs in one result."""
+"""benchmarks.fp4_sweep with a kernel and a clock of the test's own, and what it makes of its measurements: the table's
+entries, and rows of several runs in one result."""
 
+import itertools
 import json
+import sys
 import types
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import fp4_sweep
-from pallas_kernels import variants
+from pallas_kernels import KernelWeight, dequantize, variants
 
 TABLE = [
     {"k": 512, "n": 64, "m": 8, "config": [1, 2, 1, 1, 2, 2, False, 1, 32], "us": 9.0},
@@ -73,3 +77,47 @@ def test_candidates_begin_with_the_tables_entries_and_take_the_shape(rank, shape
     assert found[0] == variants.config_for(16, k, n, ranks) and len(found) == len(set(found)) > 20
     assert all(variants.takes_lora(16, k, n, config, ranks) for config in found)
     assert not rank or all(config.waves == 1 for config in found)  # a wave cannot wait for the next one's x A^T
+
+
+def plain_kernel(m, k, n, config, wide_out, ranks):
+    """`stream_kernel.build` in plain JAX."""
+
+    def run(x, *rest):
+        x, parts = x.astype(jnp.float32), [rest[i : i + len(n)] for i in range(0, len(rest), len(n))]
+        weights = zip(parts[0], parts[1], n, strict=True)
+        ys = [x @ dequantize(KernelWeight(data, n_i, k), scale, jnp.float32).T for data, scale, n_i in weights]
+        if ranks:
+            adapters = zip(ys, *parts[2:5], strict=True)
+            ys = [y + (s * x @ a.T.astype(jnp.float32)).astype(jnp.bfloat16) @ b.T for y, a, b, s in adapters]
+        return ys
+
+    return run
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+@pytest.mark.parametrize("factor", [1.0, 1.02])
+def test_a_sweep_measures_writes_and_merges_what_is_right(tmp_path, monkeypatch, capsys, rank, factor):
+    out, table = tmp_path / "out.json", tmp_path / "table.json"
+    table.write_text("[]")
+
+    def build(*shape, wide_out=False, ranks=()):
+        kernel = plain_kernel(*shape, wide_out, ranks)
+        return lambda *operands: [factor * y for y in kernel(*operands)]
+
+    clock = (30.0 - i for i in itertools.count())  # the last is the fastest
+    monkeypatch.setattr(fp4_sweep.stream_kernel, "build", build)
+    monkeypatch.setattr(fp4_sweep, "device_us", lambda run, xs, operands: (run(xs, operands), 2 * next(clock))[1])
+    monkeypatch.setattr(fp4_sweep, "ROTATE_BYTES", 1)
+    monkeypatch.setitem(fp4_sweep.SPLITS, (512, 96), (64, 32))
+    words = [str(out), "--m", "8", "--shapes", "512x96", "--limit", "3", "--rank", str(rank), "--table", str(table)]
+    monkeypatch.setattr(sys, "argv", ["fp4_sweep", *words])
+    assert fp4_sweep.main() == 0
+    rows, entries = json.loads(out.read_text())["rows"], json.loads(table.read_text())
+    assert [(*row[:4], row[5]) for row in rows] == [(512, 96, 8, rank, us) for us in (30.0, 29.0, 28.0)]
+    said = capsys.readouterr().out
+    if factor == 1.0:
+        lora = {"lora": True} if rank else {}
+        assert "WRONG" not in said and all(row[6] <= 2.0**-8 for row in rows)
+        assert entries == [{"k": 512, "n": 96, "m": 8} | lora | {"config": rows[-1][4], "us": 28.0}]
+    else:
+        assert said.count("WRONG") == 3 and entries == []
