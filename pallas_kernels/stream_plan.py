@@ -105,7 +105,8 @@ class Plan:
 
     @property
     def summed_at_once(self) -> int:
-        """Slices of x A^T that are under way together when a warp adds them; each takes four registers."""
+        """Slices of x A^T that are under way together when a warp adds them; each takes four registers, of which a
+        thread has 96 with five warpgroups and 64 with eight."""
         return 16 if self.warpgroups <= 5 else 8
 
     @functools.cached_property
