@@ -51,24 +51,24 @@ class LoraWarps:
 
     # ---- the compute warps ---------------------------------------------------------------------------------------
 
-    def adapter_of(self, r: int, first_tile):
+    def adapter_of(self, r: int, first_tile, adds_lora):
         """Of this warp's row tile `r`, the CTA's first being `first_tile`: its adapter's B, where its part of x A^T
-        begins, how many 16 ranks it has, and N; and the tile's place in its weight."""
+        begins, how many 16 ranks this warp adds, and N; and the tile's place in its weight."""
         plan = self.plan
         first = [sum(plan.rank_tiles[:i]) for i in range(len(plan.n))]
         values = [
             (self.b[i], p.i32(plan.h_tile * first[i]), p.i32(plan.rank_tiles[i]), p.i32(plan.n[i]))
             for i in range(len(plan.n))
         ]
-        return of_tile(plan, p.add(first_tile, self.local_tiles[r]), values)
+        (b, h, count, n), local = of_tile(plan, p.add(first_tile, self.local_tiles[r]), values)
+        return (b, h, p.select(arith.andi(adds_lora, self.valid[r]), count, 0), n), local
 
     def fetch_b(self, adds_lora):
         """Start the copy of B's rows for this warp's row tiles, if it is one of those of K's first part."""
         plan, c = self.plan, self.plan.config
         b_warp = p.add(self.b_base, p.mul(self.place_n, plan.b_warp))
         for r in range(c.tiles):
-            (b, _, count, n), local = self.adapter_of(r, self.first_tile)
-            count = p.select(arith.andi(adds_lora, self.valid[r]), count, 0)
+            (b, _, count, n), local = self.adapter_of(r, self.first_tile, adds_lora)
             # 16 rows of `count` x 32 bytes: each lane takes one row's half of every 32 bytes
             row, half = p.shr(self.lane, 1), p.and_(self.lane, 1)
             known = p.minimum(p.add(p.mul(local, ROWS), row), p.sub(n, 1))
@@ -90,8 +90,7 @@ class LoraWarps:
         # opaque: found again, where fetch_b's answers would keep registers through all of K
         first_tile = p.opaque(self.first_tile)
         for r in range(c.tiles):
-            (_, h, count, _), _ = self.adapter_of(r, first_tile)
-            count = p.select(arith.andi(adds_lora, self.valid[r]), count, 0)
+            (_, h, count, _), _ = self.adapter_of(r, first_tile, adds_lora)
             h_at = p.add(h_lane, h)
             for j in range(max(plan.rank_tiles)):
                 here = p.lt(j, count)
