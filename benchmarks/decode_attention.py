@@ -1,9 +1,9 @@
 """Device times of decode_attention against the bytes it must read: live keys and values, a group's prompt once.
 
     python -m benchmarks.decode_attention [--out benchmarks/results/h200/decode_attention.json] [--batch 1 8] [--all]
-        [--contexts even refilled] [--config 1 1 4 3 ...] [--kv-cache-dtype auto fp8_values fp8]
+        [--prompt 256 2048] [--contexts even refilled] [--config 1 1 4 3 ...] [--kv-cache-dtype auto fp8_values fp8]
 
-Prompts of 256 tokens, 8 samples to a prompt where the batch has as many, caches rotated past the L2. Contexts are
+Prompts of --prompt tokens, 8 samples to a prompt where the batch has as many, caches rotated past the L2. Contexts are
 `even`, 256 own tokens each, or `refilled`: what slots hold at MOMENTS steps of `benchmarks.refill`, beside `mean`, as
 many tokens each as its completions have on average half way, and `one`, where one sample has 4000. --config times
 configurations (AttentionConfig's four numbers), --all every one that fits; the default is what the library chooses.
@@ -27,18 +27,18 @@ from qerl_jax.format_names import KV_CACHE_DTYPES
 from qerl_jax.rollout.attention import kv_dtypes
 
 MODELS = {"7B": (28, 4, 128), "14B": (40, 8, 128), "32B": (40, 8, 128)}
-PROMPT, OWN, SLOTS, GROUP = 256, 256, 512, 8
+OWN, SLOTS, GROUP = 256, 512, 8
 SHORTEST, LONGEST, PROMPTS, MOMENTS = 64, 4096, 256, 12  # of the refilled engine's run
 BANDWIDTH = 4.24e6  # bytes a microsecond, read
 ROTATE_BYTES = 150e6
 
 
-def configurations(B, H, K, E, N, sizes):
+def configurations(B, H, K, E, N, P, sizes):
     """Those that fit and give every multiprocessor something to do, as far as there is work."""
     for slots, cluster, warps, depth in itertools.product((1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4, 6)):
         config = AttentionConfig(slots, cluster, warps, depth)
         try:
-            AttentionPlan(B, H, K, E, N, PROMPT, SLOTS, False, config, *sizes)
+            AttentionPlan(B, H, K, E, N, P, SLOTS, False, config, *sizes)
         except ValueError:
             continue
         if B // slots * K * cluster <= 1100 and (slots == 1 or B >= GROUP):
@@ -71,7 +71,7 @@ def contexts_of(kind: str, B: int) -> dict[str, np.ndarray]:
     return {"refilled": refilled(B), "mean": np.full((1, B), half), "one": one}
 
 
-def measure(name, B, configs, every, cache, kind):
+def measure(name, B, P, configs, every, cache, kind):
     H, K, E = MODELS[name]
     dtypes = kv_dtypes(cache, jnp.dtype(jnp.bfloat16))
     sizes = [dtype.itemsize for dtype in dtypes]
@@ -80,7 +80,7 @@ def measure(name, B, configs, every, cache, kind):
     contexts = contexts_of(kind, B)
 
     def live(own) -> float:
-        return (N * PROMPT + own.sum(1).mean()) * K * E * sum(sizes)
+        return (N * P + own.sum(1).mean()) * K * E * sum(sizes)
 
     copies = max(2, min(8, int(-(-ROTATE_BYTES // min(map(live, contexts.values()))))))
 
@@ -90,7 +90,7 @@ def measure(name, B, configs, every, cache, kind):
     q, k, v = normal(0, B, H * E), normal(1, B, K * E), normal(2, B, K * E)
     angles = jax.random.uniform(key, (B, E // 2)) * 100
     of = jnp.arange(B, dtype=jnp.int32) // GROUP
-    shapes = [(N, PROMPT, K, E)] * 2 + [(B, C, K, E)] * 2
+    shapes = [(N, P, K, E)] * 2 + [(B, C, K, E)] * 2
     caches = [
         [normal(10 * copy + i, *shape).astype(dtypes[i % 2]) for i, shape in enumerate(shapes)]
         for copy in range(copies)
@@ -98,18 +98,18 @@ def measure(name, B, configs, every, cache, kind):
     rows = []
     paired = B >= GROUP and kind == "even"  # slots that are refilled stand in no groups
     if every:
-        configs = configurations(B, H, K, E, N, sizes)
-    for config in configs or [choose_attention(B, K, paired, PROMPT + C // 2, *sizes)]:
+        configs = configurations(B, H, K, E, N, P, sizes)
+    for config in configs or [choose_attention(B, K, paired, P, C, *sizes)]:
 
         def run(caches, own_lengths, config=config):
             outs = []
             for prompt_k, prompt_v, own_k, own_v in caches:
-                prompt = PromptKV(prompt_k, prompt_v, of, jnp.full(B, PROMPT, jnp.int32))
+                prompt = PromptKV(prompt_k, prompt_v, of, jnp.full(B, P, jnp.int32))
                 own = OwnKV(own_k, own_v, own_lengths)
                 outs += list(decode_attention(q, k, v, jnp.cos(angles), jnp.sin(angles), prompt, own, config=config))
             return outs
 
-        row = {"model": name, "batch": B, "prompt": PROMPT, "kv_cache_dtype": cache}
+        row = {"model": name, "batch": B, "prompt": P, "kv_cache_dtype": cache}
         row |= {"config": list(vars(config).values())}
         f = jax.jit(run)
         for contexts_name, moments in contexts.items():
@@ -135,6 +135,7 @@ def main():
     parser.add_argument("--out", default="benchmarks/results/h200/decode_attention.json")
     parser.add_argument("--models", nargs="+", default=["7B", "14B"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[256], help="tokens of a prompt")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
     parser.add_argument("--contexts", choices=["even", "refilled"], nargs="+", default=["even"])
     parser.add_argument("--config", nargs=4, type=int, action="append", default=[])
@@ -143,12 +144,13 @@ def main():
     if args.all and args.config:
         parser.error("--all times every configuration that fits; --config names those to time: give one of them")
     configs, rows = [AttentionConfig(*config) for config in args.config], []
-    for name, batch, cache, kind in itertools.product(args.models, args.batch, args.kv_cache_dtype, args.contexts):
-        found = measure(name, batch, configs, args.all, cache, kind)
+    cases = itertools.product(args.models, args.batch, args.prompt, args.kv_cache_dtype, args.contexts)
+    for name, batch, prompt, cache, kind in cases:
+        found = measure(name, batch, prompt, configs, args.all, cache, kind)
         first = "even_us" if kind == "even" else "refilled_us"
         for row in sorted(found, key=lambda row: row[first])[:8]:
             times = " ".join(f"{what} {value:.2f}" for what, value in row.items() if what.endswith("_us"))
-            print(f"{name} batch {batch:4} {cache:10} {row['config']} {times}", flush=True)
+            print(f"{name} batch {batch:4} prompt {prompt:4} {cache:10} {row['config']} {times}", flush=True)
         rows += found
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with open(args.out, "w") as f:

@@ -15,9 +15,10 @@ from .fragment_order import in_unit_order
 from .stream_plan import RESIDENT
 from .variants import capability
 
-# Measured on an H200: 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as much with 800
-# positions (docs/decoding.md).
-FREE_CTAS, WORTH_A_CTA = 32, 416
+# Measured on an H200 (docs/decoding.md): 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as
+# much with 800 positions. Two samples to a unit pay from prompts of this length on where that leaves a unit to each
+# multiprocessor, and always where it leaves more.
+FREE_CTAS, WORTH_A_CTA, WORTH_A_PAIR = 32, 416, 512
 CACHE_DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)  # of keys and of values, that the kernel takes
 
 
@@ -91,7 +92,7 @@ def decode_attention(
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
-    config = config or choose_attention(B, K, paired, P + C // 2, *sizes)
+    config = config or choose_attention(B, K, paired, P, C, *sizes)
     plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units)
     kernel = attention_kernel.build(plan, None if norms is None else norms.eps)
     scales = [] if norms is None else [norms.q, norms.k]
@@ -120,16 +121,19 @@ def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def choose_attention(
-    B: int, K: int, paired: bool, positions: int, key_bytes: int = 2, value_bytes: int = 2
+    B: int, K: int, paired: bool, P: int, C: int, key_bytes: int = 2, value_bytes: int = 2
 ) -> AttentionConfig:
-    """The kernel's configuration for contexts of so many positions.
+    """The kernel's configuration for caches of P and C slots, of which completions fill half on average.
 
-    Two samples to a unit where that still gives every multiprocessor several; then the largest cluster that one wave
-    holds, of more than FREE_CTAS in all only where each CTA gets enough of the context; and small CTAs where several
-    share a multiprocessor. A ring has the same bytes whatever those of a number in the cache.
+    Two samples to a unit where that leaves more units than multiprocessors, or one to each and the prompt is long; then
+    the largest cluster that one wave holds, of more than FREE_CTAS in all only where each CTA gets enough of the
+    context; and small CTAs where several share a multiprocessor. A ring has the same bytes whatever those of a number
+    in the cache.
     """
-    slots = 2 if paired and B % 2 == 0 and 4 * RESIDENT[1] <= B // 2 * K else 1
-    units = B // slots * K
+    pairs = B // 2 * K
+    shares = pairs > RESIDENT[1] or (2 * pairs > RESIDENT[1] and P >= WORTH_A_PAIR)
+    slots = 2 if paired and B % 2 == 0 and shares else 1
+    units, positions = B // slots * K, P + C // 2
     fitting = [c for c in RESIDENT if units <= RESIDENT[c]]
     cluster = max((c for c in fitting if units * c <= FREE_CTAS or positions >= c * WORTH_A_CTA), default=1)
     return AttentionConfig(slots, cluster, 8 if units <= RESIDENT[1] else 4, 12 // (key_bytes + value_bytes))

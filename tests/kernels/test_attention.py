@@ -83,20 +83,23 @@ def test_the_kernel_refuses_other_caches():
             decode_attention(rows, rows, rows, rows, rows, *caches(*dtypes), config=AttentionConfig())
 
 
-@pytest.mark.parametrize("samples, kv_heads, paired, positions, bytes_of, expected", [
-    (1, 4, False, 512, (2, 2), AttentionConfig(1, 8)),
-    (8, 4, True, 512, (2, 2), AttentionConfig(1, 1)),
-    (8, 4, True, 1280, (2, 2), AttentionConfig(1, 2)),
-    (8, 4, True, 4096, (2, 1), AttentionConfig(1, 2, 8, 4)),
-    (4, 4, True, 512, (2, 2), AttentionConfig(1, 2)),
-    (64, 8, True, 4096, (2, 2), AttentionConfig(1, 1, 4)),
-    (256, 8, True, 4096, (2, 2), AttentionConfig(2, 1, 4)),
-    (256, 8, False, 4096, (2, 2), AttentionConfig(1, 1, 4)),
-    (64, 4, False, 512, (2, 1), AttentionConfig(1, 1, 4, 4)),
-    (32, 4, True, 512, (1, 1), AttentionConfig(1, 1, 8, 6)),
+@pytest.mark.parametrize("samples, kv_heads, paired, prompt, completion, bytes_of, expected", [
+    (1, 4, False, 256, 512, (2, 2), AttentionConfig(1, 8)),
+    (8, 4, True, 256, 512, (2, 2), AttentionConfig(1, 1)),
+    (8, 4, True, 1024, 512, (2, 2), AttentionConfig(1, 2)),
+    (8, 4, True, 96, 8000, (2, 1), AttentionConfig(1, 2, 8, 4)),
+    (4, 4, True, 256, 512, (2, 2), AttentionConfig(1, 2)),
+    (32, 4, True, 4096, 512, (1, 1), AttentionConfig(1, 1, 8, 6)),
+    (64, 4, True, 256, 512, (2, 2), AttentionConfig(1, 1, 4)),
+    (64, 4, True, 1024, 512, (2, 2), AttentionConfig(2, 1, 8)),
+    (64, 4, False, 1024, 512, (2, 1), AttentionConfig(1, 1, 4, 4)),
+    (128, 4, True, 256, 512, (2, 2), AttentionConfig(2, 1, 4)),
+    (64, 8, True, 256, 512, (2, 2), AttentionConfig(2, 1, 4)),
+    (256, 8, False, 256, 4096, (2, 2), AttentionConfig(1, 1, 4)),
+    (65, 8, True, 1024, 512, (2, 2), AttentionConfig(1, 1, 4)),
 ])  # fmt: skip
-def test_choice(samples, kv_heads, paired, positions, bytes_of, expected):
-    config = choose_attention(samples, kv_heads, paired, positions, *bytes_of)
+def test_choice(samples, kv_heads, paired, prompt, completion, bytes_of, expected):
+    config = choose_attention(samples, kv_heads, paired, prompt, completion, *bytes_of)
     assert config == expected
     AttentionPlan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, config, *bytes_of)
 
