@@ -61,24 +61,43 @@ class AttentionInputs:
         ]
         self.lengths = [self.prompt_length, *self.own_lengths]
         self.tiles = [p.shr(p.add(n, KEYS - 1), 4) for n in self.lengths]
+        self.deal()
         self.ring = p.add(self.base, p.mul(self.warp, plan.ring_bytes))
         self.all_here = p.add(self.base, plan.barrier_at)
 
     def scalar(self, name: str, index):
         return mem.load_global_b32(mem.offset(self.at[name], p.mul(index, 4)), 0)
 
-    def region(self, index):
-        """Which region a tile of the unit's list belongs to, its keys' and values' addresses, length, and first key."""
+    def deal(self):
+        """This warp's tiles of each region: the first one, and how many, one of `stride`.
+
+        The warps take turns through the prompt and go on, from the same one, with each sample's own: how a sample's are
+        dealt depends on its lengths alone, not on those of the sample beside it.
+        """
+        c = self.plan.config
+        self.stride = c.cluster * c.warps
+        mine = p.add(p.mul(self.rank, c.warps), self.warp)
+        following = p.rem(p.sub(p.add(mine, self.stride), p.rem(self.tiles[0], self.stride)), self.stride)
+        self.firsts = [mine, *[following] * c.slots]
+        self.counts = [
+            p.select(p.lt(first, tiles), p.div(p.add(p.sub(tiles, first), self.stride - 1), self.stride), 0)
+            for first, tiles in zip(self.firsts, self.tiles, strict=True)
+        ]
+
+    def region(self, turn):
+        """Which region this warp's tile of a turn belongs to, its keys' and values' addresses, length, and first key."""
         *addresses, length = [*self.regions[0], self.lengths[0]]
-        which, first = p.i32(0), p.i32(0)
-        before = self.tiles[0]
+        which, before, first = p.i32(0), p.i32(0), self.firsts[0]
+        end = self.counts[0]
         for i in range(1, len(self.regions)):
-            past = p.lt(index, before)  # then the region found so far stays
+            past = p.lt(turn, end)  # then the region found so far stays
             new = [*self.regions[i], self.lengths[i]]
             *addresses, length = [arith.select(past, a, b) for a, b in zip([*addresses, length], new, strict=True)]
-            which, first = p.select(past, which, i), p.select(past, first, before)
-            before = p.add(before, self.tiles[i])
-        return which, addresses, length, p.mul(p.sub(index, first), KEYS)
+            which, before = p.select(past, which, i), p.select(past, before, end)
+            first = p.select(past, first, self.firsts[i])
+            end = p.add(end, self.counts[i])
+        tile = p.add(first, p.mul(p.sub(turn, before), self.stride))
+        return which, addresses, length, p.mul(tile, KEYS)
 
     def row_of(self, address):
         """This lane's numbers of a row of E BF16 ones, as float32: [chunk][8]."""

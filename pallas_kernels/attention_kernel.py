@@ -38,20 +38,17 @@ class _Warp(AttentionTiles):
 
     def run(self):
         plan, c = self.plan, self.plan.config
-        stride = c.cluster * c.warps
-        first = p.add(p.mul(self.rank, c.warps), self.warp)
-        total = functools.reduce(p.add, self.tiles)
-        count = p.select(p.lt(first, total), p.div(p.add(p.sub(total, first), stride - 1), stride), 0)
+        count = functools.reduce(p.add, self.counts)
         if c.cluster > 1:
             p.when(p.eq(self.tid, 0), self.make_barrier)
         for d in range(c.depth - 1):
-            self.fetch(p.add(first, d * stride), p.lt(d, count), p.i32(d))
+            self.fetch(p.i32(d), p.lt(d, count), p.i32(d))
             mem.copy_commit()
         if c.cluster > 1:
             p.cluster_sync()  # a CTA's shared memory may be written once it has begun
         self.queries = self.query_fragments()
         state = [p.f32(LOWEST), p.f32(0.0)] * c.slots + [p.f32(0.0)] * (plan.E // 2)
-        last = p.eq(p.add(first, 1), stride)  # of all warps it has the fewest tiles
+        last = p.eq(p.add(self.firsts[0], 1), self.stride)  # the prompt's tiles are dealt from the first warp on
         state = p.if_values(last, lambda: self.newest(state), state)
 
         def step(i, carry):
@@ -60,9 +57,9 @@ class _Warp(AttentionTiles):
             p.warp_sync()
             scores = self.scores(slot)
             ahead = p.add(i, c.depth - 1)
-            self.fetch(p.add(first, p.mul(ahead, stride)), p.lt(ahead, count), spare)
+            self.fetch(ahead, p.lt(ahead, count), spare)
             mem.copy_commit()
-            state = self.weigh(p.add(first, p.mul(i, stride)), slot, scores, state)
+            state = self.weigh(i, slot, scores, state)
             after = p.add(slot, 1)
             return [p.select(p.eq(after, c.depth), 0, after), slot, *state]
 

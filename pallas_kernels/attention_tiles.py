@@ -18,12 +18,12 @@ MARGIN = 8.0  # binary orders by which weights may exceed 1 before the maximum t
 class AttentionTiles(AttentionInputs):
     """One warp's share of the context. Its state: each sample's maximum and sum of weights, then the weighted sums."""
 
-    def fetch(self, index, wanted, slot):
+    def fetch(self, turn, wanted, slot):
         """Starts the copies of one tile into a slot of the ring. Past the end the last key is repeated."""
         plan = self.plan
 
         def copy():
-            _, sources, length, first = self.region(index)
+            _, sources, length, first = self.region(turn)
             to = p.add(self.ring, p.mul(slot, plan.tile_bytes))
             for kept, source in zip((self.keys, self.values), sources, strict=True):
                 pieces = kept.row_bytes // 16  # of a row, so a lane has every `32 / pieces`-th row
@@ -98,10 +98,10 @@ class AttentionTiles(AttentionInputs):
             scores.append([arith.addf(x, y) for x, y in zip(*halves, strict=True)])
         return scores
 
-    def weigh(self, index, slot, scores, state):
+    def weigh(self, turn, slot, scores, state):
         """The state with a tile's values under the weights that its scores give."""
         c = self.plan.config
-        which, _, length, first = self.region(index)
+        which, _, length, first = self.region(turn)
         left = p.sub(length, first)
         masks = []
         for j in range(2):

@@ -88,6 +88,8 @@ def make_ptx(m):
     p.exp2, p.rsqrt = (lambda a: np.exp2(a).astype(F32)), (lambda a: (1 / np.sqrt(a)).astype(F32))
 
     p.exchange = lambda word, distance: _lanes(word)[LANES ^ distance]
+    p.pack_halves = lambda lo, hi: (lo & U32(0xFFFF)) | hi << U32(16)
+    p.round_bf16 = lambda v: v.astype(ml_dtypes.bfloat16).astype(F32)
     p.unpack_bf16 = lambda word: [v.astype(F32) for v in np.moveaxis(_bf16(word), -1, 0)]
     p.pack_bf16 = lambda lo, hi: np.stack([lo, hi], 1).astype(ml_dtypes.bfloat16).view(U32)[:, 0]
 
@@ -101,7 +103,8 @@ def make_ptx(m):
             x = join(x, x[LANES ^ distance])
         return x
 
-    p.over_lanes = over_lanes
+    p.over_lanes, p.over_quad = over_lanes, lambda join, x: over_lanes(join, x, (1, 2))
+    p.any_lane = lambda condition: np.broadcast_to(np.any(condition), (32,))
     p.sreg = lambda name: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[name]
     p.opaque = _lanes
     p.uniform = lambda v: _lanes(v[0])
@@ -204,6 +207,7 @@ def make_memory(m):
     mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
     mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
     mem.store_global_v4 = lambda a, values, o: store_global(a, bytes_of(values, U32), o)
+    mem.load_global_b32 = lambda a, o: load_global(1, U32, 4)(a, o)[0]
     mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
     mem.store_global_f32 = lambda a, v: store_global(a, bytes_of((v,), F32))
     mem.store_global_b32 = lambda a, v: store_global(a, bytes_of((v,), U32))
@@ -234,7 +238,21 @@ def make_memory(m):
     mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
+    mem.store_shared_f32x2 = lambda a, values: store_shared(a, bytes_of(values, F32), 0)
     mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
+
+    def load_matrices_transposed(address, byte_offset):
+        """Lane l gives the address of row l % 8 of matrix l / 8, and gets of each numbers 2 t, 2 t + 1 of column g."""
+        rows = np.stack(load_shared(4, U32)(address, byte_offset), 1).view(np.uint16).reshape(4, 8, 8)
+        pairs = rows.transpose(0, 2, 1).reshape(4, 8, 4, 2).astype(U32)
+        return list((pairs[..., 0] | pairs[..., 1] << U32(16)).reshape(4, 32))
+
+    def load_global_u16(address, byte_offset):
+        byte = address.astype(np.int64) + byte_offset
+        assert (byte % 2 == 0).all() and byte.max() + 2 <= m.end, "a global address out of place"
+        return _gather(m.memory, byte, 2).view(np.uint16)[:, 0].astype(U32)
+
+    mem.load_matrices_transposed, mem.load_global_u16 = load_matrices_transposed, load_global_u16
 
     def send(address, values, full):
         data, (cta, byte) = bytes_of(values, F32), _where_shared(m, full)

@@ -1,6 +1,7 @@
-"""Runs the streaming kernel's program in NumPy: every warp of every CTA, 32 lanes at once, in a random order.
+"""Runs the programs of kernels (streaming, block, inputs, attention) in NumPy: every warp of every CTA, 32 lanes at
+once, in a random order.
 
-The program is Python that calls `ptx` and `ptx_memory`; here those names mean NumPy operations on vectors of 32 lanes.
+A program is Python that calls `ptx` and `ptx_memory`; here those names mean NumPy operations on vectors of 32 lanes.
 Warps are threads of which one runs at a time; at each point where a warp may wait (barriers, counters) the next one is
 drawn by a seed, so that a missing barrier shows under some seeds. Asynchronous copies land as late as the program
 allows, and stores to global memory are seen by others after a fence; shared memory and outputs begin as NaN. What is
@@ -21,6 +22,10 @@ import numpy as np
 from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
 
 from pallas_kernels import (
+    attention_cache,
+    attention_inputs,
+    attention_kernel,
+    attention_tiles,
     block_compute,
     block_kernel,
     block_outputs,
@@ -149,7 +154,11 @@ class Machine:
 
 ARITH = types.SimpleNamespace(
     addf=lambda a, b: (a + b).astype(np.float32), mulf=lambda a, b: (a * b).astype(np.float32),
-    select=np.where, andi=np.logical_and, ori=np.logical_or,
+    subf=lambda a, b: (a - b).astype(np.float32), divf=lambda a, b: (a / b).astype(np.float32),
+    maximumf=np.maximum, select=np.where, andi=np.bitwise_and, ori=np.bitwise_or,
+    CmpIPredicate=types.SimpleNamespace(sge=lambda a, b: a.view(np.int32) >= b.view(np.int32)),
+    CmpFPredicate=types.SimpleNamespace(OGT=np.greater),
+    cmpi=lambda compare, a, b: compare(a, b), cmpf=lambda compare, a, b: compare(a, b),
 )  # fmt: skip
 
 
@@ -158,7 +167,9 @@ def _emulated(m):
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, swiglu
-    return replaced((*stream, *inputs, block_compute, block_kernel, block_outputs, block_service, pick), names)
+    block = block_compute, block_kernel, block_outputs, block_service
+    attention = attention_cache, attention_inputs, attention_kernel, attention_tiles
+    return replaced((*stream, *inputs, *block, *attention, pick), names)
 
 
 def without(monkeypatch, name, maker="make_memory"):
@@ -248,3 +259,18 @@ def run_block(plan, eps, operands, *, seed=0, calls=1):
             m.launch(plan.ctas, 1, plan.threads // 32, plan.total, program)
             results.append({name: m.get(made[name], s.shape, s.dtype) for name, s in shapes.items()})
     return results
+
+
+def run_attention(plan, eps, *operands, seed=0):
+    """The attention kernel's outputs and the completions' keys and values; `operands` are those of the function that
+    `attention_kernel.build` makes."""
+    m = Machine(seed)
+    refs = [m.put(np.asarray(v)) for v in operands]
+    out = m.put(np.full((plan.B, plan.H * plan.E), np.nan, ml_dtypes.bfloat16))
+    c = plan.config
+    with _emulated(m):
+        program = attention_kernel._Warp
+        ctas = plan.units * plan.K * c.cluster
+        m.launch(ctas, c.cluster, c.warps, plan.total, lambda: program(plan, [*refs, out, None], eps).run())
+    caches = [m.get(at, v.shape, v.dtype) for at, v in zip(refs[-2:], map(np.asarray, operands[-2:]), strict=True)]
+    return m.get(out, (plan.B, plan.H * plan.E), ml_dtypes.bfloat16), *caches

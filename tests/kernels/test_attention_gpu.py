@@ -182,9 +182,11 @@ def test_sharp_scores_and_what_lies_past_the_end(rng, programs):
 
 
 def test_result_does_not_depend_on_neighbours(rng):
-    case = _case(rng, 6, 28, 4, 128, 1, 128, 64, jnp.bfloat16)
-    whole, _, _ = decode_attention(*case, config=AttentionConfig(2, 2))
+    """Nor on the other sample of a pair, nor on whether there is one."""
+    case = _case(rng, 6, 28, 4, 128, 1, 128, 64, jnp.bfloat16, lengths=[3, 40, 17, 63, 50, 33])
+    whole, alone = (np.asarray(decode_attention(*case, config=AttentionConfig(slots, 2))[0]) for slots in (2, 1))
+    np.testing.assert_array_equal(whole, alone)
     q, k, v, cos, sin, prompt, own = case
-    own = own._replace(lengths=own.lengths.at[:4].set(-1))
+    own = own._replace(lengths=own.lengths.at[:5].set(-1))
     part, _, _ = decode_attention(q, k, v, cos, sin, prompt, own, config=AttentionConfig(2, 2))
-    assert np.array_equal(np.asarray(whole)[4:], np.asarray(part)[4:])
+    np.testing.assert_array_equal(np.asarray(part)[5:], whole[5:])

@@ -1,0 +1,80 @@
+"""The attention kernel's program run in NumPy (see emulator.py) against the plain path; BF16 caches."""
+
+import emulator
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import HeadNorms, OwnKV, PromptKV, decode_attention_reference
+from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
+
+EPS = 1e-6
+
+
+class Case:
+    """Operands for samples of these (prompt's, prompt tokens, own tokens); -1 own tokens where one has ended."""
+
+    def __init__(self, samples, H, K, E, C, normed=False, seed=0):
+        self.rng = np.random.default_rng(seed)
+        of, lengths, own = (np.array(column, np.int32) for column in zip(*samples, strict=True))
+        B, N, P = len(samples), of.max() + 1, lengths.max()
+        angles = self.rng.uniform(0, 9, (B, E // 2)).astype(np.float32)
+        q, k, v = (self.normal(B, heads * E) for heads in (H, K, K))
+        prompt = [self.normal(N, P, K, E) for _ in "kv"]
+        norms = list(self.rng.uniform(0.5, 2, (2, E)).astype(np.float32)) if normed else []
+        caches = [self.normal(B, C, K, E) for _ in "kv"]
+        self.operands = [q, k, v, np.cos(angles), np.sin(angles), *prompt, of, lengths, own, *norms, *caches]
+        self.shape = H, K, E, N, P, C, normed
+
+    def normal(self, *shape):
+        return self.rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+
+    def of(self, samples):
+        """The operands of some of the samples."""
+        per_prompt = (5, 6, *((10, 11) if self.shape[-1] else ()))
+        return [v if i in per_prompt else v[samples] for i, v in enumerate(self.operands)]
+
+    def run(self, config, samples=slice(None), seed=0):
+        operands = self.of(samples)
+        return emulator.run_attention(AttentionPlan(len(operands[0]), *self.shape, config), EPS, *operands, seed=seed)
+
+    def expected(self):
+        q, k, v, cos, sin, prompt_k, prompt_v, of, lengths, own, *norms, own_k, own_v = map(jnp.asarray, self.operands)
+        wide = [x.astype(jnp.float32) for x in (q, k, v)]
+        caches = PromptKV(prompt_k, prompt_v, of, lengths), OwnKV(own_k, own_v, own)
+        head_norms = HeadNorms(*norms, EPS) if norms else None
+        return [np.asarray(x, np.float64) for x in decode_attention_reference(*wide, cos, sin, *caches, head_norms)]
+
+
+PAIRS = [(0, 37, 0), (0, 37, 30), (1, 16, -1), (1, 16, 17)]
+
+
+@pytest.mark.parametrize("config, H, K, E, normed", [
+    (AttentionConfig(1, 1, 4, 3), 5, 1, 128, False),
+    (AttentionConfig(2, 1, 4, 2), 8, 1, 64, True),
+    (AttentionConfig(2, 2, 4, 3), 6, 2, 64, False),
+])  # fmt: skip
+def test_against_the_plain_path(config, H, K, E, normed):
+    case = Case(PAIRS, H, K, E, 33, normed)
+    out, own_k, own_v = case.run(config)
+    expected, expected_k, expected_v = case.expected()
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=0.02, rtol=0.02)
+    np.testing.assert_allclose(own_k.astype(np.float64), expected_k, atol=0.02)  # rounded once or twice
+    np.testing.assert_array_equal(own_v.astype(np.float64), expected_v)
+
+
+def test_a_sample_does_not_depend_on_its_partner():
+    """In a pair a sample's numbers are those that it has alone, whatever the other one's length."""
+    case = Case([(0, 37, 20), (0, 37, 70), (0, 37, -1), (0, 37, 90)], 4, 1, 64, 96)
+    alone, *_ = case.run(AttentionConfig(1, 1, 4, 3))
+    for samples in ([0, 1], [1, 0], [1, 2], [2, 1], [3, 1], [1, 3]):
+        pair, *_ = case.run(AttentionConfig(2, 1, 4, 3), samples, seed=samples[0])
+        np.testing.assert_array_equal(pair, alone[samples])
+
+
+def test_the_emulator_sees_what_nobody_waits_for(monkeypatch):
+    emulator.without(monkeypatch, "copy_wait")
+    case = Case(PAIRS[:2], 5, 1, 64, 33)
+    out, *_ = case.run(AttentionConfig(1, 1, 4, 3))
+    assert not np.abs(out.astype(np.float64) - case.expected()[0]).max() < 0.1
