@@ -85,7 +85,7 @@ class AttentionInputs:
         ]
 
     def region(self, turn):
-        """Which region this warp's tile of a turn belongs to, its keys' and values' addresses, length, and first key."""
+        """Which region this warp's tile of a turn is in, its keys' and values' addresses, length, and first key."""
         *addresses, length = [*self.regions[0], self.lengths[0]]
         which, before, first = p.i32(0), p.i32(0), self.firsts[0]
         end = self.counts[0]

@@ -29,6 +29,12 @@ def _bf16(words):
     return _BF16[words.view(np.uint16).reshape(*words.shape, 2)]
 
 
+def _f16(words):
+    """uint32 [...] -> float64 [..., 2], the lower half first."""
+    words = np.ascontiguousarray(words, U32)
+    return words.view(np.float16).reshape(*words.shape, 2).astype(np.float64)
+
+
 # The places of a warp's fragments: of the left operand [16, 16] by word, lane and half, of the right one [16, 8] alike,
 # and of the sums [16, 8] by element and lane.
 _G, _T = np.divmod(LANES, 4)
@@ -142,19 +148,19 @@ def make_ptx(m):
     p.for_range, p.if_values, p.if_else = for_range, if_values, if_else
     p.when = lambda cond, body: if_else(cond, body, lambda: None)
 
-    def tile(acc, a, b):
+    def tile(acc, a, b, numbers=_bf16):
         """acc + A [16, 16] B [16, N] for a warp; b [16, N]."""
         left = np.empty((16, 16))
-        left[LEFT] = _bf16(np.stack(a))
+        left[LEFT] = numbers(np.stack(a))
         with np.errstate(invalid="ignore", over="ignore"):
             product = (left @ b).reshape(16, -1, 8)
         picked = product[SUMS[0], :, SUMS[1]]  # element, lane, n
         return list((np.stack(acc) + picked.transpose(2, 0, 1).reshape(-1, 32)).astype(F32))
 
-    def mma(acc, a, b0, b1):
+    def mma(acc, a, b0, b1, numbers=_bf16):
         b = np.empty((16, 8))
-        b[RIGHT] = _bf16(np.stack([b0, b1]))
-        return tile(acc, a, b)
+        b[RIGHT] = numbers(np.stack([b0, b1]))
+        return tile(acc, a, b, numbers)
 
     def wgmma(acc, a, descriptor):
         address, k_stride, n_stride = descriptor
@@ -166,9 +172,40 @@ def make_ptx(m):
         return tile(acc, a, b)
 
     p.mma_bf16, p.wgmma_bf16 = mma, wgmma
+    p.mma_f16 = functools.partial(mma, numbers=_f16)
     p.b_descriptor = lambda address, k_stride, n_stride: (address, k_stride, n_stride)
     p.add_64 = lambda d, sixteens: (d[0] + U32(16 * sixteens), d[1], d[2])
     return p
+
+
+def make_fp8(p):
+    """The names of `ptx_fp8`; `p` is what `make_ptx` gives."""
+    fp8 = types.SimpleNamespace()
+
+    def halves(values):
+        """float [32, 2] -> a word of two FP16 numbers."""
+        return values.astype(np.float16).view(U32)[:, 0]
+
+    def e4m3_of_bf16(word):
+        kept = np.clip(_bf16(word), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        return kept.view(np.uint16)[:, 0].astype(U32)
+
+    def f16_of_e4m3(word):
+        wide = np.ascontiguousarray(word, U32).view(ml_dtypes.float8_e4m3fn).reshape(32, 4).astype(np.float64)
+        return [halves(wide[:, :2]), halves(wide[:, 2:])]
+
+    def row_in_e4m3(words):
+        narrow = [e4m3_of_bf16(word) for word in words]
+        return [p.pack_halves(*narrow[:2]), p.pack_halves(*narrow[2:])]
+
+    def columns_together(word):
+        return np.ascontiguousarray(word, U32).view(np.uint8).reshape(32, 4)[:, [0, 2, 1, 3]].copy().view(U32)[:, 0]
+
+    fp8.e4m3_of_bf16, fp8.f16_of_e4m3, fp8.row_in_e4m3 = e4m3_of_bf16, f16_of_e4m3, row_in_e4m3
+    fp8.columns_together, fp8.mma_f16 = columns_together, p.mma_f16
+    fp8.f16_of_bf16 = lambda word: halves(_bf16(word))
+    fp8.pack_f16 = lambda lo, hi: halves(np.stack([lo, hi], 1))
+    return fp8
 
 
 def make_memory(m):
@@ -207,6 +244,7 @@ def make_memory(m):
     mem.load_global_f32 = lambda a, byte_offset=0: load_global(1, F32, 4)(a, byte_offset)[0]
     mem.store_global_f32x4 = lambda a, values, o: store_global(a, bytes_of(values, F32), o)
     mem.store_global_v4 = lambda a, values, o: store_global(a, bytes_of(values, U32), o)
+    mem.store_global_v2 = lambda a, values, o: store_global(a, bytes_of(values, U32), o)
     mem.load_global_b32 = lambda a, o: load_global(1, U32, 4)(a, o)[0]
     mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
     mem.store_global_f32 = lambda a, v: store_global(a, bytes_of((v,), F32))

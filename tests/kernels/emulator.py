@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
+from emulated_instructions import decode_codes, decode_scales, make_fp8, make_memory, make_ptx
 
 from pallas_kernels import (
     attention_cache,
@@ -163,7 +163,8 @@ ARITH = types.SimpleNamespace(
 
 
 def _emulated(m):
-    names = {"p": make_ptx(m), "mem": make_memory(m), "arith": ARITH}
+    p = make_ptx(m)
+    names = {"p": p, "mem": make_memory(m), "fp8": make_fp8(p), "arith": ARITH}
     names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, swiglu
