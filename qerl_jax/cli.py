@@ -12,6 +12,7 @@ JAX is imported by the commands that compute, so that `--help` answers at once.
 """
 
 import argparse
+import errno
 import importlib.metadata
 import logging
 import os
@@ -58,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a file or folder that cannot be made, read or written: no permission, a full disk
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(f"qerl {words[0]}: {error.filename}: {error.strerror}", file=sys.stderr)
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"qerl {words[0]}: {place}{error.strerror}", file=sys.stderr)
         return 2
     return code or 0
 

@@ -37,6 +37,11 @@ def make_folder(path: Path) -> None:
         raise UserError(f"{file} is a file; expected a folder") from None
 
 
+def where_it_leads(path: Path) -> Path:
+    """The absolute path of a folder to write; of a symbolic link that of what it names, which may be yet to appear."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
+
+
 @contextlib.contextmanager
 def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
     """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
@@ -45,13 +50,13 @@ def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
     half. If the body raises, `path` is as it was.
 
     Args:
-      path: the folder to appear.
+      path: the folder to appear; of a symbolic link, where it leads.
       names: the files that such a folder may hold; one that holds anything else is not replaced.
 
     Raises:
       UserError: `path` is a file or lies in one, or is a folder with other content.
     """
-    path = path.absolute()
+    path = where_it_leads(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; expected a folder, or a name that is free")
     foreign = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.is_dir() else []

@@ -1,6 +1,8 @@
 """The command line: what each command passes on, what it prints, and its exit codes."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import types
@@ -258,3 +260,20 @@ def test_plot_writes_beside_one_run_and_elsewhere_for_several(calls, run, capsys
     assert main(["plot", str(run), str(run), "--output", "out"]) == 0
     assert [call[1] for call in calls.seen] == [([run], run / "plots"), ([run, run], Path("out"))]
     assert capsys.readouterr().out == f"{run / 'plots' / 'overview.png'}\nout/overview.png\n"
+
+
+def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys):
+    """A write that fails names no file."""
+
+    def full(arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("qerl_jax.commands.plot.run", full)
+    assert main(["plot", "runs/a", "runs/b", "--output", "x"]) == 2
+    assert capsys.readouterr().err == "qerl plot: No space left on device\n"
+
+
+@pytest.mark.parametrize("name", ["foo/bar--baz", "foo/bar.git", "foo/" + "b" * 200, "~nobody-has-this-name/model"])
+def test_names_that_cannot_be_on_the_hub(name, tmp_path, capsys):
+    assert main(["export", name, str(tmp_path / "x"), "--format", "bf16"]) == 2
+    assert "no such folder" in capsys.readouterr().err

@@ -49,6 +49,13 @@ def test_ignored_modules_are_plain(ignore, plain):
     assert {name for name in (O0, O1, UP1) if packing.is_plain(name)} == plain
 
 
+def test_patterns_that_may_take_years_are_refused():
+    for pattern in ("re:" + ".?" * 40 + "Z", "re:" + ".*" * 40 + "Z", "re:(.|..)*Z"):
+        with pytest.raises(UserError, match="without repeated groups and with at most 5 repetitions"):
+            read(changed("ignore", [pattern]))
+    assert read(changed("ignore", ["lm_head", "re:(?:model|a)\\.(?=layers).*o_proj"])).is_plain(O0)
+
+
 def test_targets_by_name():
     packing = read(changed("config_groups.group_0.targets", ["re:.*mlp.*"]))
     assert [packing.is_plain(name) for name in (O0, O1, UP1)] == [True, True, False]

@@ -67,3 +67,15 @@ def test_a_folder_is_made_once(tmp_path):
     for _ in range(2):
         make_folder(tmp_path / "deep" / "x")
     assert (tmp_path / "deep" / "x").is_dir()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path, there):
+    (tmp_path / "disk").mkdir()
+    if there:
+        put(tmp_path / "disk" / "real", "0")
+    (tmp_path / "link").symlink_to("disk/real")
+    for text in "12":
+        put(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "real" / "a.txt").read_text() == text
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"] and os.listdir(tmp_path / "disk") == ["real"]

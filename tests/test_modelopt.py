@@ -30,6 +30,8 @@ def read(tmp_path, **changes):
         (["*o_proj"], [0, 3]),
         (["model.layers.1.mlp.gate"], []),
         (["*"], [0, 1, 2, 3, 4, 5]),
+        (["**.mlp**gate*"], [1, 4]),
+        (["*" * 40 + "Z", "*e" * 20 + "Z"], []),  # at once, where each star that tries all places would take years
     ],
 )
 def test_excluded_modules_are_plain(tmp_path, excluded, plain):

@@ -23,7 +23,7 @@ from qerl_jax.quantization import quantize_folder
 from qerl_jax.quantization.methods import METHODS, Made, Method
 from qerl_jax.quantization.observation import GROUPS
 from qerl_jax.quantization.rtn import round_to_nearest
-from qerl_jax.quantization.work import work_folders
+from qerl_jax.quantization.work import WorkFolder, work_folders
 
 ROWS = 16
 
@@ -244,3 +244,12 @@ def test_the_command_prints_a_line_a_layer_and_the_table(tmp_path, capsys):
     assert [line.split()[0] for line in lines[-3:]] == ["plain", "rtn", "awq"]
     assert main(words) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"sha256": "x", "report": 3}'])
+def test_a_record_that_is_none_counts_as_not_finished(tmp_path, record):
+    work = WorkFolder(tmp_path / "x", {})
+    work.write(0, {"w": np.ones(2, np.float32)}, {"error": 0.5})
+    assert work.report(0) == {"error": 0.5}
+    next(work.path.glob("layer-*.json")).write_text(record)
+    assert work.report(0) is None

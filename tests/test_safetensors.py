@@ -80,6 +80,7 @@ def with_a(**changes):
         (with_a(shape=[2.0]), r"tensor a: shape is \[2.0\]"),
         (with_a(shape=[True, 2]), r"tensor a: shape is \[True, 2\]"),
         (with_a(shape=[2**62, 2**62]), "tensor a: F32.* needs .* bytes; data_offsets give 8"),
+        (with_a(shape=[0, 2**62], data_offsets=[0, 0]), "tensor a: shape is .* whose product has 63 bits"),
         (with_a(shape=[1] * 40), "tensor a: shape is"),
         (with_a(shape="2"), "tensor a: shape is 2"),
         (with_a(data_offsets=[0, 2**60]), "tensor a: data_offsets are .* expected two within the 12 bytes"),

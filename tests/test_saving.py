@@ -10,7 +10,7 @@ from folders import NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, w
 from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
 from qerl_jax.models.hub import load_model
-from qerl_jax.models.init import for_kernels
+from qerl_jax.models.init import for_kernels, quantize
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.saving import save_model
 
@@ -90,3 +90,36 @@ def test_plain_models_are_not_written_as_nvfp4(tmp_path):
     with pytest.raises(UserError, match=r"weight_format is 'mxfp4'; written are bf16, nvfp4$"):
         save_model(model, tmp_path / "b", weight_format="mxfp4")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("stated", [{"eos_token_id": [1, 2], "pad_token_id": 0}, {}])
+def test_ids_of_special_tokens_are_those_of_the_source(tmp_path, stated):
+    """Null where there are none: transformers' Llama would have 1 and 2."""
+    folder = write_folder(tmp_path / "a", random_arrays(), V5 | stated)
+    write_tokenizer(folder)
+    save_model(load_model(folder), tmp_path / "b", tokenizer_from=folder)
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert {name: written[name] for name in ids} == ids | stated
+
+
+def test_layers_that_a_packed_folder_left_plain_stay_so(tmp_path):
+    packed = load_model(write_folder(tmp_path / "a", packed_arrays(), V5 | {"quantization_config": NVFP4}))
+    plain = packed.base.layers[0].replace(down_proj=dequantize(packed.base.layers[0].down_proj, jnp.bfloat16) + 0.01)
+    mixed = packed.replace(base=packed.base.replace(layers=(plain, *packed.base.layers[1:])))
+    save_model(mixed, tmp_path / "b", weight_format="nvfp4")
+    for weight_format in (None, "nvfp4"):
+        again = load_model(tmp_path / "b", weight_format)
+        assert_equal(again.base.layers[0].q_proj, packed.base.layers[0].q_proj)
+        stored = load_model(tmp_path / "b").base.layers[0].down_proj
+        np.testing.assert_array_equal(np.asarray(again.base.layers[0].down_proj), np.asarray(stored))
+
+
+def test_quantizing_what_is_packed(tmp_path):
+    model = load_model(write_folder(tmp_path, packed_arrays(), V5 | {"quantization_config": NVFP4}), dtype="float32")
+    assert_equal(quantize(model, "nvfp4").base, model.base)
+    assert_equal(quantize(model, "bf16").base, load_model(tmp_path, "bf16", "float32").base)
+    with pytest.raises(
+        UserError, match="q_proj is in nvfp4 already and would be rounded a second time; allowed: nvfp4"
+    ):
+        quantize(model, "nf4")

@@ -27,7 +27,7 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
         )
     try:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
         # ValueError: several templates by name, none of them the default one. TypeError: content that is no text.
         raise UserError(f"the tokenizer's chat template refuses {prompt!r:.120}: {error}") from error
     assert isinstance(text, str)

@@ -185,7 +185,8 @@ def _matcher(patterns: list[str], place: str) -> Callable[[str], bool]:
 
 def _expression(text: str, place: str) -> re.Pattern[str]:
     """A compiled pattern. It comes from a file: one that repeats a group, or repeats often, may take years to match."""
-    if re.search(r"\)[*+{]", text) or len(re.findall(r"[*+{]", text)) > _MOST_REPETITIONS:
+    # A ? behind an opening bracket is part of the group's kind.
+    if re.search(r"\)[*+{]", text) or len(re.findall(r"[*+{]|(?<!\()\?", text)) > _MOST_REPETITIONS:
         raise UserError(
             f"{place} is {shown(repr(text))}; supported are regular expressions without repeated groups and with at "
             f"most {_MOST_REPETITIONS} repetitions"

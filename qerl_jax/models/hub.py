@@ -139,9 +139,10 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
 
     Args:
       path: folder, `owner/name` on the Hub, or `builtin:NAME`.
-      weight_format: None keeps the stored one; "nvfp4", "mxfp4", "nf4" and "nf4_double_quant" quantize plain weights
-        (round to nearest in the dtype they are stored in, float16 as float32; in NVFP4 q/k/v and gate/up share a global
-        scale, as llm-compressor writes them); "bf16" leaves or unpacks plain weights in `dtype`.
+      weight_format: None keeps the stored one; "nvfp4", "mxfp4", "nf4" and "nf4_double_quant" quantize the weights of a
+        plain folder (round to nearest in the dtype they are stored in, float16 as float32; in NVFP4 q/k/v and gate/up
+        share a global scale, as llm-compressor writes them), and keep a packed folder of that format as it is stored,
+        layers that it left plain too; "bf16" leaves or unpacks plain weights in `dtype`.
       dtype: float32 or bfloat16, of embeddings, head, biases and plain weights; None takes the stored dtype of the
         embeddings (float32 where that is float16). Norm scales are float32 always.
 
@@ -151,8 +152,8 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     if weight_format is not None and weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
-    made = None if weight_format is None else PACKED.get(weight_format)
     folder, _, config, packing, tensors = open_model(path)
+    made = None if weight_format is None or packing is not None else PACKED.get(weight_format)
     if packing is not None and weight_format not in (None, "bf16", packing.weight_format):
         raise UserError(
             f"weight_format is {weight_format!r}, but {folder} holds {packing.weight_format} weights, which would be "

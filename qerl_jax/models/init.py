@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, repacked
+from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import (
     PROJECTIONS,
@@ -59,29 +59,38 @@ def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float
 
 
 def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
-    """The same network with its linear layers in `weight_format`; everything else stays as it is.
+    """The same network with its linear layers in `weight_format`; everything else, and what is in that format already,
+    stays as it is. "bf16" unpacks in the embeddings' dtype.
 
     Raises:
-      UserError: an unknown format, or a weight whose inputs are not a multiple of the format's block.
+      UserError: an unknown format, a weight whose inputs are not a multiple of the format's block, or one that is in
+        another packed format and would be rounded a second time.
     """
     if weight_format not in FORMATS:
         raise UserError(
             f"weight_format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}"
         )
-    layers = tuple(quantize_layer(layer, weight_format) for layer in model.base.layers)
+    dtype = model.base.embed.dtype
+
+    def plain(layer: Layer) -> Layer:
+        others = [name for name in PROJECTIONS if format_of(getattr(layer, name)) not in ("bf16", weight_format)]
+        if others and weight_format != "bf16":
+            raise UserError(
+                f"{others[0]} is in {format_of(getattr(layer, others[0]))} already and would be rounded a second time; "
+                f"allowed: {format_of(getattr(layer, others[0]))}, bf16"
+            )
+        return layer.replace(**{name: dequantize(getattr(layer, name), dtype) for name in others})
+
+    layers = tuple(quantize_layer(plain(layer), weight_format) for layer in model.base.layers)
     return model.replace(base=model.base.replace(layers=layers))
 
 
 def quantize_layer(layer: Layer, weight_format: str) -> Layer:
-    """`quantize` for one layer."""
+    """A layer's plain weights in `weight_format`."""
     weights: dict[str, Weight] = {}
     for group in SHARED_SCALE:
-        dense = {
-            name: dequantize(w, jnp.bfloat16) if not isinstance(w := getattr(layer, name), jax.Array) else w
-            for name in group
-        }
-        if weight_format == "bf16":
-            weights |= dense
+        dense = {name: w for name in group if isinstance(w := getattr(layer, name), jax.Array)}
+        if weight_format == "bf16" or not dense:
             continue
         made = PACKED[weight_format]
         for name, w in dense.items():

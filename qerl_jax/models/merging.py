@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.hub import layer_name, named_weights
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model
-from qerl_jax.models.saving import write_model_folder
+from qerl_jax.models.saving import described, write_model_folder
 from qerl_jax.models.shards import Stored
 
 
@@ -69,7 +69,7 @@ def save_merged(
         make: Callable[[], jax.Array] = functools.partial(_merged, weight, pairs.get(name), target)
         return Stored(jax.ShapeDtypeStruct(weight.shape, target), make)
 
-    hf = model.config.to_hf() | {"dtype": target.name, "torch_dtype": target.name}
+    hf = described(model, target, tokenizer_from)
     tensors = {name: stored(name, weight) for name, weight in named_weights(model).items()}
     write_model_folder(path, hf, tensors, tokenizer_from)
 

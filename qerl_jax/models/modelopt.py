@@ -75,6 +75,15 @@ def _read(tensors: Tensors, name: str) -> NVFP4Weight:
 
 
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """Whether a weight's name begins with a module of `patterns`, in which * stands for anything."""
-    expressions = [re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"\.") for pattern in patterns]
+    """Whether a weight's name begins with a module of `patterns`, in which * stands for anything.
+
+    What is between two stars is looked for once, behind what was found before it: the first place is as good as any
+    later one, and a pattern of many stars takes no longer for it.
+    """
+
+    def expression(pattern: str) -> re.Pattern[str]:
+        first, *others = map(re.escape, (pattern + ".").split("*"))
+        return re.compile(first + "".join(f"(?>.*?{text})" for text in others))
+
+    expressions = [expression(pattern) for pattern in patterns]
     return lambda name: any(expression.match(name) for expression in expressions)

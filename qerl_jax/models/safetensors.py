@@ -174,6 +174,8 @@ def _problem(entry: Any, available: int) -> str | None:
     stated, needed = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
     if stated != needed:
         return f"{dtype}{shape} needs {needed} bytes; data_offsets give {stated}"
+    if math.prod(size for size in shape if size) * DTYPES[dtype].itemsize >= 2**63:  # of an empty tensor
+        return f"shape is {shown(shape, 100)}; expected sizes whose product has 63 bits"
     return None
 
 

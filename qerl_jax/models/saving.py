@@ -17,7 +17,7 @@ from qerl_jax.models.compressed_tensors import quantization_config, to_store
 from qerl_jax.models.hub import named_weights
 from qerl_jax.models.params import PROJECTIONS, Model
 from qerl_jax.models.shards import Stored, weight_files, write_shards
-from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
+from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve, write_json
 
 SAVED_FORMATS = ("bf16", "nvfp4")
 
@@ -48,7 +48,7 @@ def save_model(
         hint = nearest(weight_format, SAVED_FORMATS, elsewhere=FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; written are {', '.join(SAVED_FORMATS)}{hint}")
     dtype = model.base.embed.dtype
-    hf = model.config.to_hf() | {"dtype": dtype.name, "torch_dtype": dtype.name}
+    hf = described(model, dtype, tokenizer_from)
     weights = named_weights(model)
     tensors: dict[str, Stored] = {}
     for name, weight in weights.items():
@@ -59,6 +59,15 @@ def save_model(
     if weight_format == "nvfp4":
         hf["quantization_config"] = quantization_config(ignore=["lm_head", *_plain_linears(weights)])
     write_model_folder(path, hf, tensors, tokenizer_from)
+
+
+def described(model: Model, dtype: jnp.dtype, tokenizer_from: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """The config.json of a model whose tensors are in `dtype`, with the ids of special tokens that `tokenizer_from` has
+    in its own; null where there are none, as transformers would put Llama 2's there."""
+    source = None if tokenizer_from is None else resolve(tokenizer_from) / CONFIG
+    stated = read_json(source) if source is not None and source.is_file() else {}
+    ids = {name: stated.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return model.config.to_hf() | ids | {"dtype": dtype.name, "torch_dtype": dtype.name}
 
 
 def write_model_folder(

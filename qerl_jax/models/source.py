@@ -49,7 +49,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path)
     if name.startswith(_BUILTIN):
         return _builtin(name.removeprefix(_BUILTIN))
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # which leaves ~ and a name that nobody has as they are
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -73,12 +73,12 @@ def _builtin(name: str) -> Path:
 def _download(name: str) -> Path:
     # Imported here: it opens network machinery that runs from local files never need.
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = [*TOKENIZER_FILES, "*.json", "*.safetensors"]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: no such folder here{nearest_beside(Path(name))}, and it could not be had from the Hugging Face "

@@ -151,7 +151,7 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document:
             raise UserError(f"{where}: has messages, and the model's tokenizer has no chat template; use text")
         try:
             chat = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
         return tokenizer(chat, add_special_tokens=False, verbose=False)["input_ids"], 1
     if isinstance(row["prompt"], list):

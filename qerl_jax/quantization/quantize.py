@@ -20,7 +20,7 @@ import numpy as np
 
 import qerl_jax
 from qerl_jax import format_names
-from qerl_jax.durable import whole_folder
+from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.metrics import duration
 from qerl_jax.models.compressed_tensors import quantization_config
@@ -77,14 +77,16 @@ def quantize_folder(
     """
     _check_options(weight_format, method)
     calibrated = METHODS[method].calibrated
-    text = calibration or (_OWN_TEXT.get(os.fspath(source)) if calibrated else None)
+    text = calibration
+    if text is None and calibrated:
+        text = _OWN_TEXT.get(os.fspath(source))
     if text is None and calibrated:
         raise UserError(
             f"--method {method} needs --calibration: a .jsonl file with `text`, `messages` or `prompt` in its rows"
         )
     if text is None and (sequences, length) != (None, None):
         raise UserError("--sequences and --length have no effect without --calibration; leave them out")
-    target = Path(destination).absolute()
+    target = where_it_leads(Path(destination))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         left = "".join(f"; {path} is what an interrupted command left" for path in work_folders(target))
         raise UserError(f"{destination} is there already; remove it or choose another name{left}")

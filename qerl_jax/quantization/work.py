@@ -59,11 +59,12 @@ class WorkFolder:
         weights, record = self._files(layer)
         if not record.is_file():
             return None
-        kept = json.loads(record.read_text(encoding="utf-8"))
-        if not weights.is_file() or _sha256(weights) != kept["sha256"]:
+        try:
+            kept = json.loads(record.read_text(encoding="utf-8"))
+            sha256, report = kept["sha256"], dict(kept["report"])
+        except (ValueError, KeyError, TypeError):  # no record of ours
             return None
-        report: dict[str, Any] = kept["report"]
-        return report
+        return report if weights.is_file() and _sha256(weights) == sha256 else None
 
     def tensors(self, layer: int) -> dict[str, np.ndarray]:
         """A finished layer's tensors, read from the file as they are used."""
