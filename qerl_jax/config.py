@@ -26,6 +26,9 @@ Switch = Annotated[bool, pydantic.Field(strict=True), "true or false"]
 Text = Annotated[str, pydantic.Field(strict=True, min_length=1), "a text that is not empty"]
 Real = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False), "a finite number"]
 Positive = Annotated[float, pydantic.Field(strict=True, gt=0, allow_inf_nan=False), "a number > 0"]
+Seconds = Annotated[
+    float, pydantic.Field(strict=True, gt=0, le=1e7), "a number of seconds above 0 and at most 1e7, which is 115 days"
+]
 NotNegative = Annotated[float, pydantic.Field(strict=True, ge=0, allow_inf_nan=False), "a number >= 0"]
 Fraction = Annotated[float, pydantic.Field(strict=True, ge=0, le=1), "a number from 0 to 1"]
 PositiveFraction = Annotated[float, pydantic.Field(strict=True, gt=0, le=1), "a number above 0 and at most 1"]
@@ -98,7 +101,7 @@ class RewardOptions:
     """The reward is the weighted sum of the functions that apply; `timeout` is the deadline of one call, in seconds."""
 
     functions: tuple[RewardFunction, ...] = (RewardFunction("accuracy", 1.0), RewardFunction("format", 0.2))
-    timeout: Positive = 30.0
+    timeout: Seconds = 30.0
 
 
 @dataclass(frozen=True, config=_FROZEN)
@@ -233,13 +236,18 @@ class Config:
         """T, the optimizer steps of the run: max_steps, or enough whole rollouts for num_train_epochs.
 
         Raises:
-          UserError: the epochs give fewer steps than noise.num_stages.
+          UserError: the epochs give fewer steps than noise.num_stages, or 2^31 and more.
         """
         if self.optimizer.max_steps is not None:
             return self.optimizer.max_steps
         assert self.optimizer.num_train_epochs is not None
-        rollouts = math.ceil(self.optimizer.num_train_epochs * dataset_length / self.prompts_per_rollout)
+        rollouts = math.ceil(min(1e18, self.optimizer.num_train_epochs * dataset_length / self.prompts_per_rollout))
         steps = max(1, rollouts) * self.updates_per_rollout
+        if steps >= 2**31:
+            raise UserError(
+                f"optimizer.num_train_epochs is {self.optimizer.num_train_epochs:g}, which gives {steps:.0e} optimizer "
+                f"steps on {dataset_length} prompts; allowed: fewer than 2^31 steps"
+            )
         if self.noise.num_stages > steps:
             raise UserError(
                 f"noise.num_stages is {self.noise.num_stages}; allowed: at most the {steps} optimizer steps that "

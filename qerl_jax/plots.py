@@ -32,6 +32,11 @@ class _Run:
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
 
+    @property
+    def label(self) -> str:
+        """The name for matplotlib, which reads what is between two $ as mathematics and hides what begins with _."""
+        return ("\u200b" if self.name.startswith("_") else "") + self.name.replace("$", r"\$")
+
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, values) of the rows that have the key; null is NaN, a gap in the curve."""
         found = [(row["step"], row[key]) for row in self.rows if key in row]
@@ -71,7 +76,7 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
             axes.set_title(panel.title, loc="left", color=_INK)
             axes.text(0.5, 0.5, "not recorded", ha="center", va="center", color="#888888", transform=axes.transAxes)
             axes.set_axis_off()
-    figure.suptitle(", ".join(run.name for run in loaded), fontsize=13, color=_INK)
+    figure.suptitle(", ".join(run.label for run in loaded), fontsize=13, color=_INK)
     written.append(_save(figure, output / "overview.png"))
     return written
 
@@ -126,7 +131,7 @@ def _one_key(key: str, alone: str | None = None) -> Callable[[Axes, list[_Run]],
         for index, run in enumerate(runs):
             steps, values = run.series(key)
             if len(steps):
-                _curve(axes, steps, values, index, run.name if len(runs) > 1 else alone)
+                _curve(axes, steps, values, index, run.label if len(runs) > 1 else alone)
                 drawn = True
         return drawn
 
@@ -175,7 +180,7 @@ def _sigma(axes: Axes, runs: list[_Run]) -> bool:
         if not len(steps):
             continue
         drawn, any_noise = True, any_noise or bool((values > 0).any())
-        name, quiet = run.name if len(runs) > 1 else None, steps[values == 0]
+        name, quiet = run.label if len(runs) > 1 else None, steps[values == 0]
         axes.step(steps, np.where(values > 0, values, np.nan), where="mid", color=_colour(index), lw=1.8, label=name)
         if len(quiet) and len(runs) == 1:
             axes.axvspan(quiet[0] - 0.5, quiet[-1] + 0.5, color="#EBEBEB", lw=0, label="no noise")
@@ -199,7 +204,7 @@ def _lengths(axes: Axes, runs: list[_Run]) -> bool:
         _, high = run.series("completions/max_length")
         if len(runs) == 1 and len(low) == len(high) == len(values):
             axes.fill_between(low_steps, low, high, color=_colour(index), alpha=0.12, lw=0, label="shortest to longest")
-        _curve(axes, steps, values, index, run.name if len(runs) > 1 else "mean")
+        _curve(axes, steps, values, index, run.label if len(runs) > 1 else "mean")
     if drawn:
         axes.set_ylim(bottom=0)
     return drawn

@@ -115,7 +115,7 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
         place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
         problem = str(error.problem or error.context).splitlines()[0]
         raise UserError(f"{place}: not readable as YAML: {problem}") from None
-    except YAMLError as error:
+    except (YAMLError, ValueError, RecursionError) as error:  # a date that is none; brackets without an end
         raise UserError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
@@ -142,7 +142,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
         raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
     try:
         value = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+    except (YAMLError, ValueError, RecursionError) as error:  # a date that is none; brackets without an end
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"command line: {option}: {text!r} is not readable as a YAML value: {reason}") from None
     *parents, last = option.split(".")
@@ -154,4 +154,13 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
             raise UserError(f"command line: {override!r}: {place} is {inner!r} and has no options; set it as a whole")
         section = inner
     section[last] = value
+    for old in [name for name in sources if name.startswith(f"{option}.")]:
+        del sources[old]  # with the section as a whole goes what it was
+    _set_by_override(option, value, sources)
+
+
+def _set_by_override(option: str, value: Any, sources: dict[str, Source]) -> None:
     sources[option] = Source("command line", override=True)
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _set_by_override(f"{option}.{name}", inner, sources)

@@ -57,6 +57,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _beside(folder: Path) -> Path:
     """The first free name beside `folder`: folder-2, folder-3, ..."""
     number = 2
+    if folder.name in ("", ".."):  # of . and ..
+        folder = folder.resolve()
     while (candidate := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     return candidate

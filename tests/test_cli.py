@@ -277,3 +277,17 @@ def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys):
 def test_names_that_cannot_be_on_the_hub(name, tmp_path, capsys):
     assert main(["export", name, str(tmp_path / "x"), "--format", "bf16"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_prompts_are_not_replaced_by_their_answers(tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a", "id": 3}\n')
+    (tmp_path / "link").symlink_to("q.jsonl")
+    files = ["--prompts", str(tmp_path / "q.jsonl"), "--output", str(tmp_path / "link")]
+    assert main(["generate", "builtin:quickstart", *files]) == 2
+    assert "is the file of the prompts, which would be lost" in capsys.readouterr().err
+    assert "id" in (tmp_path / "q.jsonl").read_text()
+
+
+def test_a_config_whose_folder_has_an_equals_sign(capsys):
+    assert main(["train", "runs/lr=1e-3/config.yaml"]) == 2
+    assert "runs/lr=1e-3/config.yaml: no such file" in capsys.readouterr().err

@@ -75,6 +75,11 @@ def test_total_steps_of_epochs_are_whole_rollouts():
     assert config.total_steps(dataset_length=100) == 10  # 150 prompts / 16, rounded up
     with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 1 optimizer steps"):
         config.total_steps(dataset_length=8)
+    endless = Config(optimizer=OptimizerOptions(num_train_epochs=1e300))
+    with pytest.raises(
+        UserError, match=r"num_train_epochs is 1e\+300, which gives .*; allowed: fewer than 2\^31 steps"
+    ):
+        endless.total_steps(dataset_length=8)
 
 
 def test_overrides_are_yaml_1_2_values():

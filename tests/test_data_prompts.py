@@ -3,8 +3,9 @@
 import pytest
 import transformers
 
-from qerl_jax.data.prompts import encode_prompts, prompt_text
+from qerl_jax.data.prompts import encode_prompts, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
+from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.policies.tokenizer import save_tokenizer
 
 
@@ -52,3 +53,8 @@ def test_a_template_that_refuses(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match="roles must alternate"):
         encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]], 6)
+
+
+def test_half_of_a_surrogate_pair_is_named():
+    with pytest.raises(UserError, match=r"is no text: character 4 is half of a surrogate"):
+        prompt_ids(load_tokenizer("builtin:quickstart", 10**6), "Ann \udcff")

@@ -14,7 +14,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter
-from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.models.peft import adapter_fingerprint, load_adapter, save_adapter
 
 ORACLES = Path(__file__).parent / "oracles"
 
@@ -232,3 +232,12 @@ def test_adapter_of_another_network(tmp_path):
         load_adapter(ORACLES / "qwen2_tied_adapter", load_model(ORACLES / "llama3"), base_name="some/llama3")
     with pytest.raises(UserError, match="nowhere: no such folder"):
         load_adapter("nowhere", model)
+
+
+def test_a_fingerprint_of_configuration_and_weights(tmp_path):
+    found = []
+    for alpha, weights in ((8, b"a"), (64, b"a"), (8, b"b")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        found.append(adapter_fingerprint(tmp_path))
+    assert len(set(found)) == 3

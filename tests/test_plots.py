@@ -94,3 +94,11 @@ def test_runs_that_cannot_be_drawn(tmp_path):
     (broken / "summary.json").write_text("{")
     with pytest.raises(UserError, match=r"summary.json: not readable as JSON"):
         plot_runs([broken], tmp_path / "out")
+
+
+def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):
+    runs = [make_run(tmp_path / name) for name in ("$MODEL_$SEED", "_hidden")]
+    plot_runs(runs, tmp_path / "plots")
+    assert (tmp_path / "plots" / "overview.png").is_file()
+    _, labels = drawn["reward"].axes[0].get_legend_handles_labels()
+    assert [label.strip("\u200b") for label in labels] == [r"\$MODEL_\$SEED", "_hidden"]

@@ -70,3 +70,18 @@ def test_written_yaml_reads_back_in_order(tmp_path):
     back = read_recipe(str(tmp_path / "o.yaml"), []).values
     assert back == values
     assert list(back) == list(values)
+
+
+@pytest.mark.parametrize("value", ["2024-13-45", "9" * 5000, "[" * 3000])
+def test_values_that_yaml_cannot_make(tmp_path, value):
+    with pytest.raises(UserError, match=r"command line: a\.b: .* is not readable as a YAML value"):
+        read_recipe("quickstart", [f"a.b={value}"])
+    (tmp_path / "x.yaml").write_text(f"a:\n  b: {value}\n")
+    with pytest.raises(UserError, match=r"x\.yaml.*: not readable as YAML"):
+        read_recipe(str(tmp_path / "x.yaml"), [])
+
+
+def test_a_section_set_as_a_whole_forgets_where_its_options_were():
+    recipe = read_recipe("quickstart", ["noise={num_stages: 1}"])
+    assert {name for name in recipe.sources if name.startswith("noise")} == {"noise", "noise.num_stages"}
+    assert recipe.sources["noise.num_stages"].override

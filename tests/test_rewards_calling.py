@@ -64,3 +64,8 @@ def test_numbers_of_any_kind(values):
 def test_anything_else_names_function_and_prompt(values, message):
     with pytest.raises(UserError, match=re.escape("reward function 'm:f' ") + ".*" + re.escape(message)):
         checked("m:f", values, ["p", [{"role": "user", "content": "q"}]])
+
+
+def test_one_number_of_numpy_is_no_list():
+    with pytest.raises(UserError, match=r"reward function 'f' returned .*; expected a list of 2 numbers or None"):
+        checked("f", np.mean([0.0, 1.0]), ["a", "b"])

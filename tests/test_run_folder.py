@@ -2,6 +2,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -183,3 +184,9 @@ def test_before_the_first_step_a_config_may_still_be_corrected(tmp_path):
     folder = open_once(config(tmp_path, "run.seed=1"))
     assert not (checkpoint.exists() or events.exists() or wandb_run.exists())
     assert load_config(str(folder / "config.yaml")).run.seed == 1
+
+
+def test_a_name_beside_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run_folder._beside(Path(".")) == tmp_path / "here-2"

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "" in arguments.stop:
         raise UserError("--stop is empty; expected a text")
     if arguments.output is not None:
-        _check_output(arguments.output)
+        _check_output(arguments.output, arguments.prompts)
     prompts, from_file = _prompts(arguments)
     as_rows = from_file or arguments.output is not None
     if arguments.logprobs and not as_rows:
@@ -156,9 +156,11 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
     return [rows[index]["prompt"] for index in range(len(rows))], True
 
 
-def _check_output(name: str) -> None:
-    """Refuses a name that no file can have, without touching one that is there."""
+def _check_output(name: str, prompts: str | None) -> None:
+    """Refuses a name that no file can have, and the file of the prompts, without touching one that is there."""
     file = Path(name)
+    if prompts is not None and file.exists() and Path(prompts).exists() and file.samefile(prompts):
+        raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")
     if file.is_dir():
         raise UserError(f"--output {name} is a folder; expected the name of a file")
     if not file.parent.is_dir():

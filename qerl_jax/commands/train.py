@@ -41,10 +41,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Trains, or continues a run."""
     from qerl_jax.config import load_config
 
-    configs = [word for word in arguments.words if "=" not in word]
+    # The name of a folder may have a = in it, but no option a / before it.
+    configs = [word for word in arguments.words if "=" not in word or "/" in word.partition("=")[0]]
     if len(configs) > 1:
         raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
-    overrides = [word for word in arguments.words if "=" in word]
+    overrides = [word for word in arguments.words if word not in configs]
     config = load_config(configs[0] if configs else "quickstart", overrides)
     if arguments.profile is not None and Path(arguments.profile).is_file():
         raise UserError(

@@ -114,6 +114,8 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+            raise UserError(f"{where}: cannot be read as JSON ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: found a {type(row).__name__}; expected a JSON object with a prompt")
         if "prompt" not in row:

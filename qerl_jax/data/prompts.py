@@ -43,6 +43,13 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     text = prompt_text(tokenizer, prompt)
     if not text:
         return []
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the prompt that begins {beginning(text)} is no text: character {error.start} is half of a surrogate "
+            "pair, or a byte that is not UTF-8"
+        ) from None
     # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
     ids: list[int] = tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"]
     twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2

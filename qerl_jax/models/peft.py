@@ -7,6 +7,7 @@
 The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were.
 """
 
+import hashlib
 import math
 import os
 import re
@@ -142,6 +143,16 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
     if not (folder / ADAPTER_CONFIG).exists():
         raise UserError(f"{folder / ADAPTER_CONFIG} is missing; expected a PEFT folder")
     return folder
+
+
+def adapter_fingerprint(path: str | os.PathLike[str]) -> str:
+    """A digest of an adapter folder's configuration and weights; arguments and errors as those of `adapter_folder`."""
+    folder, digest = adapter_folder(path), hashlib.sha256()
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if (folder / name).is_file():
+            with (folder / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def save_adapter(

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from qerl_jax.errors import UserError, beginning, nearest
 from qerl_jax.rewards.functions import RewardFunction
 
@@ -84,7 +86,8 @@ def checked(spec: str, values: Any, prompts: Sequence[Any]) -> list[float | None
       UserError: naming the function, and the row that is wrong by its prompt.
     """
     count = len(prompts)
-    if isinstance(values, (str, bytes, dict)) or not (isinstance(values, Sequence) or hasattr(values, "__array__")):
+    is_list = isinstance(values, Sequence) or (hasattr(values, "__array__") and np.ndim(values) > 0)
+    if isinstance(values, (str, bytes, dict)) or not is_list:
         raise UserError(
             f"reward function {spec!r} returned {_shown(values)}; expected a list of {count} numbers or None"
         )

@@ -18,7 +18,7 @@ from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.models.peft import adapter_folder, load_adapter
+from qerl_jax.models.peft import adapter_fingerprint, adapter_folder, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rewards.combine import RewardFunctions
@@ -124,8 +124,9 @@ class Experiment:
 
         Not in it are the sources of reward functions, since one that fails may be corrected amid a run.
         """
-        policy = self.policy
-        return {
+        policy, adapter = self.policy, self.config.lora.adapter
+        initial = {} if adapter is None else {"initial adapter": adapter_fingerprint(adapter)}
+        return initial | {
             "base weights": policy.fingerprint,
             "training data": self.dataset.fingerprint,
             "evaluation data": self.evaluation_data.fingerprint,
