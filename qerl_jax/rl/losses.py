@@ -26,9 +26,9 @@ class LossSpec:
     Attributes:
       loss_type: how token losses are averaged. `grpo`: mean over a row's tokens, then over rows (GRPO, arXiv
         2402.03300). `bnpo` and `dapo`: mean over all active tokens of the optimizer batch (DAPO, arXiv 2503.14476;
-        TRL's bnpo takes the mean per micro-batch, which is the same thing at one micro-batch; TRL's dapo also counts the
-        tokens of truncated completions that are masked, which are not active here). `dr_grpo`: sum over
-        tokens / (B * max_completion_length) (Dr. GRPO, arXiv 2503.20783).
+        TRL's bnpo takes the mean per micro-batch, which is the same thing at one micro-batch; TRL's dapo also counts
+        the tokens of truncated completions that are masked, which are not active here). `dr_grpo`: sum over tokens /
+        (B * max_completion_length) (Dr. GRPO, arXiv 2503.20783).
       beta: weight of the KL penalty towards the reference policy; 0 needs no reference.
       epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high].
     """
