@@ -37,6 +37,11 @@ def make_folder(path: Path) -> None:
         raise UserError(f"{file} is a file; expected a folder") from None
 
 
+def named(folder: Path) -> Path:
+    """A folder by a path that ends in its name, as those of `.` and `..` do not."""
+    return folder if folder.name not in ("", "..") else folder.resolve()
+
+
 def where_it_leads(path: Path) -> Path:
     """The absolute path of a folder to write; of a symbolic link that of what it names, which may be yet to appear."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()

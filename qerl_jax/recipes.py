@@ -14,8 +14,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from qerl_jax.durable import write_whole
+from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
+
+# What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end.
+_UNREADABLE = YAMLError, ValueError, RecursionError
 
 # What a run folder calls its config, and the folder of its checkpoints.
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -69,7 +72,7 @@ def _run_of(path: Path) -> Path | None:
     """The run folder that `path` is the config of: one with checkpoints of a run beside a file of that name."""
     if path.name != RUN_CONFIG or not any(path.parent.glob(f"{CHECKPOINTS}/step_*")):
         return None
-    return path.parent if path.parent.name not in ("", "..") else path.parent.resolve()
+    return named(path.parent)
 
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:
@@ -115,7 +118,7 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
         place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
         problem = str(error.problem or error.context).splitlines()[0]
         raise UserError(f"{place}: not readable as YAML: {problem}") from None
-    except (YAMLError, ValueError, RecursionError) as error:  # a date that is none; brackets without an end
+    except _UNREADABLE as error:
         raise UserError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
@@ -142,7 +145,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
         raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
     try:
         value = YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError) as error:  # a date that is none; brackets without an end
+    except _UNREADABLE as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"command line: {option}: {text!r} is not readable as a YAML value: {reason}") from None
     *parents, last = option.split(".")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config, config_to_dict, load_config, save_yaml, settled_config
-from qerl_jax.durable import make_folder
+from qerl_jax.durable import make_folder, named
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
@@ -56,9 +56,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _beside(folder: Path) -> Path:
     """The first free name beside `folder`: folder-2, folder-3, ..."""
-    number = 2
-    if folder.name in ("", ".."):  # of . and ..
-        folder = folder.resolve()
+    folder, number = named(folder), 2
     while (candidate := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     return candidate

@@ -288,6 +288,11 @@ def test_prompts_are_not_replaced_by_their_answers(tmp_path, capsys):
     assert "id" in (tmp_path / "q.jsonl").read_text()
 
 
-def test_a_config_whose_folder_has_an_equals_sign(capsys):
+def test_a_config_whose_folder_has_an_equals_sign(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1e-3").mkdir()
+    (tmp_path / "lr=1e-3" / "config.yaml").write_text("nothing: {}")
+    assert main(["train", "lr=1e-3/config.yaml"]) == 2
+    assert "lr=1e-3/config.yaml, line 1: unknown section nothing" in capsys.readouterr().err
     assert main(["train", "runs/lr=1e-3/config.yaml"]) == 2
     assert "runs/lr=1e-3/config.yaml: no such file" in capsys.readouterr().err

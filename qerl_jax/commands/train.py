@@ -41,11 +41,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Trains, or continues a run."""
     from qerl_jax.config import load_config
 
-    # The name of a folder may have a = in it, but no option a / before it.
-    configs = [word for word in arguments.words if "=" not in word or "/" in word.partition("=")[0]]
+    configs = [word for word in arguments.words if not _is_override(word)]
     if len(configs) > 1:
         raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
-    overrides = [word for word in arguments.words if word not in configs]
+    overrides = [word for word in arguments.words if _is_override(word)]
     config = load_config(configs[0] if configs else "quickstart", overrides)
     if arguments.profile is not None and Path(arguments.profile).is_file():
         raise UserError(
@@ -55,3 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.rl.trainer import train
 
     train(config, fresh=arguments.fresh, profile=arguments.profile)
+
+
+def _is_override(word: str) -> bool:
+    """Whether it sets an option. The path of a config may have a = too, in a folder named after its options."""
+    return "=" in word and "/" not in word.partition("=")[0] and not Path(word).is_file()

@@ -25,11 +25,20 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
             "the prompt is a list of messages, and the model's tokenizer has no chat template (chat_template in "
             "tokenizer_config.json, or chat_template.jinja); use text prompts, or add a template"
         )
+    return templated(tokenizer, prompt, answers=True)
+
+
+def templated(tokenizer: Tokenizer, messages: list[dict[str, Any]], answers: bool) -> str:
+    """Messages through the tokenizer's chat template, which it has; `answers`: up to where the assistant's begins.
+
+    Raises:
+      UserError: the template refuses them.
+    """
     try:
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=answers, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
         # ValueError: several templates by name, none of them the default one. TypeError: content that is no text.
-        raise UserError(f"the tokenizer's chat template refuses {prompt!r:.120}: {error}") from error
+        raise UserError(f"the tokenizer's chat template refuses {messages!r:.120}: {error}") from error
     assert isinstance(text, str)
     return text
 

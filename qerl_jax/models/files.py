@@ -1,9 +1,11 @@
 """Files from elsewhere, before anything in them is believed: what they are, how long, and whether they are JSON."""
 
 import collections
+import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ def file_size(path: Path) -> int:
         found = "folder" if stat.S_ISDIR(status.st_mode) else "pipe, socket or device"
         raise UserError(f"{path}: cannot be read (expected a file, found a {found})")
     return status.st_size
+
+
+def files_fingerprint(files: Iterable[Path]) -> str:
+    """A digest of the names and contents of those of the files that are there."""
+    found = {}
+    for path in files:
+        if path.exists():
+            with path.open("rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def parse_json(text: bytes) -> Any:

@@ -73,13 +73,18 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
     dtype = model.base.embed.dtype
 
     def plain(layer: Layer) -> Layer:
-        others = [name for name in PROJECTIONS if format_of(getattr(layer, name)) not in ("bf16", weight_format)]
-        if others and weight_format != "bf16":
-            raise UserError(
-                f"{others[0]} is in {format_of(getattr(layer, others[0]))} already and would be rounded a second time; "
-                f"allowed: {format_of(getattr(layer, others[0]))}, bf16"
-            )
-        return layer.replace(**{name: dequantize(getattr(layer, name), dtype) for name in others})
+        unpacked = {}
+        for name in PROJECTIONS:
+            weight = getattr(layer, name)
+            found = format_of(weight)
+            if found in ("bf16", weight_format):
+                continue
+            if weight_format != "bf16":
+                raise UserError(
+                    f"{name} is in {found} already and would be rounded a second time; allowed: {found}, bf16"
+                )
+            unpacked[name] = dequantize(weight, dtype)
+        return layer.replace(**unpacked)
 
     layers = tuple(quantize_layer(plain(layer), weight_format) for layer in model.base.layers)
     return model.replace(base=model.base.replace(layers=layers))

@@ -7,7 +7,6 @@
 The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were.
 """
 
-import hashlib
 import math
 import os
 import re
@@ -22,6 +21,7 @@ import numpy as np
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.files import files_fingerprint
 from qerl_jax.models.hub import Slot, check_tensors, layer_name
 from qerl_jax.models.params import (
     PROJECTIONS,
@@ -147,12 +147,8 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
 
 def adapter_fingerprint(path: str | os.PathLike[str]) -> str:
     """A digest of an adapter folder's configuration and weights; arguments and errors as those of `adapter_folder`."""
-    folder, digest = adapter_folder(path), hashlib.sha256()
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if (folder / name).is_file():
-            with (folder / name).open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    folder = adapter_folder(path)
+    return files_fingerprint(folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
 
 def save_adapter(

@@ -1,7 +1,5 @@
 """Tokenizers and the ids that end a completion, read without PyTorch."""
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.files import files_fingerprint
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve
 
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer", "tokenizer_fingerprint"]
@@ -68,9 +67,8 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
 
 def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
     """Digest of the files that a tokenizer and its chat template are read from."""
-    files = [resolve(path) / name for name in TOKENIZER_FILES]
-    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    folder = resolve(path)
+    return files_fingerprint(folder / name for name in TOKENIZER_FILES)
 
 
 def load_generation_config(path: str | os.PathLike[str]) -> GenerationIds:

@@ -14,11 +14,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 
 from qerl_jax.data import arithmetic
-from qerl_jax.data.prompts import Prompt, prompt_ids
+from qerl_jax.data.prompts import Prompt, prompt_ids, templated
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import Tokenizer
 
@@ -150,9 +149,9 @@ def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document:
         if not tokenizer.chat_template:
             raise UserError(f"{where}: has messages, and the model's tokenizer has no chat template; use text")
         try:
-            chat = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+            chat = templated(tokenizer, row["messages"], answers=False)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
         return tokenizer(chat, add_special_tokens=False, verbose=False)["input_ids"], 1
     if isinstance(row["prompt"], list):
         _check_messages(row["prompt"], where)
