@@ -41,6 +41,20 @@ def score(completion, answer):
         ("#### 72", "Natalia sold 48/2 = 24.\n#### 72", 1.0),
         ("#### " + "9" * 5000, "9", 0.0),
         ("#### ٣", "3", 0.0),
+        ("#### 1e5", "100000", 1.0),
+        ("#### 1e5", "5", 0.0),
+        ("#### 1E-3", "0.001", 1.0),
+        ("#### 1.5e+3 km", "1,500", 1.0),
+        ("#### 1500", "1.5e+3", 1.0),
+        ("#### .5e1", "5", 1.0),
+        ("#### 1e5/2", "50000", 1.0),
+        ("#### 1/2e1", ".05", 1.0),
+        ("#### 1/2.5", ".4", 1.0),
+        ("#### 1/0e5", "0", 0.0),
+        ("#### 2e", "2", 1.0),
+        ("#### e5", "5", 1.0),
+        ("#### 1e999", 10**999, 1.0),
+        ("#### 1e999999999999", "9", 0.0),
         ("#### 7", None, None),
     ],
 )
@@ -52,7 +66,7 @@ def test_accuracy_reads_the_assistants_message():
     assert score([{"role": "assistant", "content": "#### 4"}], 4) == 1.0
 
 
-@pytest.mark.parametrize("answer", ["four", "", True, [4], float("nan"), "1 2"])
+@pytest.mark.parametrize("answer", ["four", "", True, [4], float("nan"), "1 2", "2e", "e5", "1e9999"])
 def test_an_answer_that_is_no_number_names_its_row(answer):
     with pytest.raises(UserError, match="column answer of row 1 is"):
         accuracy(["p", "p"], ["#### 4", "#### 4"], [[1], [1]], answer=["4", answer])
@@ -68,6 +82,8 @@ def test_final_number_is_exact():
     [
         (" 1+1=2 #### 2", 1.0),
         ("#### -2.5 ", 1.0),
+        ("#### 1.5e-3", 1.0),
+        ("#### 2e", 0.0),
         ("#### 2 #### 2", 0.0),
         ("#### 2 pens", 0.0),
         ("####", 0.0),

@@ -16,9 +16,11 @@ from qerl_jax.errors import UserError
 RewardFunction = Callable[..., list[float | None]]
 
 MARKER = "####"
-# An optional sign, digits with or without commas between thousands, a decimal part, or a denominator.
-_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?|[-+]?\.[0-9]+")
-# More digits than any answer has; Python itself refuses to convert more than 4300.
+# Digits, with or without commas between thousands, a decimal part, a power of ten; a sign and a divisor where they are.
+_EXPONENT = r"[eE]([-+]?[0-9]+)"
+_UNSIGNED = rf"(?:(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:{_EXPONENT})?"
+_NUMBER = re.compile(rf"[-+]?{_UNSIGNED}(?:/{_UNSIGNED})?")
+# More digits than any answer has, written out or as a power of ten; Python itself refuses to convert more than 4300.
 _MOST_DIGITS = 1000
 
 
@@ -29,18 +31,20 @@ def completion_text(completion: str | Sequence[dict[str, str]]) -> str:
 
 def _value(text: str) -> Fraction | None:
     """The exact value of a matched number, None where it has none (x/0, or absurdly long)."""
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MOST_DIGITS or any(abs(int(power)) > _MOST_DIGITS for power in re.findall(_EXPONENT, text)):
         return None
     numerator, _, denominator = text.replace(",", "").partition("/")
-    if denominator and not int(denominator):
-        return None
-    return Fraction(numerator) / (int(denominator) if denominator else 1)
+    divisor = Fraction(denominator or 1)
+    return Fraction(numerator) / divisor if divisor else None
 
 
 def final_number(text: str) -> Fraction | None:
-    """The last number after the last `####`, None where there is none. `1,234.50`, `-3`, `.5` and `3/4` are numbers."""
+    """The last number after the last `####`, None where there is none.
+
+    `1,234.50`, `-3`, `.5`, `3/4` and `1.5e-3` are numbers. What else stands beside one, such as a unit, is passed over.
+    """
     _, marker, tail = text.rpartition(MARKER)
-    numbers = _NUMBER.findall(tail) if marker else []
+    numbers = [match[0] for match in _NUMBER.finditer(tail)] if marker else []
     return _value(numbers[-1]) if numbers else None
 
 
