@@ -2,11 +2,12 @@
 
 Names are TRL's where TRL has the option. A dataclass field is one option; its annotation says what is allowed and its
 default is what a file that leaves it out gets. `load_config` reads a file and command-line overrides; `Config(...)`
-makes one in a script. Batch sizes count completions.
+makes one in a script. Batch sizes count completions. A `~` at the beginning of a path is the home folder.
 """
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,8 @@ CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a who
 Seed = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**32), "a whole number from 0 to 2^32 - 1"]
 Switch = Annotated[bool, pydantic.Field(strict=True), "true or false"]
 Text = Annotated[str, pydantic.Field(strict=True, min_length=1), "a text that is not empty"]
+# What may be a path. A shell expands no ~ in `run.output_dir=~/runs`, nor in a YAML file.
+Location = Annotated[Text, pydantic.AfterValidator(os.path.expanduser)]
 Real = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False), "a finite number"]
 Positive = Annotated[float, pydantic.Field(strict=True, gt=0, allow_inf_nan=False), "a number > 0"]
 Seconds = Annotated[
@@ -45,7 +48,7 @@ _FROZEN = pydantic.ConfigDict(extra="forbid")
 class ModelOptions:
     """The frozen base: a Hugging Face folder, a hub name or a shipped policy, and how its linear weights are held."""
 
-    model_name_or_path: Text = "builtin:quickstart"
+    model_name_or_path: Location = "builtin:quickstart"
     weight_format: FormatName = "nvfp4"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
 
@@ -59,14 +62,14 @@ class LoraOptions:
     lora_target_modules: tuple[Projection, ...] = ALL_PROJECTIONS
     use_rslora: Switch = False  # scaling alpha / sqrt(r) instead of alpha / r
     train_norms: Switch = False
-    adapter: Text | None = None
+    adapter: Location | None = None
 
 
 @dataclass(frozen=True, config=_FROZEN)
 class DataOptions:
     """Prompts: `arithmetic` (generated) or a local .jsonl file. A prompt beyond the limit is an error, never cut."""
 
-    train_dataset: Text = "arithmetic"
+    train_dataset: Location = "arithmetic"
     max_prompt_length: Count = 48
     shuffle: Switch = True
 
@@ -92,7 +95,7 @@ class GenerationOptions:
 class RewardFunction:
     """`function`: a built-in name, `module:function` or `path/to/file.py:function`. Weight 0 only logs it."""
 
-    function: Text
+    function: Location
     weight: Real = 1.0
 
 
@@ -165,7 +168,7 @@ class NoiseOptions:
 class EvaluationOptions:
     """Accuracy on held-out problems, sampled and greedy: before and after the run, and every eval_steps if given."""
 
-    eval_dataset: Text = "arithmetic"
+    eval_dataset: Location = "arithmetic"
     num_problems: Count = 512
     eval_steps: Count | None = None
     temperature: Positive = 1.0
@@ -178,7 +181,7 @@ class RunOptions:
     """Where the run is kept and what is written. save_steps null: checkpoints only before the first step, at a Ctrl-C
     and after the last step."""
 
-    output_dir: Text | None = None  # None: runs/<name of the config>
+    output_dir: Location | None = None  # None: runs/<name of the config>
     seed: Seed = 0
     save_steps: Count | None = 10
     save_total_limit: Count = 3

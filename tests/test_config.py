@@ -37,6 +37,22 @@ def test_quickstart_loads_by_name_and_path_from_any_folder(name, tmp_path, monke
     assert [f.function for f in config.reward.functions] == ["accuracy", "format"]
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["model.model_name_or_path", "lora.adapter", "data.train_dataset", "evaluation.eval_dataset", "run.output_dir"],
+)
+def test_a_path_may_begin_at_home(option, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section, name = option.split(".")
+    assert getattr(getattr(load_config("quickstart", [f"{option}=~/mine"]), section), name) == f"{tmp_path}/mine"
+
+
+def test_a_reward_file_may_lie_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config("quickstart", ["reward.functions=[{function: '~/mine.py:score'}]"])
+    assert config.reward.functions[0].function == f"{tmp_path}/mine.py:score"
+
+
 def test_every_shipped_recipe_is_valid():
     recipes = list((Path(__file__).parent.parent / "configs").glob("*.yaml"))
     assert recipes
