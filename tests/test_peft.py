@@ -175,6 +175,7 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         (edit_options(alpha_pattern={"q_proj": 8}), "option alpha_pattern .* is not supported"),
         (edit_options(fan_in_fan_out=True), "option fan_in_fan_out .* is not supported"),
         (edit_options(layers_to_transform=[0]), r"option layers_to_transform \(\[0\]\) is not supported"),
+        (edit_options(layers_to_transform=0), r"option layers_to_transform \(0\) is not supported"),
         (edit_options(lora_bias=True), "option lora_bias .* is not supported"),
         (edit_options(option_of_the_future=3), r"option option_of_the_future \(3\) is not supported"),
         (

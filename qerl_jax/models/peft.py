@@ -236,7 +236,8 @@ def _check_options(options: dict[str, Any], where: Path) -> None:
         if value not in allowed:
             raise UserError(f"{where}: {key} is {value!r}; supported: {', '.join(map(repr, allowed))}")
     for key, value in options.items():
-        if key not in _KNOWN and key not in _SUPPORTED and value:
+        # 0 is set: as layers_to_transform it is the first layer alone.
+        if key not in _KNOWN and key not in _SUPPORTED and (value or type(value) is int):
             raise UserError(f"{where}: option {shown(key)} ({shown(repr(value))}) is not supported")
 
 
