@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rewards.calling import call, checked
+from qerl_jax.rewards.calling import accepted, call, checked
 
 BATCH = (["p", "p"], ["a", "b"], [[1], [2]], {"answer": ["1", "2"], "level": [3, 4]})
 
@@ -32,6 +32,19 @@ def test_a_missing_column_is_named_with_the_ones_there_are():
 
     with pytest.raises(UserError, match=r"'m:f' needs a column 'anser' \(did you mean 'answer'\?\); .* answer, level"):
         call("m:f", f, *BATCH)
+
+
+def test_what_is_taken_by_position_only_is_refused_before_a_call():
+    def f(prompts, /, completions, completion_ids, **columns):
+        return [0, 0]
+
+    with pytest.raises(UserError, match=r"'m:f' takes 'prompts' by position only; .* take the / out"):
+        accepted("m:f", f, ["answer"])
+
+    def harmless(scale=1.0, /, **columns):
+        return [scale, scale]
+
+    assert call("m:f", harmless, *BATCH) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])

@@ -44,8 +44,8 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
     """Those of a data set's columns that the function takes.
 
     Raises:
-      UserError: it does not take `ARGUMENTS`, one of them is the name of a column too, or a column that it needs is
-        missing.
+      UserError: it does not take `ARGUMENTS`, or something not by its name, one of them is the name of a column too, or
+        a column that it needs is missing.
     """
     taken = [name for name in ARGUMENTS if name in columns]
     if taken:
@@ -57,6 +57,12 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables written in C have no signature to read
         return list(columns)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise UserError(
+                f"reward function {spec!r} takes {name!r} by position only; every argument is given by its name: take "
+                "the / out of the function's parameters"
+            )
     by_name = {
         name: parameter
         for name, parameter in parameters.items()
