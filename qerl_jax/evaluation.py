@@ -30,6 +30,8 @@ from qerl_jax.rl.assembly import (
 from qerl_jax.rollout import Prompts
 
 _SAMPLES = 3
+# As TRL calls it. A slash without a colon is in no name of a reward function, so none has this one.
+_MEAN_LENGTH = "completions/mean_length"
 # The stream of a run's root key that evaluation draws from; training uses others.
 STREAM = 2
 
@@ -45,6 +47,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
 
     Returns:
       {"sampled": {name: mean}, "greedy": {name: mean}, "samples": the first greedy completions with their prompts}.
+      Beside the functions' names stands "completions/mean_length", in tokens.
     """
     options = config.evaluation
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
@@ -63,7 +66,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
         out = engine.rollout(adapter, batch, key, 1)
         texts, ids = decode_completions(policy.tokenizer, out)
         scores = rewards(examples, texts, ids, 1)
-        results[mode] = scores.means | {"mean_length": float(np.mean([len(row) for row in ids]))}
+        results[mode] = scores.means | {_MEAN_LENGTH: float(np.mean([len(row) for row in ids]))}
     results["samples"] = [
         {"prompt": example["prompt"], "completion": text}
         for example, text in zip(examples[:_SAMPLES], texts, strict=False)

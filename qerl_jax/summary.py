@@ -46,7 +46,7 @@ def _number(name: str, value: float | None) -> str:
         return "-"
     if name in ("accuracy", "format"):
         return f"{value:.1%}"
-    return f"{value:.1f}" if name == "mean_length" else f"{value:.3g}"
+    return f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3g}"
 
 
 def _text(prompt: Any) -> str:

@@ -105,7 +105,7 @@ def test_a_run_leaves_everything_in_its_folder(trained, summary):
     assert summary["steps"] == 3 and summary["seed"] == 3
     for when in ("before", "after"):
         for mode in ("sampled", "greedy"):
-            assert summary[when][mode].keys() == {"accuracy", "format", "mean_length"}
+            assert summary[when][mode].keys() == {"accuracy", "format", "completions/mean_length"}
             assert all(0 <= summary[when][mode][name] <= 1 for name in ("accuracy", "format"))
     assert summary["before"] != summary["after"]
 

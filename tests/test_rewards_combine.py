@@ -101,3 +101,9 @@ def test_bad_sets_of_functions(tmp_path):
     one, two = f"{tmp_path}/one.py:f", f"{tmp_path}/two.py:f"
     with RewardFunctions(options((one, 1.0), (two, 1.0))) as rewards:
         assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {one: 1.0, two: 2.0}
+
+
+def test_a_function_may_be_called_mean_length(tmp_path):
+    (tmp_path / "mine.py").write_text("def mean_length(completions, **columns):\n    return [7] * len(completions)\n")
+    with RewardFunctions(options((f"{tmp_path}/mine.py:mean_length", 1.0))) as rewards:
+        assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {"mean_length": 7.0}

@@ -23,23 +23,23 @@ def cells(text, name):
 
 
 def test_shares_are_percentages_and_other_rewards_are_not():
-    values = {"accuracy": 0.125, "format": 1.0, "brevity": -12.34, "mean_length": 7.25}
+    values = {"accuracy": 0.125, "format": 1.0, "brevity": -12.34, "completions/mean_length": 7.25}
     text = report(Path("runs/x"), summary(measured(values, values), measured(values, values)))
     assert cells(text, "accuracy") == ["12.5%", "->", "12.5%"] * 2
     assert cells(text, "format") == ["100.0%", "->", "100.0%"] * 2
     assert cells(text, "brevity") == ["-12.3", "->", "-12.3"] * 2
-    assert cells(text, "mean_length") == ["7.2", "->", "7.2"] * 2
+    assert cells(text, "completions/mean_length") == ["7.2", "->", "7.2"] * 2
 
 
 def test_a_function_that_applied_nowhere_in_one_measurement_has_a_dash_there():
-    before = measured({"mine": 1.0, "mean_length": 3.0}, {"mean_length": 3.0})
-    after = measured({"mean_length": 4.0}, {"mean_length": 4.0})
+    before = measured({"mine": 1.0, "completions/mean_length": 3.0}, {"completions/mean_length": 3.0})
+    after = measured({"completions/mean_length": 4.0}, {"completions/mean_length": 4.0})
     assert cells(report(Path("x"), summary(before, after)), "mine") == ["1", "->", "-", "-", "->", "-"]
 
 
 def test_a_prompt_of_any_text_is_quoted_and_of_a_conversation_the_last_message():
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Ann\'s "$5"\nhow many?'}]
-    numbers = {"mean_length": 1.0}
+    numbers = {"completions/mean_length": 1.0}
     point = measured(numbers, numbers, prompt=talk)
     text = report(Path("my run"), summary(point, point))
     assert "--prompt 'Ann'\"'\"'s \"$5\" how many?'\n" in text
@@ -62,6 +62,6 @@ def test_the_commands_name_the_program_as_it_can_be_called_from_here(script, on_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.setattr(shutil, "which", lambda name: str(folder / "qerl") if on_path else None)
-    point = measured({"mean_length": 1.0}, {"mean_length": 1.0})
+    point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
     (line,) = (line for line in report(Path("x"), summary(point, point)).splitlines() if " plot " in line)
     assert line.endswith(expected) and (script is None or line == f"  {expected}")

@@ -204,8 +204,6 @@ def _titles(names: list[RewardName]) -> list[str]:
     short = [name.function for name in names]
     titles = [name.spec if short.count(name.function) > 1 else name.function for name in names]
     for title in titles:
-        if title == "mean_length":
-            raise UserError("reward.functions: evaluations call the mean length mean_length; rename the function")
         if titles.count(title) > 1:
             raise UserError(f"reward.functions names {title!r} twice; allowed: each function once, with one weight")
     return titles

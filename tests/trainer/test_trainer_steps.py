@@ -46,7 +46,7 @@ def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp
     run = train(config, tmp_path / "run", "evaluation.eval_steps=4")
     evaluated = [row for row in rows(run) if "eval/format" in row]
     assert [(row["step"], row["rollout"]) for row in evaluated] == [(4, 1)]
-    assert {"eval/greedy/digits", "eval/digits", "eval/mean_length"} <= evaluated[0].keys()
+    assert {"eval/greedy/digits", "eval/digits", "eval/completions/mean_length"} <= evaluated[0].keys()
     assert [row for row in rows(run) if row not in evaluated] == rows(finished)
     assert same_adapter(run, finished)
     assert (run / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
