@@ -13,13 +13,15 @@ already, the old folder waits as `.old-step_00000040` until the new one is in pl
 The arrays pass through host memory both ways, so a checkpoint does not depend on the backend that wrote it.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ Progress = dict[str, Any]
 _ARRAYS, _MANIFEST, _DIGEST = "arrays", "manifest.json", "manifest.sha256"
 _TEMP, _OLD = ".tmp-", ".old-"
 _LIBRARIES = ("jax", "numpy", "orbax-checkpoint", "qerl-jax")
+# How orbax names the system's error in its own, a ValueError.
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _logger = logging.getLogger(__name__)
 
 
@@ -82,6 +86,7 @@ def save_checkpoint(
     Raises:
       TypeError: a leaf is not an array, or `progress` does not survive JSON.
       ValueError: a negative step, a limit below 1, or NaN or infinity in `progress`.
+      UserError: the system refuses to write, as where the disk is full; older checkpoints are as they were.
     """
     if step < 0 or (save_total_limit is not None and save_total_limit < 1):
         raise ValueError(f"step must be >= 0 and save_total_limit >= 1; got {step} and {save_total_limit}")
@@ -94,11 +99,40 @@ def save_checkpoint(
     final = directory / f"step_{step:08d}"
     temp = directory / (_TEMP + final.name)
 
+    try:
+        _write(temp, step, leaves, progress)
+    except (OSError, ValueError) as error:
+        named = _OS_ERROR.search(str(error))
+        number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
+        if number is None:
+            raise
+        shutil.rmtree(temp, ignore_errors=True)
+        raise UserError(
+            f"{directory}: the checkpoint of step {step} could not be written ({os.strerror(number)}); older ones are "
+            "as they were. Make room there, or allow writing, and continue: a run goes on from its newest checkpoint"
+        ) from error
+
+    old = directory / (_OLD + final.name)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(temp, final)
+    flush(directory)
+    remove_partial(directory)
+    if save_total_limit is not None:
+        older = [s for s in checkpoint_steps(directory) if s <= step][:-save_total_limit]
+        for path in (directory / f"step_{s:08d}" for s in older):
+            os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
+        remove_partial(directory)
+    return final
+
+
+def _write(temp: Path, step: int, leaves: dict[str, Any], progress: Mapping[str, Any]) -> None:
+    """Writes all files of a checkpoint to the new folder `temp` and flushes them."""
     host = {name: _to_host(leaf) for name, leaf in leaves.items()}
     # Orbax refuses arrays without elements; the target alone says all there is to know about them.
     stored = {name: array for name, array in host.items() if array.size}
     if stored:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _tracebacks_unlogged(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(temp / _ARRAYS, args=ocp.args.PyTreeSave(stored))
     else:
         temp.mkdir()
@@ -124,18 +158,20 @@ def save_checkpoint(
     (temp / _DIGEST).write_bytes(_digest_line(text))
     flush_tree(temp)
 
-    old = directory / (_OLD + final.name)
-    if final.exists():
-        os.rename(final, old)
-    os.rename(temp, final)
-    flush(directory)
-    remove_partial(directory)
-    if save_total_limit is not None:
-        older = [s for s in checkpoint_steps(directory) if s <= step][:-save_total_limit]
-        for path in (directory / f"step_{s:08d}" for s in older):
-            os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
-        remove_partial(directory)
-    return final
+
+@contextlib.contextmanager
+def _tracebacks_unlogged() -> Iterator[None]:
+    """Keeps orbax, which raises what its threads raised, from logging it with a traceback for each of them before."""
+
+    def without(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(without)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without)
 
 
 def restore_checkpoint[Tree](

@@ -1,9 +1,11 @@
 """Round trips, damage of any byte, and kills at any instant."""
 
+import errno
 import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -150,6 +152,30 @@ def test_what_cannot_be_saved(tmp_path):
         save_checkpoint(tmp_path, 0, {}, {"a": float("nan")})
     with pytest.raises(ValueError, match="save_total_limit"):
         save_checkpoint(tmp_path, 0, {}, {}, save_total_limit=0)
+
+
+def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(tmp_path, monkeypatch, caplog):
+    save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
+    big = {"a": np.random.default_rng(0).random(100_000)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # stands for a full disk, which only root can make
+    try:
+        with pytest.raises(
+            UserError, match=r"checkpoint of step 2 could not be written \(File too large\); older .* Make room"
+        ):
+            save_checkpoint(tmp_path, 2, big, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not caplog.records
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "flush_tree", full)
+    with pytest.raises(UserError, match=f"{tmp_path}: the checkpoint of step 2 .*No space left on device"):
+        save_checkpoint(tmp_path, 2, big, {})
+    assert os.listdir(tmp_path) == ["step_00000001"]
+    assert restore_checkpoint(tmp_path, make_tree(0))[2] == 1
 
 
 @pytest.fixture
