@@ -85,6 +85,13 @@ def test_the_shipped_policys_own_problems():
         (['{"prompt": "w1 w2", "completion": null}'] * 2, "line 1: completion is None; expected a text"),
         (['{"messages": [{"role": "user"}]}'] * 2, "line 1: the messages are .*; expected one or more"),
         (['{"prompt": []}'] * 2, r"line 1: the messages are \[\]; expected one or more"),
+        (['{"text": "w1 \\ud800"}'] * 2, r"line 1: the text that begins 'w1 .* is no text: character 3 is half of a"),
+        (
+            ['{"messages": [{"role": "user", "content": "\\udfff"}]}'] * 2,
+            "line 1: the conversation that begins .* is no text: character 0 is half",
+        ),
+        (['{"prompt": "w1 w2", "completion": "\\ud800"}'] * 2, "line 1: the completion that begins .* is no text"),
+        (['{"prompt": "\\ud800 w2"}'] * 2, "line 1: the prompt that begins .* is no text"),
         (['{"text": "w1 w2"}'], "has 1 rows; expected 2 or more"),
         (['{"prompt": "w1 w2 w3 w4", "completion": "w5"}'] * 2, "no token of a completion within --length 3"),
     ],

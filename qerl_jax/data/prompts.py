@@ -52,17 +52,27 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     text = prompt_text(tokenizer, prompt)
     if not text:
         return []
+    ids = text_ids(tokenizer, text, "prompt", special=isinstance(prompt, str))
+    twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
+    return ids[1:] if twice and isinstance(prompt, str) else ids
+
+
+def text_ids(tokenizer: Tokenizer, text: str, what: str, special: bool) -> list[int]:
+    """Token ids of a text, with the special tokens around it that the tokenizer puts there, if `special`.
+
+    Raises:
+      UserError: it is no Unicode text; named as `what`, by its beginning and the character.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"the prompt that begins {beginning(text)} is no text: character {error.start} is half of a surrogate "
+            f"the {what} that begins {beginning(text)} is no text: character {error.start} is half of a surrogate "
             "pair, or a byte that is not UTF-8"
         ) from None
     # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
-    ids: list[int] = tokenizer(text, add_special_tokens=isinstance(prompt, str), verbose=False)["input_ids"]
-    twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
-    return ids[1:] if twice and isinstance(prompt, str) else ids
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
 
 
 def check_prompts(tokenizer: Tokenizer, examples: Iterable[dict[str, Any]], name: str, max_prompt_length: int) -> None:

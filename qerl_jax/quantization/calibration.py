@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qerl_jax.data import arithmetic
-from qerl_jax.data.prompts import Prompt, prompt_ids, templated
+from qerl_jax.data.prompts import Prompt, prompt_ids, templated, text_ids
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ def _arithmetic(tokenizer: Tokenizer, count: int) -> list[Document]:
 
 def _joined(tokenizer: Tokenizer, prompt: Prompt, completion: str) -> Document:
     before = prompt_ids(tokenizer, prompt)
-    return before + tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"], max(1, len(before))
+    return before + text_ids(tokenizer, completion, "completion", special=False), max(1, len(before))
 
 
 def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Document]:
@@ -130,40 +130,38 @@ def _document(line: bytes, where: str, tokenizer: Tokenizer) -> Document:
     if not isinstance(row, dict) or sum(name in row for name in _COLUMNS) != 1:
         found = ", ".join(map(repr, row)) or "none" if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where}: expected a JSON object with one of the columns {', '.join(_COLUMNS)}; found {found}")
-    ids, start = _encode(row, where, tokenizer)
+    try:
+        ids, start = _encode(row, tokenizer)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if len(ids) < 2:
         raise UserError(f"{where}: has {len(ids)} tokens; expected 2 or more")
     return ids, start
 
 
-def _encode(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document:
+def _encode(row: dict[str, Any], tokenizer: Tokenizer) -> Document:
     def text(name: str) -> str:
         if not isinstance(row[name], str):
-            raise UserError(f"{where}: {name} is {row[name]!r:.80}; expected a text")
+            raise UserError(f"{name} is {row[name]!r:.80}; expected a text")
         return row[name]
 
     if "text" in row:
-        return tokenizer(text("text"), verbose=False)["input_ids"], 1
+        return text_ids(tokenizer, text("text"), "text", special=True), 1
     if "messages" in row:
-        _check_messages(row["messages"], where)
+        _check_messages(row["messages"])
         if not tokenizer.chat_template:
-            raise UserError(f"{where}: has messages, and the model's tokenizer has no chat template; use text")
-        try:
-            chat = templated(tokenizer, row["messages"], answers=False)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        return tokenizer(chat, add_special_tokens=False, verbose=False)["input_ids"], 1
+            raise UserError("has messages, and the model's tokenizer has no chat template; use text")
+        chat = templated(tokenizer, row["messages"], answers=False)
+        return text_ids(tokenizer, chat, "conversation", special=False), 1
     if isinstance(row["prompt"], list):
-        _check_messages(row["prompt"], where)
+        _check_messages(row["prompt"])
     prompt = row["prompt"] if isinstance(row["prompt"], list) else text("prompt")
     return _joined(tokenizer, prompt, text("completion")) if "completion" in row else (prompt_ids(tokenizer, prompt), 1)
 
 
-def _check_messages(messages: Any, where: str) -> None:
+def _check_messages(messages: Any) -> None:
     def is_message(value: Any) -> bool:
         return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
-        raise UserError(
-            f"{where}: the messages are {messages!r:.80}; expected one or more of {{'role': text, 'content': text}}"
-        )
+        raise UserError(f"the messages are {messages!r:.80}; expected one or more of {{'role': text, 'content': text}}")
