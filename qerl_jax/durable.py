@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qerl_jax.errors import UserError
@@ -48,7 +48,7 @@ def where_it_leads(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
+def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
 
     A folder of the same kind that stands there is replaced: for an instant between two renames `path` is absent, never
@@ -56,7 +56,8 @@ def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
 
     Args:
       path: the folder to appear; of a symbolic link, where it leads.
-      names: the files that such a folder may hold; one that holds anything else is not replaced.
+      names: the files that such a folder may hold, first the one that each of them has; a folder without that one, or
+        with anything else, is of another kind and not replaced, unless it is empty.
 
     Raises:
       UserError: `path` is a file or lies in one, or is a folder with other content.
@@ -64,7 +65,8 @@ def whole_folder(path: Path, names: Iterable[str]) -> Iterator[Path]:
     path = where_it_leads(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; expected a folder, or a name that is free")
-    foreign = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.is_dir() else []
+    there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    foreign = sorted(there - set(names) if there.intersection(names[:1]) else there)
     if foreign:
         raise UserError(f"{path} holds {foreign[0]}, which would be lost by replacing the folder; choose another name")
     make_folder(path.parent)

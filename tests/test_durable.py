@@ -52,6 +52,16 @@ def test_other_content_is_never_replaced(tmp_path):
     assert (tmp_path / "x" / "a.txt").read_text() == "1"
 
 
+def test_a_folder_without_what_each_of_its_kind_has_is_not_replaced(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "b.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"x holds b\.txt, which would be lost by replacing the folder; choose another"):
+        put(tmp_path / "x", "2", ["a.txt", "b.txt"])
+    (tmp_path / "x" / "a.txt").write_text("1")
+    put(tmp_path / "x", "2", ["a.txt", "b.txt"])
+    assert os.listdir(tmp_path / "x") == ["a.txt"]
+
+
 @pytest.mark.parametrize("name", ["file", "file/inside", "file/deep/inside", "link"])
 def test_a_folder_cannot_be_made_of_a_file_or_in_one(name, tmp_path):
     (tmp_path / "file").write_text("")
