@@ -81,6 +81,18 @@ def test_packed_bytes_come_back(tmp_path, tied, kernels):
         assert saved[name].tobytes() == array.tobytes(), name
 
 
+def test_norm_scales_that_bfloat16_would_round_stay_in_float32(tmp_path):
+    arrays = packed_arrays()
+    name, other = "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"
+    arrays[name] = arrays[name].astype(np.float32) + np.float32(1 / 3)
+    model = load_model(write_folder(tmp_path / "a", arrays, V5 | {"quantization_config": NVFP4}))
+    for weight_format in ("nvfp4", "bf16"):
+        save_model(model, tmp_path / weight_format, weight_format=weight_format)
+        saved = read_safetensors(tmp_path / weight_format / "model.safetensors")
+        assert saved[name].dtype == np.float32 and saved[name].tobytes() == arrays[name].tobytes()
+        assert saved[other].dtype == saved["model.embed_tokens.weight"].dtype == jnp.bfloat16
+
+
 def test_plain_models_are_not_written_as_nvfp4(tmp_path):
     model = load_model(write_folder(tmp_path / "a", random_arrays()))
     with pytest.raises(UserError, match="weight_format is 'nvfp4', but the model's linear layers are plain; quantize"):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.hub import layer_name, named_weights
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model
-from qerl_jax.models.saving import described, write_model_folder
+from qerl_jax.models.saving import described, write_model_folder, written_dtype
 from qerl_jax.models.shards import Stored
 
 
@@ -53,7 +53,8 @@ def save_merged(
     Args:
       model, adapter: as for `merge_adapter`; None writes the base alone.
       path, tokenizer_from: as for `save_model`.
-      dtype: of all tensors in the folder; None takes the embeddings'. A sum is rounded once, to this.
+      dtype: of all tensors in the folder; None takes the embeddings', and float32 for norm scales that it would round.
+        A sum is rounded once, to this.
 
     Raises:
       UserError: as `save_model`. ValueError: as `merge_adapter`.
@@ -66,8 +67,9 @@ def save_merged(
         pairs = {layer_name(i, name): pair for i, layer in enumerate(adapter.lora) for name, pair in layer.items()}
 
     def stored(name: str, weight: Weight) -> Stored:
-        make: Callable[[], jax.Array] = functools.partial(_merged, weight, pairs.get(name), target)
-        return Stored(jax.ShapeDtypeStruct(weight.shape, target), make)
+        as_dtype = written_dtype(name, weight, target) if dtype is None else target
+        make: Callable[[], jax.Array] = functools.partial(_merged, weight, pairs.get(name), as_dtype)
+        return Stored(jax.ShapeDtypeStruct(weight.shape, as_dtype), make)
 
     hf = described(model, target, tokenizer_from)
     tensors = {name: stored(name, weight) for name, weight in named_weights(model).items()}

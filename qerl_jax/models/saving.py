@@ -38,7 +38,8 @@ def save_model(
       tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
       weight_format: None or "bf16" writes plain weights in the embeddings' dtype, unpacking packed ones; "nvfp4" writes
         the packed bytes as they are, in compressed-tensors' `nvfp4-pack-quantized`. Linear layers that are plain beside
-        packed ones stay plain and are named in the configuration's `ignore`.
+        packed ones stay plain and are named in the configuration's `ignore`. Norm scales that
+        the embeddings' dtype would round are written in float32.
 
     Raises:
       UserError: an unknown format, "nvfp4" for linear layers of another format, `path` holds other files, or
@@ -55,10 +56,22 @@ def save_model(
         if weight_format == "nvfp4" and not isinstance(weight, jax.Array):
             tensors |= to_store(name, weight)
         else:
-            tensors[name] = Stored(jax.ShapeDtypeStruct(weight.shape, dtype), _unpacked(weight, dtype))
+            as_dtype = written_dtype(name, weight, dtype)
+            tensors[name] = Stored(jax.ShapeDtypeStruct(weight.shape, as_dtype), _unpacked(weight, as_dtype))
     if weight_format == "nvfp4":
         hf["quantization_config"] = quantization_config(ignore=["lm_head", *_plain_linears(weights)])
     write_model_folder(path, hf, tensors, tokenizer_from)
+
+
+def written_dtype(name: str, weight: Weight, dtype: jnp.dtype) -> jnp.dtype:
+    """What a plain weight is written in: `dtype`, but a norm scale that this would round stays in float32.
+
+    Norm scales are float32 in memory, whatever their folder has; a bfloat16 model with float32 ones keeps them.
+    """
+    if isinstance(weight, jax.Array) and name.endswith("norm.weight"):
+        held = weight.astype(dtype).astype(weight.dtype)
+        return dtype if bool(jnp.array_equal(held, weight)) else weight.dtype
+    return dtype
 
 
 def described(model: Model, dtype: jnp.dtype, tokenizer_from: str | os.PathLike[str] | None) -> dict[str, Any]:
