@@ -28,6 +28,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
+from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.trainer import Saved
@@ -71,7 +72,7 @@ def export_model(
     found = _source(os.fspath(source))
     base = resolve(found.model)
     if adapter is not None:
-        adapter_folder(adapter)
+        warn_of_scaled_base(adapter_folder(adapter), found.model)
     if Path(path).absolute().resolve() in (base.resolve(), Path(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     if format == "nvfp4":

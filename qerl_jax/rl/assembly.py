@@ -21,6 +21,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_fingerprint, adapter_folder, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
 from qerl_jax.noise import NoiseSchedule
+from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
@@ -192,7 +193,7 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
         rewards.check(examples, name)
     total_steps = config.total_steps(len(dataset))
     if config.lora.adapter is not None:
-        adapter_folder(config.lora.adapter)
+        warn_of_scaled_base(adapter_folder(config.lora.adapter), config.model.model_name_or_path)
     policy = configured_policy(config)
     for name, examples in read:
         check_prompts(policy.tokenizer, examples, name, config.data.max_prompt_length)

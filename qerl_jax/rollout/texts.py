@@ -13,6 +13,7 @@ from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import adapter_folder, load_adapter
+from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import Policy, load_policy
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
@@ -89,8 +90,11 @@ def generate_texts(
         options = load_config(str(run / run_folder.CONFIG)).model
         policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
         trained = trained_adapter(run, policy.model) if adapter is None else None
+        base = options.model_name_or_path
     else:
-        policy = load_policy(model_or_run, None, "auto")
+        policy, base = load_policy(model_or_run, None, "auto"), model_or_run
+    if adapter is not None:
+        warn_of_scaled_base(adapter, base)
     weights = trained if adapter is None else load_adapter(adapter, policy.model)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
