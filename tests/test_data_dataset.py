@@ -61,6 +61,22 @@ def test_jsonl_with_conversations(jsonl):
     assert data[0] == {"prompt": messages, "answer": 4}
 
 
+def test_jsonl_rows_of_nested_keys_and_numbers_are_what_their_lines_say(jsonl):
+    def asked(arguments):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
+        return [{"role": "user", "content": "2+2?"}, call, {"role": "tool", "content": "4"}]
+
+    rows = [
+        {"prompt": asked({"a": 1}), "tests": [{"x": 1}], "answer": 3},
+        {"prompt": asked({"b": "c"}), "tests": [{"y": None}], "answer": 2.5},
+    ]
+    data = load_dataset(jsonl(*rows))
+    assert [data[0], data[1]] == rows
+    assert str(data[0]["answer"]) == "3"
+    data[0]["tests"][0]["x"] = 2
+    assert data[0] == rows[0]
+
+
 def test_jsonl_columns_that_some_rows_lack_are_none(jsonl):
     data = load_dataset(jsonl({"prompt": "a"}, {"prompt": "b", "answer": "1"}))
     assert data[0] == {"prompt": "a", "answer": None}

@@ -6,6 +6,7 @@
 The order is a function of (seed, cursor): nothing but the cursor has to be saved to go on with the very next prompt.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -61,7 +62,7 @@ class ArithmeticDataset:
 
 
 class JsonlDataset:
-    """A local JSONL file, checked line by line and held by the `datasets` library as Arrow columns."""
+    """A local JSONL file, checked line by line; a row is what its line says."""
 
     def __init__(self, path: Path, empty_prompts: bool = False) -> None:
         """Reads the file; `empty_prompts` is that of `load_dataset`.
@@ -77,25 +78,24 @@ class JsonlDataset:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        rows = list(_read_rows(path, data, empty_prompts))
+        rows = _read_rows(path, data, empty_prompts)
         if not rows:
             raise UserError(f"{path}: has no rows; expected one JSON object a line")
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        for name, values in columns.items():
+        self._columns = list(dict.fromkeys(name for row in rows for name in row))
+        for name in self._columns:
             try:
-                ArrowDataset.from_dict({name: values})
+                ArrowDataset.from_dict({name: [row.get(name) for row in rows]})
             except (TypeError, ValueError, OverflowError) as error:  # Arrow's own errors are ValueErrors or TypeErrors
                 raise UserError(f"{path}: column {name!r} mixes types or holds what Arrow cannot ({error})") from error
-        self._rows = ArrowDataset.from_dict(columns)
+        # Not Arrow's rows: there every dictionary of a column has the keys of all of them.
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = dict(self._rows[index])
-        if not isinstance(row["prompt"], str):
-            # Arrow gives every message the keys of all messages.
+        row: dict[str, Any] = copy.deepcopy(dict.fromkeys(self._columns) | self._rows[index])
+        if not isinstance(row["prompt"], str):  # a message's key without a value is as good as absent
             row["prompt"] = [
                 {key: value for key, value in message.items() if value is not None} for message in row["prompt"]
             ]
