@@ -12,8 +12,10 @@ JAX is imported by the commands that compute, so that `--help` answers at once.
 """
 
 import argparse
+import contextlib
 import errno
 import importlib.metadata
+import io
 import logging
 import os
 import sys
@@ -34,6 +36,8 @@ Reinforcement learning of language models whose frozen weights are 4-bit floats.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
+        sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, and texts have characters that a locale may lack
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = _parsers()
     if not words:
@@ -48,12 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(words)
     try:
         code: int | None = parsed.command(parsed)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         print(f"qerl {words[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print(f"\n{stop}" if str(stop) else "\ninterrupted", file=sys.stderr)
+        _wait_for_programs()
         return 130
     except BrokenPipeError:  # the reader of our output has gone (`qerl generate ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qerl {words[0]}: {place}{error.strerror}", file=sys.stderr)
         return 2
     return code or 0
+
+
+def _wait_for_programs() -> None:
+    """Waits for what JAX computes, or for another Ctrl-C: a process that ends before what it waited for is aborted."""
+    jax = sys.modules.get("jax")
+    with contextlib.suppress(KeyboardInterrupt):
+        for array in [] if jax is None else jax.live_arrays():
+            array.block_until_ready()
 
 
 def _version() -> str:

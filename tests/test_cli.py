@@ -144,6 +144,38 @@ def test_an_error_of_the_trainer_and_an_interruption(calls, capsys):
     assert main(["train"]) == 130
 
 
+def test_an_interruption_amid_a_computation_is_no_crash():
+    code = """
+import jax, numpy as np, sys
+from qerl_jax import cli
+from qerl_jax.commands import plot
+def interrupted(arguments):
+    found = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, x: x @ x / 500, x))(np.ones((500, 500)))
+    found.copy_to_host_async()  # the first that `jax.device_get` does
+    raise KeyboardInterrupt
+plot.run = interrupted
+sys.exit(cli.main(["plot", "x"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_output_in_a_locale_of_ascii_and_to_a_closed_terminal(closed):
+    code = """
+import os, sys
+from qerl_jax import cli
+from qerl_jax.commands import plot
+plot.run = lambda arguments: print("é")
+sys.exit(cli.main(["plot", "x"]))
+"""
+    command = [sys.executable, "-c", code]
+    if closed:
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"" if closed else "é\n".encode(), b"")
+
+
 def test_other_exceptions_keep_their_traceback(calls):
     calls.fake("qerl_jax.rl.trainer", "train", ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
