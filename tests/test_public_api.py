@@ -161,6 +161,20 @@ def test_update_step_takes_any_loss_advantage_and_optimizer(batch):
     assert int(new.step) == 1
 
 
+@pytest.mark.parametrize("optimizer", [optax.contrib.prodigy(), optax.scale_by_lbfgs(4)], ids=["prodigy", "lbfgs"])
+def test_a_state_can_be_donated_whose_optimizer_keeps_the_first_parameters(optimizer):
+    """The update is the optimizer's own; that of the network is left out."""
+    state = qerl.init_state(tiny_adapter(MODEL), optimizer)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state):
+        updates, opt_state = optimizer.update(state.adapter, state.opt_state, state.adapter)
+        return state.replace(adapter=optax.apply_updates(state.adapter, updates), opt_state=opt_state)
+
+    state = step(step(state))
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.adapter))
+
+
 def test_update_step_under_vmap_over_learning_rates(batch):
     """A sweep: the learning rate is a traced number of an `optax.inject_hyperparams` state."""
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)

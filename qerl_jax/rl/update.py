@@ -98,7 +98,8 @@ class UpdateSettings:
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
     """Step 0 of training `adapter`."""
-    return TrainState(jnp.int32(0), adapter, optimizer.init(adapter))
+    # Copies, since some optimizers keep the parameters that they begin with, and no array can be donated twice.
+    return TrainState(jnp.int32(0), adapter, jax.tree.map(jnp.copy, optimizer.init(adapter)))
 
 
 def _in_micro_batches(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
@@ -149,7 +150,8 @@ def update_step(
       state: see `TrainState`.
       model: the frozen network.
       batch: B rows, a multiple of both num_generations and micro_batch_size.
-      optimizer: any optax transformation over the adapter.
+      optimizer: any optax transformation over the adapter that goes by gradients and parameters alone; one whose
+        update asks for more, as `reduce_on_plateau` does for the loss, is to be given it by a wrapper of yours.
       settings: static choices.
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
         the default is `settings.loss`. With several micro-batches another costs a forward pass more than the default.
