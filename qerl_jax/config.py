@@ -29,6 +29,8 @@ Text = Annotated[str, pydantic.Field(strict=True, min_length=1), "a text that is
 Location = Annotated[Text, pydantic.AfterValidator(os.path.expanduser)]
 Real = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False), "a finite number"]
 Positive = Annotated[float, pydantic.Field(strict=True, gt=0, allow_inf_nan=False), "a number > 0"]
+# With less, logits / temperature leave float32's range.
+Temperature = Annotated[float, pydantic.Field(strict=True, ge=1e-30, allow_inf_nan=False), "a number >= 1e-30"]
 Seconds = Annotated[
     float, pydantic.Field(strict=True, gt=0, le=1e7), "a number of seconds above 0 and at most 1e7, which is 115 days"
 ]
@@ -82,7 +84,7 @@ class GenerationOptions:
 
     num_generations: Group = 8
     max_completion_length: Count = 64
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     top_p: PositiveFraction = 1.0
     top_k: CountOrZero = 0
     min_p: Fraction = 0.0
@@ -171,7 +173,7 @@ class EvaluationOptions:
     eval_dataset: Location = "arithmetic"
     num_problems: Count = 512
     eval_steps: Count | None = None
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     top_p: PositiveFraction = 1.0
     batch_size: Count = 128
 

@@ -88,6 +88,12 @@ def test_slightly_wrong_sampling_would_be_noticed(kwargs):
         assert pvalue(tokens, exactly(SPREAD, **(kwargs | change))) < BOUND, change
 
 
+def test_the_least_temperature_is_as_good_as_greedy():
+    tokens, logps, _ = sample(LOGITS, jax.random.split(jax.random.key(0), 1), settings(temperature=1e-30))
+    assert tokens[0] == jnp.argmax(LOGITS)
+    assert logps[0] == 0.0
+
+
 def test_greedy_takes_the_largest_and_records_temperature_one():
     tokens, logps, _ = sample(LOGITS, jax.random.split(jax.random.key(0), 1), settings(temperature=0.0))
     assert tokens.tolist() == [0]
@@ -106,6 +112,7 @@ def test_a_row_draws_from_its_own_key():
     ("kwargs", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-40}, "temperature is 1e-40; allowed: 0 \\(greedy\\), or 1e-30 or more"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -1}, "top_k is -1"),
         ({"min_p": 2.0}, "min_p is 2.0"),
