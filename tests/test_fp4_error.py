@@ -37,7 +37,7 @@ def test_the_error_of_each_case_is_found_and_set_beside_cublas(monkeypatch):
     assert (right["table"], wrong["table"]) == (True, False)
     assert right["codes"] < 5e-7 and right["ratio"] < 4
     # all terms positive: |y - x W^T| / (|x| |W|^T) is the factor's own error
-    assert wrong["positive"] == pytest.approx(2.0**-10, rel=1e-3) and wrong["ratio"] > 100
+    assert wrong["positive"] == pytest.approx(2.0**-10, rel=3e-3) and wrong["ratio"] > 100
 
 
 def test_more_rows_are_the_wide_kernels_and_some_of_many_are_compared(monkeypatch):
@@ -49,7 +49,7 @@ def test_more_rows_are_the_wide_kernels_and_some_of_many_are_compared(monkeypatc
     programs, configs = Programs(2), [WideConfig(128), WideConfig(128, promote=16)]
     fp4_error.start(programs, K, N, [300], lambda m, k, n: configs)
     rows = fp4_error.measure(programs, K, N, [300], lambda m, k, n: configs, np.random.default_rng(0), timed=False)
-    assert rows[0]["positive"] == pytest.approx(2.0**-10, rel=1e-3) and rows[1]["ratio"] < 4
+    assert rows[0]["positive"] == pytest.approx(2.0**-10, rel=3e-3) and rows[1]["ratio"] < 4
     assert rows[1]["config"] == [128, 2, 1, 4, 4, 16]
     assert list(map(type, fp4_error.of_the_table(65, 13824, 5120))) == [WideConfig]
     assert list(map(type, fp4_error.of_the_table(64, 13824, 5120))) == [StreamConfig, WideConfig]  # with adapters

@@ -8,6 +8,7 @@ from tiny import CONFIG, tiny_model
 
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import SamplingSettings
+from qerl_jax.rollout import programs as compiled
 from qerl_jax.rollout.prepared import made, prepared
 from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.queued import Queue, empty_slots, freed
@@ -87,3 +88,16 @@ def test_what_comes_out_of_a_program_is_of_the_type_that_went_in():
     assert [jax.typeof(leaf) for leaf in jax.tree.leaves(decoded(slots())[0])] == before
     new = empty_slots(MODEL, SETTINGS, KEY, rows=2, max_prompt_length=4, slots=3, used=3)
     assert [jax.typeof(leaf) for leaf in jax.tree.leaves(new)] == before
+
+
+@pytest.mark.parametrize(
+    "stable, chosen, warned", [([True, True], 0, 0), ([False, True], 1, 0), ([False, False], 0, 1)]
+)
+def test_products_are_left_to_what_keeps_their_rows(monkeypatch, caplog, stable, chosen, warned):
+    monkeypatch.setattr(compiled, "_keeps_rows", lambda options: stable[compiled._ROW_STABLE.index(options)])
+    assert compiled._compiler_options.__wrapped__() is compiled._ROW_STABLE[chosen]
+    assert caplog.text.count("may differ in their last bits") == warned
+
+
+def test_what_is_chosen_here_keeps_rows():
+    assert compiled._keeps_rows(compiled._compiler_options())

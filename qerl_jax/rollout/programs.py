@@ -2,8 +2,10 @@
 
 On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
 than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
-refilled do without it: there a sample is bitwise the same in any slot of any number of slots. Those of a whole rollout
-keep it: their decode loop is a third faster with it, and their numbers are those of the others up to rounding.
+refilled do without it: there a sample is bitwise the same in any slot of any number of slots. What takes the library's
+place for products does that with AVX-512; with AVX2 it is the one that adds in another order, and the library does not.
+So the first choice is taken whose products are tried and found the same. The programs of a whole rollout keep the
+library: their decode loop is a third faster with it, and their numbers are those of the others up to rounding.
 """
 
 import functools
@@ -11,7 +13,9 @@ import logging
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from qerl_jax.models.linear import matmul_rows
 from qerl_jax.rollout.generate import begun
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.queued import admit, decode_queue
@@ -21,7 +25,12 @@ from qerl_jax.rollout.slots import decode
 # pays in a loop. Where each of a thousand kernels runs once it is work before the first of them starts: with it a
 # prompt of 256 tokens took 32 ms, and one of 2048 71, of which kernels took 9 and 47.
 _NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
-_ROW_STABLE = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"}
+# What of a program the library gets: neither sums nor products, as no program of the engine convolves; or products.
+_ROW_STABLE = tuple(
+    {"xla_cpu_experimental_ynn_fusion_type": f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}"}
+    for kind in ("CONVOLUTION", "DOT")
+)
+_PROBED = (2, 4, 8, 16)  # rows
 
 
 class Programs(NamedTuple):
@@ -56,13 +65,24 @@ def _compiler_options() -> dict[str, str]:
     if jax.default_backend() != "cpu":
         return {}
     try:
-        jax.jit(lambda x: x, compiler_options=_ROW_STABLE)(0)
+        found = next((options for options in _ROW_STABLE if _keeps_rows(options)), None)
     except jax.errors.JaxRuntimeError as error:
-        logging.getLogger(__name__).warning(
-            "this version of jaxlib has no option %s (%s): log-probabilities may differ in their last bits with the "
-            "number of slots",
-            *_ROW_STABLE,
-            error,
-        )
+        _warn(f"this version of jaxlib does not take the option {next(iter(_ROW_STABLE[0]))} ({error})")
         return {}
-    return _ROW_STABLE
+    if found is None:
+        _warn("no option keeps this processor's products the same")
+    return found or _ROW_STABLE[0]
+
+
+def _warn(reason: str) -> None:
+    logging.getLogger(__name__).warning(
+        "log-probabilities may differ in their last bits with the number of slots: %s", reason
+    )
+
+
+def _keeps_rows(options: dict[str, str]) -> bool:
+    """Whether rows of a product are bitwise the same with fewer and with more rows beside them."""
+    x, w = np.split(np.random.default_rng(0).standard_normal((max(_PROBED) + 64, 64), np.float32), [max(_PROBED)])
+    product = jax.jit(matmul_rows, compiler_options=options)
+    rows = [np.asarray(product(x[:M], w)) for M in _PROBED]
+    return all(np.array_equal(y, rows[-1][: len(y)]) for y in rows)
