@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import lane_level
 from pallas_kernels import ptx as p
 from pallas_kernels import ptx_memory as mem
+from pallas_kernels.layout import VALUE_MASK
 
 CTAS = 132
 REGISTERS = 12  # independent chains of a warp
@@ -52,8 +53,9 @@ INSTRUCTIONS = {
     "cvt_e4m3x2": "cvt.u16.u32 h, r{i};\ncvt.rn.f16x2.e4m3x2 r{i}, h;",
     # eight codes of a word as fragments.py decodes them (13 instructions), and two that join the results
     "decode": "shl.b32 t0, r{i}, 2;\nshl.b32 t1, r{i}, 6;\nshf.l.wrap.b32 out, r{i}, r{i}, 28;\n"
-    "shf.l.wrap.b32 word, r{i}, r{i}, 24;\nand.b32 t0, t0, 0x81C081C0;\nand.b32 t1, t1, 0x81C081C0;\n"
-    "and.b32 out, out, 0x81C081C0;\nand.b32 r{i}, r{i}, 0x01000100;\nlop3.b32 r{i}, word, 0x80C080C0, r{i}, 0xEA;\n"
+    f"shf.l.wrap.b32 word, r{{i}}, r{{i}}, 24;\nand.b32 t0, t0, {VALUE_MASK:#x};\nand.b32 t1, t1, {VALUE_MASK:#x};\n"
+    f"and.b32 out, out, {VALUE_MASK:#x};\n"
+    "and.b32 r{i}, r{i}, 0x01000100;\nlop3.b32 r{i}, word, 0x80C080C0, r{i}, 0xEA;\n"
     "mul.rn.bf16x2 t0, t0, c0;\nmul.rn.bf16x2 t1, t1, c3;\nmul.rn.bf16x2 out, out, c0;\n"
     "mul.rn.bf16x2 r{i}, r{i}, c3;\nlop3.b32 r{i}, r{i}, t0, t1, 0x96;\nxor.b32 r{i}, r{i}, out;",
     "mma": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{m{s}0, m{s}1, m{s}2, m{s}3}}, {{c0, c1, c2, c3}}, "

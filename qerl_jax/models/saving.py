@@ -38,8 +38,8 @@ def save_model(
       tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
       weight_format: None or "bf16" writes plain weights in the embeddings' dtype, unpacking packed ones; "nvfp4" writes
         the packed bytes as they are, in compressed-tensors' `nvfp4-pack-quantized`. Linear layers that are plain beside
-        packed ones stay plain and are named in the configuration's `ignore`. Norm scales that
-        the embeddings' dtype would round are written in float32.
+        packed ones stay plain and are named in the configuration's `ignore`. Norm scales that the embeddings' dtype
+        would round are written in float32.
 
     Raises:
       UserError: an unknown format, "nvfp4" for linear layers of another format, `path` holds other files, or
