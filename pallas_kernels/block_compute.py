@@ -1,6 +1,7 @@
 """The compute warps of the block kernel (block_kernel.py): items of all parts through a ring, codes to tensor cores."""
 
 import functools
+import itertools
 
 from jaxlib.mlir.dialects import arith
 
@@ -10,6 +11,8 @@ from .block_outputs import OutputTiles
 from .fragments import decode_codes, decode_scales
 from .layout import CODE_BYTES, COLS, QUAD_BYTES
 from .pick import pick
+
+UNITS = 4  # of an item
 
 
 class ComputeWarps(OutputTiles):
@@ -29,7 +32,7 @@ class ComputeWarps(OutputTiles):
             mem.copy_commit()
         runs = [self.run_of(share, self.warp) for share in self.shares]
         self.all_items = functools.reduce(p.add, [p.sub(end, begin) for begin, end in runs])
-        self.prepared(waits=True)
+        p.cluster_wait()
         item, slot = p.i32(0), p.i32(0)
         for i in range(len(plan.parts)):
             needs = self.early_needs(i)  # under way while x is
@@ -69,28 +72,32 @@ class ComputeWarps(OutputTiles):
         to = p.mul(slot, QUAD_BYTES)
         to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
         codes, scales = mem.offset(source, p.mul(self.lane, 16)), mem.offset(source, p.mul(self.lane, 4))
-        for unit in range(4):
+        for unit in range(UNITS):
             mem.copy_async_16(to_codes, codes, unit * 512, unit * 512)
         for pair in range(2):
             at = CODE_BYTES + pair * 128
             mem.copy_async_4(to_scales, scales, at, at)
 
     def multiply(self, i: int, first_item, first_slot):
-        """This warp's items of part i; leaves their sums in shared memory. Returns the next item and slot."""
+        """This warp's items of part i; leaves their sums in shared memory. Returns the next item and slot.
+
+        Of the first item what registers hold is decoded before x is there.
+        """
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
         begin, end = self.run_of(share, self.warp)
         last_item = p.add(first_item, p.sub(end, begin))
         x_row = p.add(self.x_base, p.add(p.mul(self.row_in_x, plan.x_stride(part)), p.mul(self.t, 32)))
-        mem.barrier_wait(self.x_full, p.i32(i % 2))
 
-        def step(item, carry):
-            slot, quad, run, *acc = carry
+        def await_item(item, slot):
             mem.copy_wait(plan.depth - 2)
             ahead = p.add(item, plan.depth - 1)
             spare = p.select(p.eq(slot, 0), plan.depth - 1, p.sub(slot, 1))
             p.when(p.lt(ahead, self.all_items), lambda: self.fetch(ahead, spare))
             mem.copy_commit()
-            acc = self.quad(p.mul(slot, QUAD_BYTES), p.add(x_row, p.mul(quad, COLS * 2)), acc)
+
+        def add_item(item, fragments, carry):
+            slot, quad, run, *acc = carry
+            acc = self.quad(fragments, p.add(x_row, p.mul(quad, COLS * 2)), acc)
             is_end = p.eq(p.add(quad, 1), share.quads)
             is_last = p.eq(p.add(item, 1), last_item)
             to = p.add(p.add(self.sums_warp, p.mul(run, 512)), p.mul(self.lane, 16))
@@ -99,24 +106,49 @@ class ComputeWarps(OutputTiles):
             slot = p.select(p.eq(slot, plan.depth - 1), 0, p.add(slot, 1))
             return [slot, p.select(is_end, 0, p.add(quad, 1)), p.select(is_end, p.add(run, 1), run), *acc]
 
-        start = [first_slot, p.rem(begin, share.quads), p.i32(0), *[p.f32(0.0)] * 4]
-        slot, *_ = p.for_range(first_item, last_item, 1, start, step)
+        def decode_early():
+            await_item(first_item, first_slot)
+            made = self.fragments(first_slot, range(plan.early_units), in_place=True)
+            return list(itertools.chain.from_iterable(made))
+
+        def add_first():
+            words = iter(decoded)
+            made = zip(*[words] * 4, strict=True)
+            rest = self.fragments(first_slot, range(plan.early_units, UNITS))
+            return add_item(first_item, itertools.chain(made, rest), carry)
+
+        def step(item, carry):
+            await_item(item, carry[0])
+            return add_item(item, self.fragments(carry[0], range(UNITS)), carry)
+
+        has_items = p.lt(first_item, last_item)
+        decoded = p.if_values(has_items, decode_early, [p.i32(0)] * (16 * plan.early_units))
+        mem.barrier_wait(self.x_full, p.i32(i % 2))
+        carry = [first_slot, p.rem(begin, share.quads), p.i32(0), *[p.f32(0.0)] * 4]
+        carry = p.if_values(has_items, add_first, carry)
+        slot, *_ = p.for_range(p.add(first_item, 1), last_item, 1, carry, step)
         return last_item, slot
 
-    def quad(self, slot, x_at, total):
+    def fragments(self, slot, units: range, in_place: bool = False):
+        """The left operands of the m16n8k16 steps of an item's units, four registers each, one after the other."""
+        at = p.mul(slot, QUAD_BYTES)
+        for u in units:
+            words = mem.load_shared_v4(p.add(self.code_lane, at), u * 512)
+            if u % 2 == 0:
+                scale_word = mem.load_shared_b32(p.add(self.scale_lane, at), CODE_BYTES + u // 2 * 128)
+            scales = decode_scales(scale_word, p.i32(0x4342 if u % 2 else 0x4140))
+            for word in words:
+                yield decode_codes(word, scales, in_place)
+
+    def quad(self, fragments, x_at, total):
         """total + one item: 16 m16n8k16 steps, those of a unit in a chain of their own."""
         sums = []
-        for u in range(4):
-            words = mem.load_shared_v4(p.add(self.code_lane, slot), u * 512)
-            if u % 2 == 0:
-                scale_word = mem.load_shared_b32(p.add(self.scale_lane, slot), CODE_BYTES + u // 2 * 128)
-            scales = decode_scales(scale_word, p.i32(0x4342 if u % 2 else 0x4140))
+        for u in range(UNITS):
             acc = [p.f32(0.0)] * 4
             for half in range(2):
                 x = mem.load_shared_v4(x_at, u * 128 + 16 * half)
                 for j in range(2):
-                    codes = decode_codes(words[2 * half + j], scales)
-                    acc = p.mma_bf16(acc, codes, x[2 * j], x[2 * j + 1])
+                    acc = p.mma_bf16(acc, next(fragments), x[2 * j], x[2 * j + 1])
             sums.append(acc)
         return [
             arith.addf(old, arith.addf(arith.addf(a, b), arith.addf(c, d)))

@@ -35,7 +35,7 @@ from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_compute import ComputeWarps
-from .block_plan import MAX_ROWS, BlockPlan, Part
+from .block_plan import MAX_ROWS, PAIR, BlockPlan, Part
 from .block_service import ServiceWarps
 from .layer_part import Weight
 from .layout import ROWS
@@ -83,6 +83,7 @@ class _Kernel(ComputeWarps, ServiceWarps):
         self.is_lane_0 = p.eq(self.lane, 0)
         self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         self.cta = p.sreg("ctaid.x")
+        self.rank = p.rem(self.cta, PAIR)
         self.x_full, self.h_full = base, p.add(base, 8)
         self.inverse_base, self.squares_base = p.add(base, 64), p.add(base, 128)
         self.table_base, self.sums_base = p.add(base, plan.table_at), p.add(base, plan.sums_at)
@@ -117,6 +118,9 @@ class _Kernel(ComputeWarps, ServiceWarps):
         return Share(group, in_slice, first, entries, first_quad, quads, tiles, p.mul(tiles, quads))
 
     def run(self):
+        p.when(p.eq(self.tid, 0), self.make_barriers)
+        p.warp_sync()
+        p.cluster_arrive()
         p.if_else(p.lt(self.warp, self.plan.warps), self.compute, self.serve)
 
     # ---- places --------------------------------------------------------------------------------------------------
@@ -185,8 +189,10 @@ def build(plan: BlockPlan, eps: float):
             nvfp4_block,
             out_type=[outs[name] for name in names],
             scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-            grid=(plan.ctas,),
-            grid_names=("ctas",),
+            grid=(plan.ctas // PAIR,),
+            grid_names=("pairs",),
+            cluster=(PAIR,),
+            cluster_names=("rank",),
             num_threads=plan.threads // 128,
             thread_name="warpgroup",
             compiler_params=lane_level.PARAMS,

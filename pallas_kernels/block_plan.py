@@ -21,6 +21,7 @@ LORA_SLICES = 24
 # An exchange of sums between CTAs takes about as long as so many items of each.
 EXCHANGE_ITEMS = 30
 HEADER = 512  # barriers, 1 / rms of the rows, and the warps' parts of it
+PAIR = 2  # CTAs that share what each copies of x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +106,13 @@ def divided(part: Part, ctas: int, most_quads: int) -> Part:
     """The part with the groups and slices that make the busiest CTA's share least, whose x has no more quads."""
 
     def cut(slices: int) -> Part:
-        return dataclasses.replace(part, slices=slices, groups=min(ctas // slices, part.entries))
+        groups = min(ctas // slices, part.entries)
+        # a pair of CTAs reads the same slice
+        return dataclasses.replace(part, slices=slices, groups=groups if slices == 1 else groups // PAIR * PAIR)
 
     cuts = [cut(slices) for slices in range(1, min(ctas, part.quads) + 1)]
     # only sums that join the residual stream are added over CTAs
-    cuts = [c for c in cuts if c.most_quads <= most_quads and (c.slices == 1 or part.joins)]
+    cuts = [c for c in cuts if c.most_quads <= most_quads and (c.slices == 1 or part.joins and c.groups)]
     if not cuts:
         raise ValueError(f"K = {part.k} does not fit in {most_quads} quads of shared memory")
     return min(cuts, key=lambda c: (c.most_items + EXCHANGE_ITEMS * (c.slices > 1), c.slices))
@@ -133,6 +136,11 @@ class BlockPlan:
     @property
     def service_threads(self) -> int:
         return 32 * SERVICE_WARPS
+
+    @property
+    def early_units(self) -> int:
+        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for."""
+        return 4 if self.warps == WARPS else 2
 
     @functools.cached_property
     def runs(self) -> int:
@@ -216,6 +224,8 @@ def make_block_plan(
     """
     if not 1 <= m <= MAX_ROWS:
         raise ValueError(f"M must be in 1..{MAX_ROWS}, got {m}")
+    if ctas % PAIR:
+        raise ValueError(f"CTAs come in pairs, got {ctas}")
     for part in parts:
         if part.k % COLS or any(n % ROWS for n in part.n):
             raise ValueError(f"K must be a multiple of {COLS} and N of {ROWS}, got K = {part.k}, N = {part.n}")

@@ -9,12 +9,12 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_plan import MAX_ROWS, SERVICE_WARPS, BlockPlan
+from .block_plan import MAX_ROWS, PAIR, SERVICE_WARPS, BlockPlan
 from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
 
-PREPARED, SERVED = 2, 3  # named barriers
+SERVED = 2  # named barrier
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row of A
 BATCH = 8  # parts of K under way together when they are added
 
@@ -25,10 +25,11 @@ class ServiceWarps:
     plan: BlockPlan
     eps: float
 
-    def prepared(self, waits: bool):
-        """The compute warps wait here for the barriers, which the first service warp has made when it arrives."""
-        threads = 32 * (self.plan.warps + 1)
-        (p.named_sync if waits else p.named_arrive)(PREPARED, threads)
+    def make_barriers(self):
+        """Of this CTA. Both of a pair have theirs when all threads have been at the cluster's barrier."""
+        mem.barrier_init(self.x_full, 1)
+        mem.barrier_init(self.h_full, self.plan.service_threads)
+        mem.fence_barrier_init()
 
     def served(self):
         p.named_sync(SERVED, self.plan.service_threads)
@@ -39,21 +40,13 @@ class ServiceWarps:
         self.place = p.sub(self.tid, 32 * plan.warps)
         self.is_first = p.eq(self.mine, 0)
         asks = arith.andi(self.is_first, self.is_lane_0)  # one lane: many would hold up those that count
-
-        def make():
-            for barrier in (self.x_full, self.h_full):
-                mem.barrier_init(barrier, plan.service_threads)
-            mem.fence_barrier_init()
-
-        p.when(asks, make)
-        self.served()
-        p.when(self.is_first, lambda: self.prepared(waits=False))
+        p.cluster_wait()
         for i, part in enumerate(plan.parts):
             has_lora = any(part.ranks)
             early = self.first_of_a(i) if has_lora and i else []
             if i:
                 self.wait_for(asks, plan.arrived(i - 1), plan.ctas)
-            self.load_x(i)
+            p.when(self.is_first, lambda i=i: self.load_x(i))
             if has_lora:
                 early = early or self.first_of_a(i)
                 mem.barrier_wait(self.x_full, p.i32(i % 2))
@@ -73,20 +66,17 @@ class ServiceWarps:
         p.when(asks, lambda: self.leave(counter, self.plan.ctas))
 
     def load_x(self, i: int):
-        """This CTA's columns of x."""
+        """Half of this CTA's columns of x, to both CTAs of the pair: the other one copies the rest."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        source = mem.offset(self.x_of[i], p.mul(share.first_quad, COLS * 2))
-
-        def copy(piece, _):
-            at = p.mul(piece, 16)
-            for row in range(plan.m):
-                mem.copy_async_16(
-                    p.add(self.x_base, at), mem.offset(source, at), row * plan.x_stride(part), row * part.k * 2
-                )
-            return []
-
-        p.for_range(self.place, p.mul(share.quads, COLS * 2 // 16), plan.service_threads, [], copy)
-        mem.copy_arrive(self.x_full)
+        size = p.mul(share.quads, COLS * 2 // PAIR)
+        begin = p.mul(self.rank, size)
+        source = mem.offset(self.x_of[i], p.add(p.mul(share.first_quad, COLS * 2), begin))
+        source = mem.offset(source, p.mul(self.lane, part.k * 2))
+        to = p.add(p.add(self.x_base, begin), p.mul(self.lane, plan.x_stride(part)))
+        mem.fence_async_proxy()
+        p.when(self.is_lane_0, lambda: mem.barrier_expect(self.x_full, p.mul(size, PAIR * plan.m)))
+        p.warp_sync()
+        p.when(p.lt(self.lane, plan.m), lambda: mem.bulk_load_to_all(to, source, size, self.x_full, PAIR))
 
     def invert(self, i: int):
         """1 / sqrt(mean of the squares + eps) of each row, from the squares of all row tiles in a fixed order."""

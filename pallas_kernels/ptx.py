@@ -139,6 +139,15 @@ def cluster_sync():
     ptx("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;", convergent=True)
 
 
+def cluster_arrive():
+    """`cluster_sync` in two: what is before it is seen behind `cluster_wait`."""
+    ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+
+
+def cluster_wait():
+    ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+
+
 def grid_dependency_wait():
     ptx("griddepcontrol.wait;", convergent=True)
 

@@ -73,6 +73,24 @@ def bulk_load(dst_shared, src_global, n_bytes, barrier):
     )
 
 
+def bulk_load_to_all(dst_shared, src_global, n_bytes, barrier, count: int):
+    """The same to the same place in each of a cluster's first `count` CTAs, counted by each one's barrier."""
+    ptx(
+        f"{{ .reg .b16 all;\nmov.b16 all, {(1 << count) - 1};\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[$0], [$1], $2, [$3], all;\n}",
+        dst_shared,
+        src_global,
+        n_bytes,
+        barrier,
+    )
+
+
+def fence_async_proxy():
+    """What this thread has seen in memory, the copy engine sees when it is asked from here on."""
+    ptx("fence.proxy.async;")
+
+
 def load_shared_v4(address, byte_offset: int):
     return ptx(
         f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];", address, results=[i32_t()] * 4, effects=True

@@ -117,7 +117,15 @@ def make_ptx(m):
     p.cta_sync = lambda: m.meet((m.now.cta, 0), 32 * m.warps_of_cta)
     p.named_sync = lambda which, threads: m.meet((m.now.cta, which), threads)
     p.named_arrive = lambda which, threads: m.meet((m.now.cta, which), threads, waits=False)
-    p.cluster_sync = lambda: m.meet(("cluster", m.now.cta // m.cluster), 32 * m.warps_of_cta * m.cluster)
+
+    def cluster_sync(waits=True):
+        m.meet(("cluster", m.now.cta // m.cluster), 32 * m.warps_of_cta * m.cluster, waits)
+
+    def cluster_wait():  # of a program that meets there once
+        key = "cluster", m.now.cta // m.cluster
+        m.now.pause(lambda: m.named[key][1] > 0)
+
+    p.cluster_sync, p.cluster_arrive, p.cluster_wait = cluster_sync, lambda: cluster_sync(False), cluster_wait
     p.warp_sync = p.wgmma_fence = p.wgmma_commit = lambda: None
     p.wgmma_wait = lambda pending: None
     p.wgmma_finish = lambda acc: acc
@@ -325,6 +333,16 @@ def make_memory(m):
         m.shared[m.now.cta][to : to + size] = m.memory[source : source + size]
         barrier(full).arrive(0, -size)
 
+    def bulk_load_to_all(to, source, n_bytes, full, count):
+        to, source, size, full = map(_lanes, (to, source, n_bytes, full))
+        first = m.now.cta // m.cluster * m.cluster
+        for lane in LANES[m.now.mask]:
+            at, from_, bytes_ = int(to[lane]), int(source[lane]), int(size[lane])
+            assert from_ + bytes_ <= m.end and at % 16 == from_ % 16 == bytes_ % 16 == 0
+            for cta in range(first, first + count):
+                m.shared[cta][at : at + bytes_] = m.memory[from_ : from_ + bytes_]
+                m.barriers[cta][int(full[lane])].arrive(0, -bytes_)
+
     def copy_async(size):
         def copy(to, source, to_offset=0, source_offset=0):
             byte = source.astype(np.int64) + source_offset
@@ -359,6 +377,7 @@ def make_memory(m):
         copy_wait_all()
         barrier(address).arrive(32)
 
+    mem.bulk_load_to_all, mem.fence_async_proxy = bulk_load_to_all, lambda: None
     mem.bulk_load, mem.copy_async_16, mem.copy_async_4 = bulk_load, copy_async(16), copy_async(4)
     mem.copy_commit, mem.copy_arrive = copy_commit, copy_arrive
     mem.copy_wait, mem.copy_wait_all = copy_wait, copy_wait_all

@@ -91,7 +91,7 @@ class Case:
 
 
 @pytest.mark.parametrize("m, D, F, heads, ctas, warps, ranks", [
-    (8, 256, 512, 512, 3, 2, (16, 32, 16, 48)),  # K of o and down in two slices, of which a CTA has no share
+    (8, 256, 512, 512, 6, 2, (16, 32, 16, 48)),  # K of o and down in two slices, of which two CTAs have no share
     (3, 512, 256, 256, 2, 3, (0, 0, 0, 0)),
 ])  # fmt: skip
 def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks):
