@@ -35,7 +35,7 @@ from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_compute import ComputeWarps
-from .block_plan import MAX_ROWS, PAIR, BlockPlan, Part
+from .block_plan import MAX_ROWS, BlockPlan, Part
 from .block_service import ServiceWarps
 from .layer_part import Weight
 from .layout import ROWS
@@ -83,7 +83,7 @@ class _Kernel(ComputeWarps, ServiceWarps):
         self.is_lane_0 = p.eq(self.lane, 0)
         self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         self.cta = p.sreg("ctaid.x")
-        self.rank = p.rem(self.cta, PAIR)
+        self.rank = p.rem(self.cta, plan.share)
         self.x_full, self.h_full = base, p.add(base, 8)
         self.inverse_base, self.squares_base = p.add(base, 64), p.add(base, 128)
         self.table_base, self.sums_base = p.add(base, plan.table_at), p.add(base, plan.sums_at)
@@ -189,9 +189,9 @@ def build(plan: BlockPlan, eps: float):
             nvfp4_block,
             out_type=[outs[name] for name in names],
             scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-            grid=(plan.ctas // PAIR,),
-            grid_names=("pairs",),
-            cluster=(PAIR,),
+            grid=(plan.ctas // plan.share,),
+            grid_names=("clusters",),
+            cluster=(plan.share,),
             cluster_names=("rank",),
             num_threads=plan.threads // 128,
             thread_name="warpgroup",

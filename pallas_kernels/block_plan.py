@@ -21,7 +21,8 @@ LORA_SLICES = 24
 # An exchange of sums between CTAs takes about as long as so many items of each.
 EXCHANGE_ITEMS = 30
 HEADER = 512  # barriers, 1 / rms of the rows, and the warps' parts of it
-PAIR = 2  # CTAs that share what each copies of x
+# CTAs that share what each copies of x, and the rows from which they do: one row is sooner there without the other CTA.
+PAIR, PAIRED_ROWS = 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def divided(part: Part, ctas: int, most_quads: int) -> Part:
 
     cuts = [cut(slices) for slices in range(1, min(ctas, part.quads) + 1)]
     # only sums that join the residual stream are added over CTAs
-    cuts = [c for c in cuts if c.most_quads <= most_quads and (c.slices == 1 or part.joins and c.groups)]
+    cuts = [c for c in cuts if c.most_quads <= most_quads and (c.slices == 1 or (part.joins and c.groups))]
     if not cuts:
         raise ValueError(f"K = {part.k} does not fit in {most_quads} quads of shared memory")
     return min(cuts, key=lambda c: (c.most_items + EXCHANGE_ITEMS * (c.slices > 1), c.slices))
@@ -138,9 +139,17 @@ class BlockPlan:
         return 32 * SERVICE_WARPS
 
     @property
+    def share(self) -> int:
+        """CTAs of a cluster, each of which copies a part of x to all of them."""
+        return PAIR if self.m >= PAIRED_ROWS else 1
+
+    @property
     def early_units(self) -> int:
-        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for."""
-        return 4 if self.warps == WARPS else 2
+        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for, but
+        none where it was slower (32B, one row: 85.5 us, 84.7 without)."""
+        if self.warps == WARPS:
+            return 4
+        return 2 if self.share == PAIR else 0
 
     @functools.cached_property
     def runs(self) -> int:

@@ -9,7 +9,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_plan import MAX_ROWS, PAIR, SERVICE_WARPS, BlockPlan
+from .block_plan import MAX_ROWS, SERVICE_WARPS, BlockPlan
 from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
@@ -26,9 +26,10 @@ class ServiceWarps:
     eps: float
 
     def make_barriers(self):
-        """Of this CTA. Both of a pair have theirs when all threads have been at the cluster's barrier."""
-        mem.barrier_init(self.x_full, 1)
-        mem.barrier_init(self.h_full, self.plan.service_threads)
+        """Those of a cluster's CTAs are there when all threads have been at its barrier."""
+        threads = self.plan.service_threads
+        mem.barrier_init(self.x_full, threads if self.plan.share == 1 else 1)
+        mem.barrier_init(self.h_full, threads)
         mem.fence_barrier_init()
 
     def served(self):
@@ -46,7 +47,7 @@ class ServiceWarps:
             early = self.first_of_a(i) if has_lora and i else []
             if i:
                 self.wait_for(asks, plan.arrived(i - 1), plan.ctas)
-            p.when(self.is_first, lambda i=i: self.load_x(i))
+            self.load_x(i)
             if has_lora:
                 early = early or self.first_of_a(i)
                 mem.barrier_wait(self.x_full, p.i32(i % 2))
@@ -66,17 +67,32 @@ class ServiceWarps:
         p.when(asks, lambda: self.leave(counter, self.plan.ctas))
 
     def load_x(self, i: int):
-        """Half of this CTA's columns of x, to both CTAs of the pair: the other one copies the rest."""
+        """This CTA's columns of x. In a cluster each CTA copies a part of them to all."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        size = p.mul(share.quads, COLS * 2 // PAIR)
+        size = p.mul(share.quads, COLS * 2 // plan.share)
         begin = p.mul(self.rank, size)
         source = mem.offset(self.x_of[i], p.add(p.mul(share.first_quad, COLS * 2), begin))
-        source = mem.offset(source, p.mul(self.lane, part.k * 2))
-        to = p.add(p.add(self.x_base, begin), p.mul(self.lane, plan.x_stride(part)))
-        mem.fence_async_proxy()
-        p.when(self.is_lane_0, lambda: mem.barrier_expect(self.x_full, p.mul(size, PAIR * plan.m)))
-        p.warp_sync()
-        p.when(p.lt(self.lane, plan.m), lambda: mem.bulk_load_to_all(to, source, size, self.x_full, PAIR))
+        to = p.add(self.x_base, begin)
+
+        def copy(piece, _):
+            at = p.mul(piece, 16)
+            for row in range(plan.m):
+                mem.copy_async_16(p.add(to, at), mem.offset(source, at), row * plan.x_stride(part), row * part.k * 2)
+            return []
+
+        def copy_to_all():
+            row = p.mul(self.lane, plan.x_stride(part)), p.mul(self.lane, part.k * 2)
+            mem.fence_async_proxy()
+            p.when(self.is_lane_0, lambda: mem.barrier_expect(self.x_full, p.mul(size, plan.share * plan.m)))
+            p.warp_sync()
+            places = p.add(to, row[0]), mem.offset(source, row[1])
+            p.when(p.lt(self.lane, plan.m), lambda: mem.bulk_load_to_all(*places, size, self.x_full, plan.share))
+
+        if plan.share == 1:
+            p.for_range(self.place, p.div(size, 16), plan.service_threads, [], copy)
+            mem.copy_arrive(self.x_full)
+        else:
+            p.when(self.is_first, copy_to_all)
 
     def invert(self, i: int):
         """1 / sqrt(mean of the squares + eps) of each row, from the squares of all row tiles in a fixed order."""
