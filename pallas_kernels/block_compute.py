@@ -32,7 +32,7 @@ class ComputeWarps(OutputTiles):
             mem.copy_commit()
         runs = [self.run_of(share, self.warp) for share in self.shares]
         self.all_items = functools.reduce(p.add, [p.sub(end, begin) for begin, end in runs])
-        p.cluster_wait()
+        self.barriers_seen()
         item, slot = p.i32(0), p.i32(0)
         for i in range(len(plan.parts)):
             needs = self.early_needs(i)  # under way while x is
@@ -121,12 +121,14 @@ class ComputeWarps(OutputTiles):
             await_item(item, carry[0])
             return add_item(item, self.fragments(carry[0], range(UNITS)), carry)
 
-        has_items = p.lt(first_item, last_item)
-        decoded = p.if_values(has_items, decode_early, [p.i32(0)] * (16 * plan.early_units))
+        has_items, next_item = p.lt(first_item, last_item), first_item
+        if plan.early_units:
+            decoded = p.if_values(has_items, decode_early, [p.i32(0)] * (16 * plan.early_units))
         mem.barrier_wait(self.x_full, p.i32(i % 2))
         carry = [first_slot, p.rem(begin, share.quads), p.i32(0), *[p.f32(0.0)] * 4]
-        carry = p.if_values(has_items, add_first, carry)
-        slot, *_ = p.for_range(p.add(first_item, 1), last_item, 1, carry, step)
+        if plan.early_units:
+            carry, next_item = p.if_values(has_items, add_first, carry), p.add(first_item, 1)
+        slot, *_ = p.for_range(next_item, last_item, 1, carry, step)
         return last_item, slot
 
     def fragments(self, slot, units: range, in_place: bool = False):

@@ -118,9 +118,10 @@ class _Kernel(ComputeWarps, ServiceWarps):
         return Share(group, in_slice, first, entries, first_quad, quads, tiles, p.mul(tiles, quads))
 
     def run(self):
-        p.when(p.eq(self.tid, 0), self.make_barriers)
-        p.warp_sync()
-        p.cluster_arrive()
+        if self.plan.share > 1:
+            p.when(p.eq(self.tid, 0), self.make_barriers)
+            p.warp_sync()
+            p.cluster_arrive()
         p.if_else(p.lt(self.warp, self.plan.warps), self.compute, self.serve)
 
     # ---- places --------------------------------------------------------------------------------------------------
@@ -191,8 +192,7 @@ def build(plan: BlockPlan, eps: float):
             scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
             grid=(plan.ctas // plan.share,),
             grid_names=("clusters",),
-            cluster=(plan.share,),
-            cluster_names=("rank",),
+            **({"cluster": (plan.share,), "cluster_names": ("rank",)} if plan.share > 1 else {}),
             num_threads=plan.threads // 128,
             thread_name="warpgroup",
             compiler_params=lane_level.PARAMS,

@@ -145,11 +145,11 @@ class BlockPlan:
 
     @property
     def early_units(self) -> int:
-        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for, but
-        none where it was slower (32B, one row: 85.5 us, 84.7 without)."""
-        if self.warps == WARPS:
-            return 4
-        return 2 if self.share == PAIR else 0
+        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for. One row
+        is there too soon."""
+        if self.share == 1:
+            return 0
+        return 4 if self.warps == WARPS else 2
 
     @functools.cached_property
     def runs(self) -> int:

@@ -14,7 +14,7 @@ from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
 
-SERVED = 2  # named barrier
+SERVED, PREPARED = 2, 3  # named barriers
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row of A
 BATCH = 8  # parts of K under way together when they are added
 
@@ -26,11 +26,17 @@ class ServiceWarps:
     eps: float
 
     def make_barriers(self):
-        """Those of a cluster's CTAs are there when all threads have been at its barrier."""
         threads = self.plan.service_threads
-        mem.barrier_init(self.x_full, threads if self.plan.share == 1 else 1)
+        mem.barrier_init(self.x_full, 1 if self.plan.share > 1 else threads)
         mem.barrier_init(self.h_full, threads)
         mem.fence_barrier_init()
+
+    def barriers_seen(self):
+        """The compute warps wait here for the CTA's barriers, and for those of the others of its cluster."""
+        if self.plan.share > 1:
+            p.cluster_wait()
+        else:
+            p.named_sync(PREPARED, 32 * (self.plan.warps + 1))
 
     def served(self):
         p.named_sync(SERVED, self.plan.service_threads)
@@ -41,7 +47,12 @@ class ServiceWarps:
         self.place = p.sub(self.tid, 32 * plan.warps)
         self.is_first = p.eq(self.mine, 0)
         asks = arith.andi(self.is_first, self.is_lane_0)  # one lane: many would hold up those that count
-        p.cluster_wait()
+        if plan.share > 1:
+            p.cluster_wait()
+        else:
+            p.when(asks, self.make_barriers)
+            self.served()
+            p.when(self.is_first, lambda: p.named_arrive(PREPARED, 32 * (plan.warps + 1)))
         for i, part in enumerate(plan.parts):
             has_lora = any(part.ranks)
             early = self.first_of_a(i) if has_lora and i else []
