@@ -24,19 +24,18 @@ Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole num
 CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
 Seed = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**32), "a whole number from 0 to 2^32 - 1"]
 Switch = Annotated[bool, pydantic.Field(strict=True), "true or false"]
-Text = Annotated[str, pydantic.Field(strict=True, min_length=1), "a text that is not empty"]
+Text = Annotated[str, pydantic.Field(strict=True, pattern=r"^[^\x00]+$"), "a text that is not empty, without NUL"]
 # What may be a path. A shell expands no ~ in `run.output_dir=~/runs`, nor in a YAML file.
 Location = Annotated[Text, pydantic.AfterValidator(os.path.expanduser)]
 Real = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False), "a finite number"]
-Positive = Annotated[float, pydantic.Field(strict=True, gt=0, allow_inf_nan=False), "a number > 0"]
-# With less, logits / temperature leave float32's range.
-Temperature = Annotated[float, pydantic.Field(strict=True, ge=1e-30, allow_inf_nan=False), "a number >= 1e-30"]
+# float32, in which runs compute, makes 0 or infinity of numbers far beyond, and of logits / temperature sooner.
+Positive = Annotated[float, pydantic.Field(strict=True, ge=1e-30, le=1e30), "a number from 1e-30 to 1e30"]
 Seconds = Annotated[
     float, pydantic.Field(strict=True, gt=0, le=1e7), "a number of seconds above 0 and at most 1e7, which is 115 days"
 ]
-NotNegative = Annotated[float, pydantic.Field(strict=True, ge=0, allow_inf_nan=False), "a number >= 0"]
+NotNegative = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e30), "a number from 0 to 1e30"]
 Fraction = Annotated[float, pydantic.Field(strict=True, ge=0, le=1), "a number from 0 to 1"]
-PositiveFraction = Annotated[float, pydantic.Field(strict=True, gt=0, le=1), "a number above 0 and at most 1"]
+PositiveFraction = Annotated[float, pydantic.Field(strict=True, ge=1e-30, le=1), "a number from 1e-30 to 1"]
 Decay = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1), "a number from 0 to below 1"]
 Group = Annotated[int, pydantic.Field(strict=True, ge=2), "a whole number >= 2 (advantages compare completions)"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,7 +83,7 @@ class GenerationOptions:
 
     num_generations: Group = 8
     max_completion_length: Count = 64
-    temperature: Temperature = 1.0
+    temperature: Positive = 1.0
     top_p: PositiveFraction = 1.0
     top_k: CountOrZero = 0
     min_p: Fraction = 0.0
@@ -173,7 +172,7 @@ class EvaluationOptions:
     eval_dataset: Location = "arithmetic"
     num_problems: Count = 512
     eval_steps: Count | None = None
-    temperature: Temperature = 1.0
+    temperature: Positive = 1.0
     top_p: PositiveFraction = 1.0
     batch_size: Count = 128
 

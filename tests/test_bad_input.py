@@ -223,8 +223,11 @@ def test_an_adapter_of_another_model(folder, refused):
         ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
-        ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number >= 1e-30"),
-        ([MODEL, "--prompt", "x", "--temperature", "1e-40"], "temperature is 1e-40; allowed: a number >= 1e-30"),
+        ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number from 1e-30 to 1e30"),
+        (
+            [MODEL, "--prompt", "x", "--temperature", "1e-40"],
+            "temperature is 1e-40; allowed: a number from 1e-30 to 1e30",
+        ),
     ],
 )
 def test_generate(words, expected, refused):

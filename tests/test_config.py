@@ -91,10 +91,8 @@ def test_total_steps_of_epochs_are_whole_rollouts():
     assert config.total_steps(dataset_length=100) == 10  # 150 prompts / 16, rounded up
     with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 1 optimizer steps"):
         config.total_steps(dataset_length=8)
-    endless = Config(optimizer=OptimizerOptions(num_train_epochs=1e300))
-    with pytest.raises(
-        UserError, match=r"num_train_epochs is 1e\+300, which gives .*; allowed: fewer than 2\^31 steps"
-    ):
+    endless = Config(optimizer=OptimizerOptions(num_train_epochs=1e30))
+    with pytest.raises(UserError, match=r"num_train_epochs is 1e\+30, which gives .*; allowed: fewer than 2\^31 steps"):
         endless.total_steps(dataset_length=8)
 
 
@@ -117,15 +115,23 @@ def test_overrides_are_yaml_1_2_values():
         ("optimiser.max_steps=1", "command line: unknown section optimiser (did you mean 'optimizer'?)"),
         ("noise.max_step=4", "unknown option noise.max_step (did you mean 'optimizer.max_steps'?)"),
         ("grpo.sampler_correction.lvl=token", "grpo.sampler_correction.lvl (did you mean 'level'?)"),
-        ("optimizer.learning_rate=fast", "optimizer.learning_rate is 'fast'; allowed: a number > 0"),
-        ("optimizer.learning_rate=true", "optimizer.learning_rate is true; allowed: a number > 0"),
-        ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number > 0"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate is 'fast'; allowed: a number from 1e-30 to 1e30"),
+        ("optimizer.learning_rate=true", "optimizer.learning_rate is true; allowed: a number from 1e-30 to 1e30"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number from 1e-30 to 1e30"),
         ("optimizer.max_steps=2.5", "optimizer.max_steps is 2.5; allowed: a whole number >= 1 or null"),
         ("lora.train_norms=off", "lora.train_norms is 'off'; allowed: true or false"),
         ("generation.num_generations=1", "generation.num_generations is 1; allowed: a whole number >= 2"),
-        ("generation.top_p=0", "generation.top_p is 0; allowed: a number above 0 and at most 1"),
+        ("generation.top_p=0", "generation.top_p is 0; allowed: a number from 1e-30 to 1"),
+        ("generation.top_p=1e-308", "generation.top_p is 1e-308; allowed: a number from 1e-30 to 1"),
+        ("generation.kv_cache_gb=1e308", "generation.kv_cache_gb is 1e+308; allowed: a number from 1e-30 to 1e30"),
+        ("grpo.beta=1e308", "grpo.beta is 1e+308; allowed: a number from 0 to 1e30"),
         ("grpo.loss_type=gspo", "grpo.loss_type is 'gspo'; allowed: grpo, bnpo, dapo, dr_grpo"),
-        ("noise.sigma_start=", "noise.sigma_start is null; allowed: a number > 0"),
+        ("noise.sigma_start=", "noise.sigma_start is null; allowed: a number from 1e-30 to 1e30"),
+        ("noise.sigma_start=1e308", "noise.sigma_start is 1e+308; allowed: a number from 1e-30 to 1e30"),
+        (
+            'run.output_dir="a\\0b"',
+            r"run.output_dir is 'a\x00b'; allowed: a text that is not empty, without NUL or null",
+        ),
         ("noise=3", "noise is 3; allowed: a mapping with the options num_stages"),
         ("noise.num_stages.x=3", "noise.num_stages is 10 and has no options"),
         ("lora.lora_target_modules=[x]", "lora.lora_target_modules.0 is 'x'; allowed: q_proj, k_proj"),

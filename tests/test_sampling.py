@@ -114,6 +114,7 @@ def test_a_row_draws_from_its_own_key():
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1e-40}, "temperature is 1e-40; allowed: 0 \\(greedy\\), or 1e-30 or more"),
         ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1e-40}, "top_p is 1e-40; allowed: 1e-30 to 1"),
         ({"top_k": -1}, "top_k is -1"),
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; allowed: auto, fp8_values, fp8"),

@@ -45,7 +45,7 @@ class SamplingSettings:
             ("eos_token_ids", len(self.eos_token_ids) >= 1, "one id or more"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-30, "0 (greedy), or 1e-30 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1 (off)"),
+            ("top_p", 1e-30 <= self.top_p <= 1, "1e-30 to 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
             ("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, ", ".join(KV_CACHE_DTYPES)),
         ):
