@@ -28,15 +28,16 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
             f"    before  {_text(was['completion'])}",
             f"    after   {_text(now['completion'])}",
         ]
+    other = 0 if summary["seed"] == 1 else 1
     qerl, run, prompt = _program(), shlex.quote(str(folder)), shlex.quote(_text(after["samples"][0]["prompt"]))
     lines += [
         "",
         f"everything is in {folder}: metrics.jsonl, completions.jsonl, summary.json, plots/, checkpoints/, adapter/",
         "next:",
-        f"  {qerl} evaluate {run} --seed 1",
+        f"  {qerl} evaluate {run} --seed {other}",
         f"  {qerl} generate {run} --n 3 --prompt {prompt}",
         f"  {qerl} plot {run}",
-        f"  {qerl} train {run}/config.yaml run.seed=1 run.output_dir={run}-seed1",
+        f"  {qerl} train {run}/config.yaml run.seed={other} run.output_dir={run}-seed{other}",
     ]
     return "\n".join(lines)
 

@@ -46,6 +46,14 @@ def test_a_prompt_of_any_text_is_quoted_and_of_a_conversation_the_last_message()
     assert "plot 'my run'\n" in text
 
 
+@pytest.mark.parametrize(("seed", "other"), [(0, 1), (1, 0), (7, 1)])
+def test_what_to_do_next_is_not_the_same_run_again(seed, other):
+    point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
+    text = report(Path("x"), summary(point, point) | {"seed": seed})
+    assert f"evaluate x --seed {other}\n" in text
+    assert f"train x/config.yaml run.seed={other} run.output_dir=x-seed{other}" in text
+
+
 @pytest.mark.parametrize(
     ("script", "on_path", "expected"),
     [
