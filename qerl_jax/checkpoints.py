@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import operator
 import os
 import re
 import shutil
@@ -88,6 +89,7 @@ def save_checkpoint(
       ValueError: a negative step, a limit below 1, or NaN or infinity in `progress`.
       UserError: the system refuses to write, as where the disk is full; older checkpoints are as they were.
     """
+    step = operator.index(step)  # of a scalar array, as `TrainState.step` is
     if step < 0 or (save_total_limit is not None and save_total_limit < 1):
         raise ValueError(f"step must be >= 0 and save_total_limit >= 1; got {step} and {save_total_limit}")
     leaves = _leaves(tree)

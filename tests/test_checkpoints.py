@@ -117,6 +117,11 @@ def test_rotation_and_choice_of_a_step(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step_00000035", "step_00000040"]
 
 
+def test_a_step_may_be_a_scalar_array(tmp_path):
+    folder = save_checkpoint(tmp_path, jnp.int32(7), make_tree(), {})
+    assert folder.name == "step_00000007" and restore_checkpoint(tmp_path, make_tree())[2] == 7
+
+
 def test_same_step_is_replaced(tmp_path):
     save_checkpoint(tmp_path, 1, {"x": jnp.float32(1)}, {})
     save_checkpoint(tmp_path, 1, {"x": jnp.float32(2)}, {}, save_total_limit=1)
