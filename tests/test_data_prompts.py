@@ -43,6 +43,11 @@ def test_an_empty_prompt_is_refused(tokenizer):
         encode_prompts(tokenizer, ["Ann", ""], 6)
 
 
+def test_one_text_is_no_list(tokenizer):
+    with pytest.raises(TypeError, match="prompts are one text, 'Ann'; expected a list"):
+        encode_prompts(tokenizer, "Ann", 6)
+
+
 def test_messages_without_a_template(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(UserError, match="no chat template"):

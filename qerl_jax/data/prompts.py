@@ -109,7 +109,10 @@ def encode_prompts(
 
     Raises:
       UserError: a prompt of no tokens or of more than P, by its number in the list and its beginning.
+      TypeError: one text instead of a list.
     """
+    if isinstance(prompts, str):
+        raise TypeError(f"prompts are one text, {beginning(prompts)}; expected a list of prompts")
     pad = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     tokens = np.full((len(prompts), max_prompt_length), pad, np.int32)
     lengths = np.zeros(len(prompts), np.int32)
