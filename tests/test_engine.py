@@ -304,6 +304,13 @@ def test_prompts_are_prefilled_as_many_at_once_as_a_program_takes(slots, at_once
     assert many.statistics.prefills == 4 * slots // at_once + 1
 
 
+def test_a_key_of_the_older_kind_draws_the_same_and_is_the_callers_still():
+    older = jax.random.key_data(KEY)
+    for _ in range(2):
+        found = list(engine(max_slots=2).generate(ADAPTER, requests(), older))
+        assert all(same(done, with_slots(3)[done.request, done.sample]) for done in found)
+
+
 def test_a_bad_request_is_named_and_the_others_run():
     good = requests()[0]
     bad = {
@@ -313,6 +320,9 @@ def test_a_bad_request_is_named_and_the_others_run():
         4: (Request([-1]), "has the token id -1"),
         5: (Request([20], n=0), "asks for 0 samples"),
         6: (Request([20], max_completion_length=C + 1), f"asks for {C + 1} tokens; allowed: 1 to the engine's {C}"),
+        7: (Request("twenty"), "is 'twenty'; expected token ids"),
+        8: (Request([20.0]), "is [20.0]; expected token ids"),
+        9: (Request([20], place=2**31), "has the place 2147483648; allowed: an int32"),
     }
     found = list(engine(max_slots=3).generate(ADAPTER, [good, *(request for request, _ in bad.values())], KEY))
     assert {done.request: done.error for done in found if done.error}.keys() == bad.keys()
@@ -328,6 +338,7 @@ def test_a_bad_request_is_named_and_the_others_run():
 @pytest.mark.parametrize("wrong, message", [
     ({"lengths": jnp.array([3, 0, 2])}, "prompt 1 is empty"),
     ({"lengths": jnp.array([3, 5, 2])}, r"prompts have 4 token slots, and lengths \[3, 5, 2\]"),
+    ({"places": jnp.arange(2)}, r"prompts have tokens for 3, lengths \(3,\) and places \(2,\)"),
     ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
     ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),
 ])  # fmt: skip

@@ -97,6 +97,8 @@ class Engine:
         if self.max_prompt_length < P:
             raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
+        if lengths.shape != (N,) or places.shape != (N,):
+            raise ValueError(f"prompts have tokens for {N}, lengths {lengths.shape} and places {places.shape}")
         if not np.all(lengths <= P):
             raise ValueError(f"prompts have {P} token slots, and lengths {lengths.tolist()}")
         requests = [
@@ -152,7 +154,7 @@ class Engine:
         Args:
           adapter: the policy's; None is the base alone.
           requests: what is wanted.
-          key: PRNG key.
+          key: PRNG key, of either kind that JAX has.
           norms: norm scales to use instead of the clean ones.
           until: looked at between chunks: given the ids of a sample so far, the number of tokens with which it is over
             (finish_reason "stop"), or None. It must not depend on ids behind that number.
@@ -172,6 +174,8 @@ class Engine:
             else:
                 yield Completion(number, 0, [], np.zeros(0, np.float32), None, "error", error)
         if good:
+            if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+                key = jax.random.wrap_key_data(key)  # of `jax.random.PRNGKey`
             plan = self.plan(sum(request.n for request in good.values()), len(good), adapter)
             model, adapter = prepared(self.model, adapter, programs().made(self.model, adapter))
             norms = norms_of(model, adapter) if norms is None else norms
@@ -192,8 +196,11 @@ class Engine:
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request cannot run, or None."""
-        length, vocabulary, C = len(request.prompt), self.model.config.vocab_size, self.settings.max_completion_length
-        strange = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
+        ids = np.asarray(request.prompt)
+        if ids.ndim != 1 or (ids.size > 0 and ids.dtype.kind not in "iu"):
+            return f"is {request.prompt!r:.60}; expected token ids"
+        length, vocabulary, C = len(ids), self.model.config.vocab_size, self.settings.max_completion_length
+        strange = next((int(token) for token in ids[(ids < 0) | (ids >= vocabulary)]), None)
         limit = request.max_completion_length
         if length == 0:
             return "is empty; expected one token or more"
@@ -203,6 +210,8 @@ class Engine:
             return f"has the token id {strange}; allowed: 0 to {vocabulary - 1}"
         if request.n < 1:
             return f"asks for {request.n} samples; allowed: 1 or more"
+        if request.place is not None and not -(2**31) <= request.place < 2**31:
+            return f"has the place {request.place}; allowed: an int32"
         if limit is not None and not 1 <= limit <= C:
             return f"asks for {limit} tokens; allowed: 1 to the engine's {C}"
         return None

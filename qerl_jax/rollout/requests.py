@@ -13,7 +13,7 @@ class Request:
     Attributes:
       prompt: token ids.
       n: how many samples.
-      place: its identity for the random number generator; None is its number among the requests.
+      place: its identity for the random number generator, an int32; None is its number among the requests.
       max_completion_length: most tokens of a sample; None is the engine's.
     """
 
