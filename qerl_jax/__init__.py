@@ -69,6 +69,7 @@ _EXPORTS = {
         "grpo_step",
         "make_batch",
         "sample_rollout",
+        "with_policies",
     ),
     "qerl_jax.rl.update": (
         "Batch",

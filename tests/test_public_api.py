@@ -36,7 +36,7 @@ def test_every_name_is_what_its_module_has_and_is_documented(name):
 def test_the_names_of_the_readme_are_there_and_others_are_not():
     named = {
         "load_model", "quantize", "init_adapter", "logits", "sample_rollout", "update_step", "grpo_step",
-        "perturb_norms", "TrainState", "save_checkpoint", "restore_checkpoint",
+        "perturb_norms", "TrainState", "save_checkpoint", "restore_checkpoint", "with_policies",
     }  # fmt: skip
     assert named <= set(qerl.__all__) <= set(dir(qerl))
     with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
@@ -118,6 +118,17 @@ def batch():
     logps = jnp.full((8, 6), -2.0)
     completions = qerl.Rollout(tokens, lengths, lengths < 6, logps, None)
     return qerl.make_batch(PROMPTS, completions, small_ids(PROMPTS, completions), jnp.int32(0), SETTINGS)
+
+
+def test_rewards_are_any_numbers_one_for_each_completion():
+    completions = qerl.Rollout(
+        jnp.zeros((8, 6), jnp.int32), jnp.full(8, 6), jnp.zeros(8, bool), jnp.zeros((8, 6)), None
+    )
+    make = functools.partial(qerl.make_batch, PROMPTS, completions, step=0, settings=SETTINGS)
+    assert make(range(8)).rewards.tolist() == list(range(8)) and make([True] * 8).rewards.dtype == jnp.float32
+    for wrong in (np.zeros(7), np.zeros((2, 4))):
+        with pytest.raises(ValueError, match=r"rewards have the shape .*; allowed: \(8,\), one for each completion"):
+            make(wrong)
 
 
 def test_update_step_takes_any_loss_advantage_and_optimizer(batch):

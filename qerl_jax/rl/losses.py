@@ -96,7 +96,10 @@ def policy_loss(
     }
     if spec.beta != 0:
         if ref_logp_BC is None:
-            raise ValueError("beta is not 0, so the loss needs ref_logp, the reference policy's log-probabilities")
+            raise ValueError(
+                "beta is not 0, so the loss needs ref_logp, the reference policy's log-probabilities, which "
+                "`with_policies` adds to a batch"
+            )
         gap_BC = jnp.where(mask_BC, ref_logp_BC - logp_BC, 0.0)
         kl_BC = jnp.exp(gap_BC) - gap_BC - 1
         token_loss_BC += spec.beta * kl_BC

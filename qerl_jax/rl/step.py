@@ -7,7 +7,7 @@ Dimension letters: N prompts, G completions per prompt, B = N * G, P prompt slot
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,14 +77,24 @@ def sample_rollout(
 def make_batch(
     prompts: Prompts,
     completions: Rollout,
-    rewards_B: jax.Array,
+    rewards_B: jax.Array | Sequence[float],
     step: jax.Array,
     settings: StepSettings,
     advantage_fn: AdvantageFn | None = None,
 ) -> Batch:
-    """Joins completions and rewards; the loss mask goes by length, never by the pad id. With `advantage_fn` the
-    advantages are of all these completions, whatever parts the batch is cut into."""
+    """Joins completions and rewards, any N * G numbers; the loss mask goes by length, never by the pad id. With
+    `advantage_fn` the advantages are of all these completions, whatever parts the batch is cut into.
+
+    It serves one update, by a loss without reference; `with_policies` adds what else is needed.
+
+    Raises:
+      ValueError: not one reward for each completion.
+    """
     G = settings.update.num_generations
+    rewards_B = jnp.asarray(rewards_B, jnp.float32)
+    if rewards_B.shape != completions.lengths.shape:
+        of_all = completions.lengths.shape
+        raise ValueError(f"rewards have the shape {rewards_B.shape}; allowed: {of_all}, one for each completion")
     mask_BC = jnp.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
     if settings.mask_truncated_completions:
         mask_BC &= completions.terminated[:, None]
@@ -104,7 +114,12 @@ def make_batch(
 def with_policies(
     model: Model, adapter: Adapter, batch: Batch, settings: UpdateSettings, several_updates: bool
 ) -> Batch:
-    """Adds the old policy's log-probabilities if the batch serves several updates, and the reference's if beta != 0."""
+    """Adds to a batch what it was drawn without, under the policy of its rollout, `adapter`.
+
+    Those are the old policy's log-probabilities if `several_updates` will be made with it (and settings.old_logprobs is
+    `learner`), without which the ratio is 1 in all of them; and if settings.loss.beta is not 0 the reference's, for a
+    loss of your own too.
+    """
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])
     if settings.loss.beta != 0:

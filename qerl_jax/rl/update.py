@@ -149,12 +149,14 @@ def update_step(
     Args:
       state: see `TrainState`.
       model: the frozen network.
-      batch: B rows, a multiple of both num_generations and micro_batch_size.
+      batch: B rows, a multiple of both num_generations and micro_batch_size; see `with_policies` for one that serves
+        several updates.
       optimizer: any optax transformation over the adapter that goes by gradients and parameters alone; one whose
         update asks for more, as `reduce_on_plateau` does for the loss, is to be given it by a wrapper of yours.
       settings: static choices.
-      loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
-        the default is `settings.loss`. With several micro-batches another costs a forward pass more than the default.
+      loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C], and
+        ref_logp None where the batch has none; the default is `settings.loss`. With several micro-batches another
+        costs a forward pass more than the default.
       advantage_fn: rewards [N, G] -> advantages [N, G], of a batch that brings none; the default is
         `group_advantages`.
 
