@@ -127,7 +127,8 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
         )
     sources: dict[str, Source] = {}
     _locate(node, "", where, sources)
-    return values, sources
+    # A section whose options are all commented out is null to YAML.
+    return {name: {} if section is None else section for name, section in values.items()}, sources
 
 
 def _locate(node: Node, prefix: str, where: str, sources: dict[str, Source]) -> None:

@@ -22,6 +22,12 @@ def test_yaml_1_2_reads_numbers_and_off_as_people_mean_them(tmp_path):
     assert str(recipe.sources["e.f"]) == "command line: "
 
 
+def test_a_section_may_be_empty(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("optimizer:\n  # max_steps: 10\nnoise:\n")
+    assert read_recipe(str(path), ["optimizer.max_steps=3"]).values == {"optimizer": {"max_steps": 3}, "noise": {}}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -65,7 +71,7 @@ def test_a_file_beside_the_user_wins_over_a_shipped_recipe_only_by_path(tmp_path
 
 
 def test_written_yaml_reads_back_in_order(tmp_path):
-    values = {"b": {"y": 1e-8, "x": "off"}, "a": [1, {"f": "1e-5"}], "n": None, "e": []}
+    values = {"b": {"y": 1e-8, "x": "off", "n": None}, "a": [1, {"f": "1e-5"}], "e": []}
     write_yaml(values, tmp_path / "o.yaml")
     back = read_recipe(str(tmp_path / "o.yaml"), []).values
     assert back == values
