@@ -22,6 +22,10 @@ def allowed(**kwargs):
     return np.flatnonzero(np.isfinite(np.asarray(truncate(LOGITS / s.temperature, s)))[0]).tolist()
 
 
+def test_eos_ids_may_be_a_list():
+    assert hash(SamplingSettings(4, [1], 0)) == hash(SamplingSettings(4, (1,), 0))
+
+
 def test_truncation_by_hand():
     assert allowed(top_k=2) == [0, 1]
     assert allowed(top_k=99) == [0, 1, 2, 3, 4]

@@ -22,7 +22,7 @@ class SamplingSettings:
 
     Attributes:
       max_completion_length: most tokens of a completion, the EOS included.
-      eos_token_ids: any of them ends a completion.
+      eos_token_ids: any of them ends a completion; any sequence is kept as a tuple.
       pad_token_id: fills the slots after the end.
       temperature: 0 is greedy; its log-probabilities are those at temperature 1.
       top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Applied in that order, as transformers does.
@@ -40,6 +40,7 @@ class SamplingSettings:
     kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
         for name, fine, allowed in (
             ("max_completion_length", self.max_completion_length >= 1, "1 or more"),
             ("eos_token_ids", len(self.eos_token_ids) >= 1, "one id or more"),
