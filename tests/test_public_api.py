@@ -120,6 +120,11 @@ def batch():
     return qerl.make_batch(PROMPTS, completions, small_ids(PROMPTS, completions), jnp.int32(0), SETTINGS)
 
 
+def test_a_learning_rate_schedule_that_does_not_exist():
+    with pytest.raises(ValueError, match="lr_scheduler_type is 'cosin'; allowed: cosine, linear, constant"):
+        qerl.OptimizerSpec(1e-3, total_steps=5, lr_scheduler_type="cosin")
+
+
 def test_rewards_are_any_numbers_one_for_each_completion():
     completions = qerl.Rollout(
         jnp.zeros((8, 6), jnp.int32), jnp.full(8, 6), jnp.zeros(8, bool), jnp.zeros((8, 6)), None

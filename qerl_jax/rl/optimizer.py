@@ -26,6 +26,10 @@ class OptimizerSpec:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 0.2
 
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in ("cosine", "linear", "constant"):
+            raise ValueError(f"lr_scheduler_type is {self.lr_scheduler_type!r}; allowed: cosine, linear, constant")
+
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
     """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay to 0."""
