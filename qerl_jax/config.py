@@ -170,7 +170,7 @@ class EvaluationOptions:
     """Accuracy on held-out problems, sampled and greedy: before and after the run, and every eval_steps if given."""
 
     eval_dataset: Location = "arithmetic"
-    num_problems: Count = 512
+    num_problems: Count = 512  # the first of them; all, where there are fewer
     eval_steps: Count | None = None
     temperature: Positive = 1.0
     top_p: PositiveFraction = 1.0
