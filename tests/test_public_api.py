@@ -120,9 +120,33 @@ def batch():
     return qerl.make_batch(PROMPTS, completions, small_ids(PROMPTS, completions), jnp.int32(0), SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("name", "after_warmup"),
+    [("cosine", [1, 0.75, 0.25]), ("linear", [1, 2 / 3, 1 / 3]), ("constant", [1, 1, 1])],
+)
+def test_learning_rates_by_hand(name, after_warmup):
+    """Of five steps a warm-up of 0.3 takes two, rounded up; each update moves a weight by the step's rate."""
+    spec = qerl.OptimizerSpec(1e-3, 5, name, warmup_ratio=0.3, weight_decay=0, adam_beta1=0, adam_beta2=0)
+    optimizer, adapter = qerl.make_optimizer(spec), tiny_adapter(MODEL)
+    state, rates = optimizer.init(adapter), []
+    for _ in range(5):
+        updates, state = optimizer.update(jax.tree.map(jnp.ones_like, adapter), state, adapter)
+        rates.append(-float(jax.tree.leaves(updates)[0].ravel()[0]))
+    np.testing.assert_allclose(rates, 1e-3 * np.array([0.5, 1, *after_warmup]), rtol=1e-4)
+
+
 def test_a_learning_rate_schedule_that_does_not_exist():
     with pytest.raises(ValueError, match="lr_scheduler_type is 'cosin'; allowed: cosine, linear, constant"):
         qerl.OptimizerSpec(1e-3, total_steps=5, lr_scheduler_type="cosin")
+
+
+def test_a_batch_with_its_states_step_outlives_the_state():
+    """The update is left out."""
+    state = qerl.init_state(tiny_adapter(MODEL), optax.sgd(1e-2))
+    completions = qerl.Rollout(jnp.ones((8, 6), jnp.int32), jnp.full(8, 6), jnp.zeros(8, bool), jnp.zeros((8, 6)), None)
+    batch = qerl.make_batch(PROMPTS, completions, [0.0] * 8, state.step, SETTINGS)
+    step = jax.jit(lambda state, batch: state.replace(step=state.step + batch.rollout_step), donate_argnums=0)
+    assert int(step(state, batch).step) == int(batch.rollout_step) == 0
 
 
 def test_rewards_are_any_numbers_one_for_each_completion():

@@ -106,7 +106,7 @@ def make_batch(
         mask=mask_BC,
         rewards=rewards_B,
         sampled_logps=completions.logps,
-        rollout_step=step,
+        rollout_step=jnp.array(step, jnp.int32),  # a copy: the step may be that of a state which an update is donated
         advantages=None if advantage_fn is None else advantage_fn(rewards_B.reshape(-1, G)).reshape(-1),
     )
 
