@@ -18,6 +18,13 @@ def test_equal_rewards_give_exactly_zero(scale):
     assert np.all(np.asarray(group_advantages(REWARDS, scale)[1]) == 0.0)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_whose_mean_is_not_theirs_in_float32_give_exactly_zero(scale):
+    rewards = jnp.array([[0.1] * 8, [0.3] * 8])
+    assert np.any(np.asarray(rewards - rewards.mean(1, keepdims=True)))
+    assert not np.any(np.asarray(group_advantages(rewards, scale)))
+
+
 def test_batch_and_none():
     np.testing.assert_allclose(group_advantages(REWARDS, "none")[0], [0.5, -0.5, -0.5, 0.5])
     std = np.std(np.asarray(REWARDS), ddof=1)

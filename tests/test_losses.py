@@ -59,11 +59,52 @@ def test_padding_values_never_reach_the_loss():
     assert jnp.isfinite(loss) and jnp.all(jnp.isfinite(grad)) and grad[0, 1] == 0
 
 
+@pytest.mark.parametrize("anything", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nothing_behind_a_rows_end_reaches_loss_gradient_or_metrics(place, anything):
+    mask = jnp.array([[True, False], [True, True]])
+    clean = [jnp.array([[-1.0, 0.0], [-2.0, -3.0]]), jnp.zeros((2, 2)), jnp.full((2, 2), -0.5)]
+    padded = [array.at[0, 1].set(anything) if i == place else array for i, array in enumerate(clean)]
+
+    @jax.jit
+    def run(arrays):
+        def loss(logp):
+            return policy_loss(LossSpec("dapo", 0.1), logp, arrays[1], arrays[2], jnp.array([[1.0], [-1.0]]), mask)
+
+        return jax.value_and_grad(loss, has_aux=True)(arrays[0])
+
+    for a, b in zip(jax.tree.leaves(run(padded)), jax.tree.leaves(run(clean)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.all(np.isfinite(a))
+
+
+def test_clipped_tokens_are_counted_by_side():
+    """Ratios 0.7, 0.79, 0.81, 1.27, 1.29 and 2 with the default limits 0.8 and 1.28; the last column is masked."""
+    logs = jnp.log(jnp.array([0.7, 0.79, 0.81, 1.27, 1.29, 2.0, 9.0]))
+    mask = jnp.arange(7) < 6
+    logp, mask = (jnp.broadcast_to(x, (2, 7)) for x in (logs, mask))
+    _, metrics = policy_loss(LossSpec(), logp, jnp.zeros((2, 7)), None, jnp.array([[1.0], [-1.0]]), mask)
+    # Only the row that gains by it is clipped: upwards the first, downwards the second.
+    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], 2 / 12)
+    np.testing.assert_allclose(metrics["clip_ratio/low_mean"], 2 / 12)
+    _, metrics = policy_loss(LossSpec(), logp[:, 3:], jnp.zeros((2, 4)), None, jnp.array([[1.0], [-1.0]]), mask[:, 3:])
+    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], 2 / 6)
+    assert float(metrics["clip_ratio/low_mean"]) == 0
+    np.testing.assert_allclose(metrics["clip_ratio/region_mean"], 2 / 6)
+    assert "kl" not in metrics
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+def test_a_batch_without_active_tokens_weighs_nothing(loss_type):
+    np.testing.assert_array_equal(token_weights(jnp.zeros((2, 3), bool), loss_type), np.zeros((2, 3)))
+
+
 def test_token_weights_by_hand():
     mask = jnp.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     np.testing.assert_allclose(token_weights(mask, "grpo").sum(1), [1 / 3, 1 / 3, 0])
     np.testing.assert_allclose(token_weights(mask, "dapo").sum(1), [2 / 3, 1 / 3, 0])
     np.testing.assert_allclose(token_weights(mask, "dr_grpo").sum(1), [2 / 12, 1 / 12, 0])
+    np.testing.assert_array_equal(token_weights(mask, LossSpec().loss_type), token_weights(mask, "dapo"))
 
 
 def test_unknown_loss_and_missing_reference_are_refused():
