@@ -39,6 +39,19 @@ def test_a_sum_out_of_range_is_an_error():
         combine({"a": [0.0, 3.0], "b": [1.0, 1.0]}, [1e20, 1.0])
 
 
+def test_a_negative_sum_out_of_range_is_an_error_too():
+    with pytest.raises(UserError, match=r"row 0 has the reward -3e\+20"):
+        combine({"a": [-3.0]}, [1e20])
+
+
+def test_weights_go_by_the_order_of_the_config(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions, **columns):\n    return [1.0] * len(completions)\n")
+    with RewardFunctions(options((f"{tmp_path}/mine.py:f", 10.0), ("format", 1.0))) as rewards:
+        scores = rewards(EXAMPLES, ["#### 4", "5"], [[1]] * 2, 1)
+    np.testing.assert_array_equal(scores.total, np.asarray([11, 10], np.float32))
+    assert list(scores.each) == ["f", "format"]
+
+
 def test_builtin_functions_score_groups_prompt_by_prompt():
     with RewardFunctions(options(("accuracy", 1.0), ("format", 0.2))) as rewards:
         scores = rewards(EXAMPLES, ["#### 4", "#### 5", "#### 5", "5"], [[1]] * 4, 2)

@@ -22,6 +22,7 @@ def score(completion, answer):
         ("#### 120", "12", 0.0),
         ("#### -12", "12", 0.0),
         ("#### 12.0", "12", 1.0),
+        ("#### 12", "+12", 1.0),
         ("#### 12.50", 12.5, 1.0),
         ("#### 0.1", 0.1, 1.0),
         ("#### 1,234", "1234", 1.0),
@@ -37,6 +38,9 @@ def score(completion, answer):
         ("7 ####", "7", 0.0),
         ("#### 5 #### 7", "7", 1.0),
         ("#### 7 #### 5", "7", 0.0),
+        ("#### 7 ####", "7", 0.0),
+        ("#### 5, or 7", "7", 1.0),
+        ("#### 7, or 5", "7", 0.0),
         ("", "7", 0.0),
         ("#### 72", "Natalia sold 48/2 = 24.\n#### 72", 1.0),
         ("#### " + "9" * 5000, "9", 0.0),
@@ -64,6 +68,8 @@ def test_accuracy(completion, answer, expected):
 
 def test_accuracy_reads_the_assistants_message():
     assert score([{"role": "assistant", "content": "#### 4"}], 4) == 1.0
+    several = [{"role": "assistant", "content": "#### 4"}, {"role": "assistant", "content": "No. #### 5"}]
+    assert (score(several, 4), score(several, 5)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("answer", ["four", "", True, [4], float("nan"), "1 2", "2e", "e5", "1e9999"])
@@ -82,6 +88,7 @@ def test_final_number_is_exact():
     [
         (" 1+1=2 #### 2", 1.0),
         ("#### -2.5 ", 1.0),
+        ("#### +2", 1.0),
         ("#### 1.5e-3", 1.0),
         ("#### 2e", 0.0),
         ("#### 2 #### 2", 0.0),
