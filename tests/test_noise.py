@@ -77,6 +77,13 @@ def test_noise_has_the_stated_standard_deviation():
     assert abs(float(noise.std()) - 1e-3) < 3e-5 and abs(float(noise.mean())) < 3e-5
 
 
+def test_every_norm_has_a_draw_of_its_own():
+    clean = Norms((jnp.ones(500),) * 3, (jnp.ones(500),) * 3, jnp.ones(500))
+    norms = perturb_norms(clean, 0.1, jax.random.key(0), final_norm=True)
+    apart = np.corrcoef(np.stack([*norms.input, *norms.post_attention, norms.final])) - np.eye(7)
+    assert np.abs(apart).max() < 0.25
+
+
 def test_noise_equals_row_scaling_of_the_weights_that_follow():
     """w + Z on a norm is (1 + Z / w) on the input channels of q, k, v (first norm) and gate, up (second), to 1e-12."""
     with jax.enable_x64(True):

@@ -18,9 +18,17 @@ from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
-from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, rollout_norms, sample_rollout, with_policies
+from qerl_jax.rl.step import (
+    StepSettings,
+    grpo_step,
+    make_batch,
+    reward_metrics,
+    rollout_norms,
+    sample_rollout,
+    with_policies,
+)
 from qerl_jax.rl.update import UpdateSettings, init_state, update_step
-from qerl_jax.rollout import Prompts, SamplingSettings
+from qerl_jax.rollout import Prompts, Rollout, SamplingSettings
 
 MODEL = tiny_model()
 PROMPTS = Prompts(
@@ -213,6 +221,29 @@ def test_a_row_whose_ratio_overflows_has_finite_weights_behind_its_end_too(mode,
     assert float(metrics["sampling/importance_sampling_ratio/mean"]) == weight  # of the one row that counts
 
 
+def test_how_far_learner_and_sampler_are_apart_counts_active_tokens_alone():
+    learner = jnp.array([[-1.0, -2.0, jnp.nan], [-3.0, -jnp.inf, 0.0]])
+    sampled = jnp.array([[-1.5, -1.0, 0.0], [-3.25, 0.0, 50.0]])
+    mask = jnp.array([[True, True, False], [True, False, False]])
+    gap = gap_metrics(learner, sampled, mask)
+    np.testing.assert_allclose(gap["sampling/sampling_logp_difference/mean"], (0.5 + 1 + 0.25) / 3)
+    np.testing.assert_allclose(gap["sampling/sampling_logp_difference/max"], 1)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_correction_weights_are_constants_up_to_their_cap(level):
+    learner = jnp.log(jnp.array([[0.5, 2.0], [2.5, 1.0]]))
+    correction, mask = SamplerCorrection(level), jnp.ones((2, 2), bool)
+
+    def total(learner):
+        return jnp.sum(correction_weights(correction, learner, jnp.zeros((2, 2)), mask)[0])
+
+    value, gradient = jax.value_and_grad(total)(learner)
+    # 2 itself is not cut, 2.5 is; the first row's ratio is 1 and the second's 2.5.
+    np.testing.assert_allclose(value, 0.5 + 2 + 2 + 1 if level == "token" else 1 + 1 + 2 + 2, rtol=1e-6)
+    assert not gradient.any()
+
+
 @pytest.mark.parametrize("wrong", [{"level": "tokens"}, {"mode": "cut"}, {"cap": 0.0}, {"cap": float("nan")}])
 def test_a_correction_that_does_not_exist(wrong):
     with pytest.raises(ValueError, match="allowed"):
@@ -253,6 +284,54 @@ def test_masked_truncated_rows_still_count_in_their_group():
     _, masked = update(state_of(), batch, UPDATE, spy)
     _, unmasked = update(state_of(), plain, UPDATE, spy)
     np.testing.assert_array_equal(masked["advantages"], unmasked["advantages"])
+
+
+def test_metrics_of_a_rollout_by_hand():
+    """Group deviations sqrt(2), 0 and sqrt(8), by G - 1; lengths of which the last two are cut."""
+    lengths, terminated = jnp.array([2, 5, 1, 3, 6, 6]), jnp.array([True] * 4 + [False] * 2)
+    completions = Rollout(jnp.zeros((6, 6), jnp.int32), lengths, terminated, jnp.zeros((6, 6)), None)
+    found = reward_metrics(jnp.array([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]]), completions)
+    expected = {
+        "reward": 2,
+        "reward_std": (np.sqrt(2) + np.sqrt(8)) / 3,
+        "frac_reward_zero_std": 1 / 3,
+        "completions/mean_length": 23 / 6,
+        "completions/min_length": 1,
+        "completions/max_length": 6,
+        "completions/mean_terminated_length": 11 / 4,
+        "completions/clipped_ratio": 1 / 3,
+    }
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-6)
+    cut = reward_metrics(jnp.zeros((3, 2)), completions.replace(terminated=jnp.zeros(6, bool)))
+    assert float(cut["completions/mean_terminated_length"]) == 0 and float(cut["completions/clipped_ratio"]) == 1
+
+
+def test_a_batch_is_prompt_major_and_masked_by_length():
+    completions = Rollout(
+        jnp.zeros((6, 4), jnp.int32),  # all of them the pad id, which may be a token like others
+        jnp.array([4, 1, 2, 4, 3, 4]),
+        jnp.array([True, True, True, False, True, False]),
+        jnp.arange(24.0).reshape(6, 4),
+        None,
+    )
+    rewards, two = jnp.arange(6.0), dataclasses.replace(UPDATE, num_generations=2)
+    for masks, lengths in ((False, [4, 1, 2, 4, 3, 4]), (True, [4, 1, 2, 0, 3, 0])):
+        settings = StepSettings(SAMPLING, two, mask_truncated_completions=masks)
+        batch = make_batch(PROMPTS, completions, rewards, jnp.int32(7), settings)
+        assert batch.mask.sum(1).tolist() == lengths and not bool(jnp.any(batch.mask[1:3, 2:]))
+        assert batch.prompt[:, 0].tolist() == [5, 5, 7, 7, 20, 20]
+        assert batch.prompt_lengths.tolist() == [3, 3, 1, 1, 4, 4]
+        assert batch.completion_lengths.tolist() == [4, 1, 2, 4, 3, 4] and int(batch.rollout_step) == 7
+        np.testing.assert_array_equal(batch.sampled_logps, completions.logps)
+
+
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_the_final_norm_gets_noise_where_the_schedule_says_so(final_norm):
+    settings = dataclasses.replace(SETTINGS, noise=NoiseSchedule(2, 0.3, 0.3, 4, final_norm=final_norm))
+    for step, sigma in ((0, 0.0), (2, 0.3)):
+        norms, found = rollout_norms(MODEL, None, jax.random.key(5), jnp.int32(step), settings)
+        noise = norms.final - MODEL.base.final_norm
+        assert float(found) == np.float32(sigma) and bool(jnp.any(noise)) == (final_norm and step == 2)
 
 
 def test_equal_rewards_give_no_gradient():
