@@ -55,6 +55,12 @@ def test_a_nucleus_by_hand_with_a_tie_at_its_edge():
         assert int((logits >= nucleus_floor(logits, top_p)).sum()) == expected
 
 
+def test_the_nucleus_ends_where_exactly_top_p_is_reached():
+    logits = jnp.array([[0.0, -1e-9]])  # each of probability 1/2 in float32
+    for top_p, expected in ((0.5, [True, False]), (0.5001, [True, True])):
+        assert (logits >= nucleus_floor(logits, top_p))[0].tolist() == expected
+
+
 def test_rows_do_not_depend_on_each_other():
     together = nucleus_floor(jnp.asarray(ROWS), 0.7)
     for i in (0, 8, 16):
