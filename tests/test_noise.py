@@ -26,13 +26,16 @@ def test_exponential_stages_by_hand():
 def test_other_decays_by_hand():
     np.testing.assert_allclose(sigmas(schedule="linear")[::2], [0, 1e-2, 5.05e-3, 1e-4], rtol=1e-6)
     np.testing.assert_allclose(sigmas(schedule="cosine")[::2], [0, 1e-2, 5.05e-3, 1e-4], rtol=1e-6)
+    fifths = sigmas(schedule="cosine", num_stages=5, sigma_start=0.05, sigma_end=0.01, total_steps=5)
+    np.testing.assert_allclose(fifths, [0, 0.05, 0.04, 0.02, 0.01], rtol=1e-6)  # cos 60° = 1/2
     middle = 1e-2 + (1e-4 - 1e-2) * np.log(2) / np.log(3)
     np.testing.assert_allclose(sigmas(schedule="logarithmic")[::2], [0, 1e-2, middle, 1e-4], rtol=1e-6)
 
 
-def test_one_and_two_stages():
-    assert sigmas(num_stages=1) == [0.0] * 8
-    np.testing.assert_allclose(sigmas(num_stages=2), [0.0] * 4 + [1e-2] * 4, rtol=1e-6)
+@pytest.mark.parametrize("schedule", ["exponential", "linear", "cosine", "logarithmic"])
+def test_one_and_two_stages(schedule):
+    assert sigmas(num_stages=1, schedule=schedule) == [0.0] * 8
+    np.testing.assert_allclose(sigmas(num_stages=2, schedule=schedule), [0.0] * 4 + [1e-2] * 4, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("K", "T"), [(3, 7), (10, 10), (10, 64), (7, 100)])
