@@ -14,7 +14,7 @@ LOGITS = jnp.log(jnp.array([[0.5, 0.2, 0.15, 0.1, 0.05]]))
 
 
 def settings(**kwargs):
-    return SamplingSettings(max_completion_length=4, eos_token_ids=(1,), pad_token_id=0, **kwargs)
+    return SamplingSettings(**({"max_completion_length": 4, "eos_token_ids": (1,), "pad_token_id": 0} | kwargs))
 
 
 def allowed(**kwargs):
@@ -117,10 +117,14 @@ def test_a_row_draws_from_its_own_key():
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1e-40}, "temperature is 1e-40; allowed: 0 \\(greedy\\), or 1e-30 or more"),
+        ({"max_completion_length": 0}, "max_completion_length is 0; allowed: 1 or more"),
+        ({"eos_token_ids": ()}, r"eos_token_ids is \(\); allowed: one id or more"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1e-40}, "top_p is 1e-40; allowed: 1e-30 to 1"),
+        ({"top_p": 1.5}, "top_p is 1.5; allowed: 1e-30 to 1"),
         ({"top_k": -1}, "top_k is -1"),
         ({"min_p": 2.0}, "min_p is 2.0"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; allowed: auto, fp8_values, fp8"),
         ({"temperature": 0.0, "top_k": 5}, "no effect"),
     ],
@@ -128,6 +132,11 @@ def test_a_row_draws_from_its_own_key():
 def test_bad_settings_are_named(kwargs, message):
     with pytest.raises(UserError, match=message):
         settings(**kwargs)
+
+
+def test_settings_at_their_limits():
+    assert not settings(top_p=1.0, temperature=1e-30).truncated
+    assert allowed(min_p=1.0) == allowed(top_k=1) == [0] and settings(min_p=1.0).truncated
 
 
 @pytest.mark.parametrize("counted", [1, 2])

@@ -42,9 +42,11 @@ def test_first_stop():
     ("text", "stops", "shown"),
     [
         ("price \ufffd", [], "price "),
+        ("price \ufffd\ufffd", [], "price "),
         ("answer #", ["##"], "answer "),
         ("answer ST", ["STOP", "Tx"], "answer "),
         ("answer SX", ["STOP"], "answer SX"),
+        ("answer TO", ["STOP"], "answer TO"),
         ("a", ["aaa"], ""),
         ("abc", [], "abc"),
     ],
