@@ -244,6 +244,21 @@ def test_correction_weights_are_constants_up_to_their_cap(level):
     assert not gradient.any()
 
 
+def test_a_ratio_at_the_cap_is_not_above_it():
+    same, mask = jnp.full((2, 3), -1.5), jnp.ones((2, 3), bool)
+    for level in ("token", "sequence"):
+        weights, metrics = correction_weights(SamplerCorrection(level, "mask", 1.0), same, same, mask)
+        assert np.all(weights == 1) and float(metrics["sampling/masked_fraction"]) == 0
+
+
+def test_a_row_counts_once_in_the_mean_of_its_weights_however_long_it_is():
+    mask = jnp.array([[True, True, True], [False, True, False], [False] * 3])
+    learner = jnp.log(jnp.array([[2.0, 2.0, 1.0], [9.0, 0.5, 9.0], [9.0] * 3]))
+    for level, expected in (("sequence", (2 + 0.5) / 2), ("token", (2 + 2 + 1 + 0.5) / 4)):
+        _, metrics = correction_weights(SamplerCorrection(level, "truncate", 2.0), learner, jnp.zeros((3, 3)), mask)
+        np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("wrong", [{"level": "tokens"}, {"mode": "cut"}, {"cap": 0.0}, {"cap": float("nan")}])
 def test_a_correction_that_does_not_exist(wrong):
     with pytest.raises(ValueError, match="allowed"):
