@@ -367,6 +367,78 @@ def test_what_is_not_finite_is_refused_and_the_state_untouched(poison):
     assert_trees_close(new, state, rtol=0, atol=0)
 
 
+SLOPES = jax.random.normal(jax.random.key(8), (12, 6))
+
+
+@pytest.fixture
+def learned(monkeypatch):
+    """An update of 12 rows of 6 slots whose learner is one number x: log-probabilities x times SLOPES - 2, and
+    entropies of SLOPES squared."""
+
+    def learner(model, x, prompt, prompt_lengths, completion, *rest, **options):
+        return x * SLOPES - 2, SLOPES**2
+
+    monkeypatch.setattr(update_module, "completion_logps", learner)
+    tokens, lengths = jnp.zeros((12, 6), jnp.int32), 1 + jnp.arange(12) % 6
+    completions = Rollout(tokens, lengths, lengths < 6, jnp.full((12, 6), -2.5), None)
+    batch = make_batch(PROMPTS, completions, jnp.arange(12.0) ** 2, jnp.int32(0), SETTINGS)
+
+    def run(loss_fn, step=0, settings=UPDATE, **of_batch):
+        state = init_state(jnp.float32(0.5), SGD).replace(step=jnp.int32(step))
+        step_of = functools.partial(update_step, optimizer=SGD, settings=settings, loss_fn=loss_fn)
+        return state, *jax.jit(step_of)(state, None, batch.replace(**of_batch)), np.asarray(batch.mask)
+
+    return run
+
+
+def test_an_update_by_hand(learned):
+    def loss(logp, old_logp, ref_logp, advantages, mask):
+        return -jnp.sum(jnp.where(mask, logp * advantages, 0.0)), {"advantages": advantages}
+
+    _, new, metrics, mask = learned(loss)
+    rewards = np.arange(12.0).reshape(3, 4) ** 2
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    np.testing.assert_allclose(metrics["advantages"], np.repeat(advantages.reshape(12, 1), 6, 1), rtol=1e-5)
+    slope = -np.sum((SLOPES * advantages.reshape(12, 1))[mask])
+    np.testing.assert_allclose(metrics["grad_norm"], abs(slope), rtol=1e-5)
+    np.testing.assert_allclose(new.adapter, 0.5 - 0.1 * slope, rtol=1e-5)
+    np.testing.assert_allclose(metrics["entropy"], np.mean(SLOPES[mask] ** 2), rtol=1e-5)
+    gaps = np.abs(0.5 * SLOPES[mask] - 2 + 2.5)
+    np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/mean"], gaps.mean(), rtol=1e-5)
+    assert int(new.step) == 1 and int(metrics["nonfinite"]) == 0
+
+
+@pytest.mark.parametrize("old_logprobs", ["learner", "sampler"])
+def test_advantages_are_weighted_by_the_old_policy_over_the_sampler(learned, old_logprobs):
+    """At the rollout's own step the old policy is the learner; later it is the batch's."""
+
+    def loss(logp, old_logp, ref_logp, advantages, mask):
+        return jnp.sum(jnp.where(mask, logp, 0.0)), {"logp": logp, "old": old_logp, "advantages": advantages}
+
+    settings = dataclasses.replace(UPDATE, old_logprobs=old_logprobs, correction=SamplerCorrection("token"))
+    sampled, stored = -2.5 + 0.3 * SLOPES[::-1], -2.2 + 0.3 * SLOPES[:, ::-1]
+    given = {"sampled_logps": sampled, "old_logps": stored, "advantages": jnp.arange(12.0) - 5}
+    for step in (0, 3):
+        _, _, seen, mask = learned(loss, step, settings, **given)
+        old = sampled if old_logprobs == "sampler" else stored if step else seen["logp"]
+        np.testing.assert_array_equal(np.asarray(seen["old"])[mask], np.asarray(old)[mask])
+        weights = np.minimum(np.exp(np.asarray(old - sampled, np.float64)), 2)
+        expected = (np.arange(12.0) - 5)[:, None] * weights
+        np.testing.assert_allclose(np.asarray(seen["advantages"])[mask], expected[mask], rtol=1e-5)
+
+
+@pytest.mark.parametrize("first_two", [(0.0, 0.0), (1.0, jnp.inf)], ids=["gradient", "loss"])
+def test_either_of_loss_and_gradient_that_is_not_finite_is_enough(learned, first_two):
+    def loss(logp, old_logp, ref_logp, advantages, mask):
+        return jnp.sqrt(advantages[0, 0] * jnp.sum(logp**2)) + advantages[1, 0], {}
+
+    state, new, metrics, _ = learned(loss, advantages=jnp.zeros(12).at[:2].set(jnp.array(first_two)))
+    finite = [bool(jnp.isfinite(metrics[name])) for name in ("loss", "grad_norm")]
+    assert sorted(finite) == [False, True] and finite[0] == (first_two[1] == 0)
+    assert int(metrics["nonfinite"]) == 1
+    assert_trees_close(new, state, rtol=0, atol=0)
+
+
 def test_a_batch_that_cannot_be_cut_is_named():
     with pytest.raises(ValueError, match="micro_batch_size 5"):
         update(state_of(), batch_of(), dataclasses.replace(UPDATE, micro_batch_size=5))
