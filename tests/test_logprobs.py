@@ -1,5 +1,8 @@
 """Log-probabilities and entropies of given tokens, against the definition."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,3 +47,6 @@ def test_tokens_in_chunks_are_the_softmaxs_at_the_temperature(monkeypatch, at_a_
     expected = jax.vjp(lambda h: head(MODEL, h), hidden)[1](jnp.asarray(dlogits, jnp.float32))[0]
     np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-3)
     assert not entropys_gradient.any()
+    # All tokens' logits, at once or kept from every chunk for the backward pass, would be 10 by 61 numbers or more.
+    shapes = [tuple(map(int, found.split("x"))) for found in re.findall(r"<([\dx]+)xf32>", run.lower(hidden).as_text())]
+    assert any(math.prod(shape) >= 10 * 61 for shape in shapes if 61 in shape[1:]) == (at_a_time == 100)

@@ -68,6 +68,7 @@ def test_widths(monkeypatch):
     assert widths_of(2112, 4) == (2112, 1056, 528, 272) and widths_of(2112, 1) == (2112,)
     monkeypatch.undo()
     assert widths_of(2112, 9) == (2112, 1056, 528, 272, 144) and widths_of(88, 4) == (88,)
+    assert widths_of(256, 4) == (256, 128) and widths_of(224, 4) == (224,)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -92,6 +93,18 @@ def test_every_row_once_and_never_more_micro_batches_or_tokens_than_with_one_wid
     assert runs <= B // size and tokens <= B * T
     if name == "all short" and buckets == 4:
         assert tokens <= 0.5 * B * T
+
+
+def test_micro_batches_by_hand():
+    """Widths 64, 32 and 16 have 1, 2 and 4 rows; a row as long as a width still goes with it."""
+    lengths = jnp.array([16, 5, 33, 16, 32, 17, 64, 1])
+
+    def body(carry, rows, places, width):
+        return carry[0].at[places].set(width, mode="drop"), carry[1] + 1
+
+    none = jnp.zeros(8, jnp.int32), jnp.int32(0)
+    widths, runs = in_micro_batches(body, none, lengths, lengths, size=1, longest=64, buckets=4)
+    assert widths.tolist() == [16, 16, 64, 16, 32, 32, 64, 16] and int(runs) == 4
 
 
 @functools.partial(jax.jit, static_argnames="width")
