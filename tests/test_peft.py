@@ -60,9 +60,11 @@ def test_the_folder_is_what_peft_documents(tmp_path, model):
     norm = "base_model.model.model.layers.0.post_attention_layernorm.weight"
     assert np.array_equal(arrays[norm], adapter.norms.post_attention[0])
     assert len(arrays) == 2 * (2 * 7 + 2)
+    with safetensors.safe_open(tmp_path / "a" / "adapter_model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}  # as PEFT writes it
 
 
-@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (3, 10), (32, 16), (8, 0.1)])
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (3, 10), (32, 16), (8, 0.1), (8, 16.001)])
 @pytest.mark.parametrize("use_rslora", [True, False])
 def test_both_scalings_are_written_as_they_were(tmp_path, model, rank, alpha, use_rslora):
     adapter = init_adapter(jax.random.key(0), model, rank, alpha, use_rslora=use_rslora)
@@ -201,6 +203,10 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             edit_arrays(lambda a: a.update({A.replace("layers.1", "layers.2"): a[A]})),
             r"the adapter has 3 layers, the model \(Qwen2ForCausalLM, hidden_size 32\) has 2: it belongs to another",
         ),
+        (
+            edit_arrays(lambda a: [a.pop(name) for name in list(a) if "layers.1." in name]),
+            r"the adapter has 1 layers, the model \(Qwen2ForCausalLM, hidden_size 32\) has 2: it belongs to another",
+        ),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing$"),
@@ -220,6 +226,26 @@ def test_folder_that_does_not_fit(tmp_path, model, damage, message):
     damage(folder)
     with pytest.raises(UserError, match=message):
         load_adapter(folder, model, base_name="some/base")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_dropout": 0.05},
+        {"task_type": None},
+        {"init_lora_weights": "gaussian"},
+        {"revision": "main"},
+        {"rank_pattern": {}, "use_dora": False, "layers_to_transform": None},
+        {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
+        {"base_model_name_or_path": "/elsewhere/base/"},
+    ],
+    ids=str,
+)
+def test_options_that_change_nothing_are_accepted(tmp_path, model, options):
+    adapter = tiny_adapter(model)
+    save_adapter(adapter, tmp_path / "a", "some/base")
+    edit_options(**options)(tmp_path / "a")
+    assert_same(load_adapter(tmp_path / "a", model, base_name="some/base"), adapter)
 
 
 def test_adapter_of_another_network(tmp_path):
