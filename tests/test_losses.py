@@ -80,17 +80,16 @@ def test_nothing_behind_a_rows_end_reaches_loss_gradient_or_metrics(place, anyth
 
 def test_clipped_tokens_are_counted_by_side():
     """Ratios 0.7, 0.79, 0.81, 1.27, 1.29 and 2 with the default limits 0.8 and 1.28; the last column is masked."""
-    logs = jnp.log(jnp.array([0.7, 0.79, 0.81, 1.27, 1.29, 2.0, 9.0]))
-    mask = jnp.arange(7) < 6
-    logp, mask = (jnp.broadcast_to(x, (2, 7)) for x in (logs, mask))
-    _, metrics = policy_loss(LossSpec(), logp, jnp.zeros((2, 7)), None, jnp.array([[1.0], [-1.0]]), mask)
-    # Only the row that gains by it is clipped: upwards the first, downwards the second.
-    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], 2 / 12)
-    np.testing.assert_allclose(metrics["clip_ratio/low_mean"], 2 / 12)
-    _, metrics = policy_loss(LossSpec(), logp[:, 3:], jnp.zeros((2, 4)), None, jnp.array([[1.0], [-1.0]]), mask[:, 3:])
-    np.testing.assert_allclose(metrics["clip_ratio/high_mean"], 2 / 6)
-    assert float(metrics["clip_ratio/low_mean"]) == 0
-    np.testing.assert_allclose(metrics["clip_ratio/region_mean"], 2 / 6)
+    ratios = jnp.array([0.7, 0.79, 0.81, 1.27, 1.29, 2.0, 9.0])
+    logp, mask = (jnp.broadcast_to(x, (3, 7)) for x in (jnp.log(ratios), jnp.arange(7) < 6))
+    advantages = jnp.array([[1.0], [-1.0], [-1.0]])
+    # A token is clipped where that takes a gain away: upwards in the first row, downwards in the others.
+    for begin, low, high, active in ((0, 4, 2, 18), (2, 0, 2, 12)):
+        parts = logp[:, begin:], jnp.zeros((3, 7 - begin)), None, advantages, mask[:, begin:]
+        _, metrics = policy_loss(LossSpec(), *parts)
+        np.testing.assert_allclose(metrics["clip_ratio/low_mean"], low / active)
+        np.testing.assert_allclose(metrics["clip_ratio/high_mean"], high / active)
+        np.testing.assert_allclose(metrics["clip_ratio/region_mean"], (low + high) / active)
     assert "kl" not in metrics
 
 
