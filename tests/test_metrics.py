@@ -205,6 +205,17 @@ def test_the_time_left_is_that_of_rollouts_whose_rows_come_together(monkeypatch,
     assert stream.getvalue().endswith(f"  {duration(100 * 64)} left\n")
 
 
+def test_the_time_left_goes_by_the_last_ten_rollouts():
+    """Five of 100 seconds, then ten of 1 and 3 in turn: 2 seconds for each of the 20 that are left."""
+    now, stream = [0.0], Terminal()
+    line = LiveLine(36, stream=stream, clock=lambda: now[0])
+    for step, seconds in enumerate([0, *[100] * 5, *[1, 3] * 5], start=1):
+        now[0] += seconds
+        line.update({"step": step, "rollout": step - 1})
+    line.close()
+    assert stream.getvalue().endswith("step 16/36  40s left\n")
+
+
 def test_live_line_fits_the_terminal_and_notes_stand_above_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     stream = Terminal()
@@ -229,6 +240,9 @@ def test_live_line_elsewhere_prints_every_n_steps():
     ]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (3599.4, "59m59s"), (3600, "1h00m"), (7620, "2h07m")],
+)
 def test_durations(seconds, text):
     assert duration(seconds) == text
