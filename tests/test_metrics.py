@@ -28,6 +28,7 @@ def test_rows_of_any_number_type_become_json(tmp_path):
 def test_equal_values_give_equal_bytes():
     value = np.float32(0.1)
     assert json_line({"x": value}) == json_line({"x": jnp.asarray(value)}) == '{"x": 0.10000000149011612}\n'
+    assert json_line({"x": "é €"}) == '{"x": "é €"}\n'
 
 
 def test_rows_without_step_or_rollout_are_refused(tmp_path):
@@ -57,6 +58,11 @@ def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
     assert metrics.read_text() == kept
     assert completions.read_text() == '{"rollout": 0, "completion": "é"}\n'
     assert "completions.jsonl, line 2: not a JSON object with `rollout`; dropped" in caplog.text
+    metrics.write_text(kept + '{"step": 4, "rollout": 1}')  # what is appended next must begin a line
+    completions.write_text('{"completion": "a"}\n{"rollout": null}\n{"rollout": 1}\n')
+    truncate_after(tmp_path, 2)
+    assert metrics.read_text() == kept and completions.read_text() == '{"rollout": 1}\n'
+    assert "completions.jsonl, line 1: not a JSON object with `rollout`; dropped" in caplog.text
     truncate_after(tmp_path, 0)
     assert metrics.read_text() == completions.read_text() == ""
     truncate_after(tmp_path / "nothing_here", 5)
@@ -65,8 +71,9 @@ def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
 
 def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2')
-    assert read_rows(path) == [{"a": 1}]
+    for torn in ('{"a": 2', '{"a": 2}'):  # the second lacks its line's end alone
+        path.write_text('{"a": 1}\n' + torn)
+        assert read_rows(path) == [{"a": 1}]
     path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
     with pytest.raises(UserError, match=r"m.jsonl, line 2: not a JSON object"):
         read_rows(path)
