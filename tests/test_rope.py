@@ -58,6 +58,7 @@ def test_scalings_by_hand():
     np.testing.assert_allclose(yarn, [1, 0.1 * (0.5 + 0.5 / 4)], rtol=1e-6)
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
     assert rope_frequencies(4, 100.0, YarnScaling(4.0, 200, attention_factor=2.0))[1] == 2
+    assert rope_frequencies(4, 100.0, YarnScaling(0.5, 200))[1] == 1
 
 
 def test_yarn_lengthens_what_it_turns():
@@ -98,6 +99,14 @@ def test_yarn_lengthens_what_it_turns():
             YarnScaling(4.0, 64),
         ),
         (
+            {
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            },
+            1e4,
+            YarnScaling(4.0, 64),
+        ),
+        (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "truncate": False}},
             1e4,
             YarnScaling(2.0, 4096, beta_fast=16.0, truncate=False),
@@ -106,7 +115,11 @@ def test_yarn_lengthens_what_it_turns():
 )
 def test_every_spelling_is_read_and_written(hf, theta, scaling):
     assert read_rope(hf, "config.json", 4096) == (theta, scaling)
-    assert read_rope(rope_to_hf(theta, scaling), "config.json", 4096) == (theta, scaling)
+    written = rope_to_hf(theta, scaling)
+    newer = {"rope_parameters": written["rope_parameters"]}
+    older = {key: value for key, value in written.items() if key not in newer}
+    for part in (written, newer, older):  # transformers 5 reads the one, 4 the other
+        assert read_rope(part, "config.json", 4096) == (theta, scaling)
 
 
 @pytest.mark.parametrize(
