@@ -466,10 +466,12 @@ def test_grpo_step_raises_its_reward_under_one_jit():
         ),
         donate_argnums=0,
     )
-    state, rewards = init_state(tiny_adapter(MODEL), optimizer), []
+    state, rewards, sigmas = init_state(tiny_adapter(MODEL), optimizer), [], []
     for i in range(30):
         state, metrics = step(state, MODEL, PROMPTS, jax.random.key(i))
         rewards.append(float(metrics["reward"]))
+        sigmas.append(float(metrics["aqn/sigma"]))
+    np.testing.assert_allclose(sigmas, np.repeat([0, 1e-2, 1e-3], 10), rtol=1e-6)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
     assert int(state.step) == 30 and step._cache_size() == 1
 
