@@ -39,6 +39,12 @@ def test_shared_global_scale_is_kept():
     assert float(jnp.abs(dequantize(weight, jnp.float32) - w).max()) < 0.2
 
 
+def test_what_a_shared_scale_makes_too_large_saturates():
+    weight = quantize_nvfp4(jnp.full((1, 16), -6.0), jnp.float32(1000.0))  # asks for a block scale of 1000
+    np.testing.assert_array_equal(weight.scale.astype(jnp.float32), [[448.0]])
+    np.testing.assert_allclose(dequantize(weight, jnp.float32), np.full((1, 16), -6 * 448 / 1000), rtol=1e-6)
+
+
 def test_packed_weight_is_a_pytree_with_a_shape():
     weight = quantize_nvfp4(jnp.ones((4, 32)))
     assert isinstance(weight, NVFP4Weight) and weight.shape == (4, 32)
