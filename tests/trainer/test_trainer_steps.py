@@ -171,6 +171,8 @@ def arithmetic_rows(folder, count):
                 "grpo.old_logprobs=sampler",
                 "grpo.mask_truncated_completions=true",
                 "generation.top_p=0.9",
+                "evaluation.temperature=0.6",
+                "evaluation.top_p=0.95",
                 "optimizer.length_buckets=2",
             ],
             set(),
@@ -181,10 +183,11 @@ def arithmetic_rows(folder, count):
 def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, words, metrics):
     if "optimizer.length_buckets=2" in words:
         monkeypatch.setattr(widths, "NARROWEST", 16)
-    caches = {"rollout": set(), "evaluation": set()}
+    caches, draws = ({"rollout": set(), "evaluation": set()} for _ in range(2))
 
     def engine(of, config, policy, settings, *rest, **more):
         caches[of].add(settings.kv_cache_dtype)
+        draws[of].add((settings.temperature, settings.top_p))
         return sampling_engine(config, policy, settings, *rest, **more)
 
     monkeypatch.setattr(trainer, "sampling_engine", functools.partial(engine, "rollout"))
@@ -192,6 +195,9 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
     run = train(config, tmp_path / "run", *words)
     narrow = "generation.kv_cache_dtype=fp8_values" in words
     assert caches == {"rollout": {"fp8_values" if narrow else "auto"}, "evaluation": {"auto"}}
+    cut = "generation.top_p=0.9" in words
+    sampled = (0.6, 0.95) if cut else (1.0, 1.0)
+    assert draws == {"rollout": {(1.0, 0.9 if cut else 1.0)}, "evaluation": {sampled, (0.0, 1.0)}}
     logged = rows(run)
     assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
     assert [row["rollout"] for row in logged] == [0, 0, 1, 1, 2, 2]
