@@ -36,6 +36,25 @@ def test_the_table_holds_every_named_format():
     assert format_of(W) == "bf16" and format_of(repacked(made("nvfp4"))) == "nvfp4"
 
 
+@pytest.mark.parametrize(
+    ("name", "fitting", "not_fitting"),
+    [
+        ("nvfp4", [(3, 16), (1, 48)], [(16, 24), (16, 8)]),
+        ("mxfp4", [(3, 32), (1, 96)], [(32, 48), (32, 16)]),
+        ("nf4", [(32, 2), (4, 48), (1, 64)], [(64, 3), (5, 48)]),
+        ("nf4_double_quant", [(32, 2), (4, 48), (1, 64)], [(64, 3), (5, 48)]),
+    ],
+)
+def test_what_fits_can_be_quantized_and_nothing_else(name, fitting, not_fitting):
+    assert all(PACKED[name].fits(*shape) for shape in fitting)
+    for shape in fitting:
+        assert jax.eval_shape(lambda w: made(name, w), jnp.zeros(shape)).shape == shape
+    assert not any(PACKED[name].fits(*shape) for shape in not_fitting)
+    for shape in not_fitting:
+        with pytest.raises(ValueError, match=r"takes float32 or bfloat16 \[N, K\]"):
+            made(name, jnp.zeros(shape))
+
+
 @packed_formats
 def test_a_weight_knows_its_format_and_shape(name):
     weight = made(name)
