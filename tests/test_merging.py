@@ -48,6 +48,14 @@ def test_the_sum_is_rounded_once():
             np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-30)
 
 
+def test_the_product_is_of_full_precision_on_every_device():
+    model = tiny_model()
+    with jax.default_matmul_precision("default"):
+        program = jax.jit(merge_adapter).lower(model, tiny_adapter(model)).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert products and all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
 def test_projections_without_a_pair_and_norms_that_are_not_trained_stay():
     model = tiny_model()
     merged = merge_adapter(model, tiny_adapter(model, target_modules=("q_proj",)))
@@ -92,8 +100,11 @@ def test_trained_norm_scales_are_rounded_where_a_dtype_is_asked_for_alone(tmp_pa
         assert not np.array_equal(less.input_norm, scale)
 
 
-def test_an_adapter_of_another_depth_is_refused():
+def test_an_adapter_of_another_depth_is_refused(tmp_path):
     model = tiny_model()
-    adapter = tiny_adapter(model)
+    shallow = tiny_adapter(model).replace(lora=tiny_adapter(model).lora[:1])
     with pytest.raises(ValueError, match="the adapter has 1 layers, the model 2"):
-        merge_adapter(model, adapter.replace(lora=adapter.lora[:1]))
+        merge_adapter(model, shallow)
+    with pytest.raises(ValueError, match="the adapter has 1 layers, the model 2"):
+        save_merged(model, shallow, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
