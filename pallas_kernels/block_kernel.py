@@ -15,7 +15,8 @@ next parts, as far as their rings reach, so the memory does not rest.
   * Sums: a warp leaves the sum of its run's part of a tile in shared memory; in the end one warp adds a tile's sums, K
     ascending, and finishes it: scales, LoRA, bias, then SwiGLU or the residual stream. Sums over slices of K go
     through the L2, and the CTAs of a group finish the tiles between them (block_outputs.py).
-  * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py).
+  * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py). With two
+    rows and more two CTAs are a cluster, and each copies half of x to both.
   * RMSNorm: who writes the residual stream also writes its product with the norm's scale in bfloat16, and its tile's
     squares; the division by the root of their mean happens to the next part's sums.
 

@@ -265,6 +265,22 @@ def test_a_correction_that_does_not_exist(wrong):
         SamplerCorrection(**wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_generations": 0},
+        {"temperature": 0.0},
+        {"micro_batch_size": 0},
+        {"length_buckets": 0},
+        {"old_logprobs": "reference"},
+    ],
+)
+def test_an_update_that_does_not_exist(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; allowed: "):
+        dataclasses.replace(UPDATE, **wrong)
+
+
 def test_advantages_of_a_whole_rollout_stay_with_its_parts():
     """With scale_rewards batch the deviation is that of all completions of a rollout, as TRL takes it."""
     by_batch = advantages_by("batch")

@@ -92,8 +92,15 @@ class UpdateSettings:
     length_buckets: int = 1
 
     def __post_init__(self) -> None:
-        if self.old_logprobs not in ("learner", "sampler"):
-            raise ValueError(f"old_logprobs is {self.old_logprobs!r}; allowed: learner, sampler")
+        for name, fine, allowed in (
+            ("num_generations", self.num_generations >= 1, "1 or more"),
+            ("temperature", self.temperature >= 1e-30, "1e-30 or more"),
+            ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
+            ("length_buckets", self.length_buckets >= 1, "1 or more"),
+            ("old_logprobs", self.old_logprobs in ("learner", "sampler"), "learner, sampler"),
+        ):
+            if not fine:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:

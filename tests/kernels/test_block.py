@@ -47,6 +47,7 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
         assert plan.total <= SMEM_LIMIT and plan.depth >= 3
         for part in plan.parts:
             assert part.groups * part.slices <= 132
+            assert part.slices == 1 or part.groups % 2 == 0  # a pair of CTAs reads the same columns
             # the busiest CTA has at most half more than an equal share; of the large parts a twelfth
             share = sum(part.tiles_of) * part.quads / 132
             assert part.most_items <= (1.5 if share < 100 else 13 / 12) * share
@@ -70,18 +71,19 @@ def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
     ({"k": 300}, "K must be a multiple of 256"),
     ({"n": (48,)}, "must have 256 outputs"),
     ({"ranks": (8,)}, "ranks must be multiples of 16"),
+    ({"ctas": 131}, "CTAs come in pairs, got 131"),
 ])  # fmt: skip
 def test_what_the_plan_refuses(change, message):
     part = Part(256, (256,), (0,), (False,), joins=True)
-    m = change.pop("m", 8)
+    m, ctas = (change.pop(name, usual) for name, usual in (("m", 8), ("ctas", 132)))
     with pytest.raises(ValueError, match=message):
-        make_block_plan(m, 256, (dataclasses.replace(part, **change),), 132)
+        make_block_plan(m, 256, (dataclasses.replace(part, **change),), ctas)
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-def test_lowers_for_hopper_as_one_kernel(rank):
+@pytest.mark.parametrize("m, rank", [(8, 0), (8, 8), (1, 8)])
+def test_lowers_for_hopper_as_one_kernel(m, rank):
     D, _, heads, _ = SHAPES["7B"]
-    x, residual = jax.ShapeDtypeStruct((8, heads), jnp.bfloat16), jax.ShapeDtypeStruct((8, D), jnp.float32)
+    x, residual = jax.ShapeDtypeStruct((m, heads), jnp.bfloat16), jax.ShapeDtypeStruct((m, D), jnp.float32)
     norms = (jax.ShapeDtypeStruct((D,), jnp.float32),) * 2
     with compiling_for(90):
         run = jax.jit(lambda *operands: between_attentions(*operands, 1e-6))

@@ -120,6 +120,13 @@ def test_the_emulator_sees_what_nobody_waits_for(monkeypatch, name):
     assert not case.error(written) < 0.04
 
 
+def test_the_emulator_sees_a_cluster_that_nobody_waits_for(monkeypatch):
+    """What one CTA copies to another that has no barrier yet."""
+    emulator.without(monkeypatch, "cluster_wait", "make_ptx")
+    with pytest.raises(KeyError):
+        Case(2, parts_of(256, 256, 256, 16, (0, 0, 0, 0), whole=False), 256, 2, 1).run()
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     few, many = (Case(m, parts_of(256, 256, 256, 16, whole=False), 256, 2, 2) for m in (1, 4))
     rows = dataclasses.replace  # the same weights
