@@ -124,8 +124,10 @@ class Batch:
 
     def _move_tail(self) -> None:
         """Moves what is at work into fewer slots, if that is worth it and no more comes."""
+        if self.waiting or len(self.samples) > max(self.tail_sizes, default=0):
+            return
         fit = [size for size in self._worthwhile() if size >= len(self.samples)]
-        if fit and not self.waiting:
+        if fit:
             self.in_use = min(fit)
             rows = np.argsort(-np.asarray(self.slots.samples_S), kind="stable")[: self.in_use]
             self.slots = moved(self.slots, rows, "prompt_hidden_RD")
