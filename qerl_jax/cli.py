@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from qerl_jax.commands import evaluate, export, generate, plot, quantize, train
@@ -76,9 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _wait_for_programs() -> None:
     """Waits for what JAX computes, or for another Ctrl-C: a process that ends before what it waited for is aborted."""
     jax = sys.modules.get("jax")
+    if jax is None:
+        return
     with contextlib.suppress(KeyboardInterrupt):
-        for array in [] if jax is None else jax.live_arrays():
+        for array in jax.live_arrays():
             array.block_until_ready()
+        # Threads that are done ask for the interpreter, to drop what they held; one that ends aborts those that ask.
+        time.sleep(0.2)
 
 
 def _version() -> str:
