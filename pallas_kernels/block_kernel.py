@@ -120,9 +120,7 @@ class _Kernel(ComputeWarps, ServiceWarps):
 
     def run(self):
         if self.plan.share > 1:
-            p.when(p.eq(self.tid, 0), self.make_barriers)
-            p.warp_sync()
-            p.cluster_arrive()
+            self.make_cluster_barriers()
         p.if_else(p.lt(self.warp, self.plan.warps), self.compute, self.serve)
 
     # ---- places --------------------------------------------------------------------------------------------------
@@ -193,7 +191,8 @@ def build(plan: BlockPlan, eps: float):
             scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
             grid=(plan.ctas // plan.share,),
             grid_names=("clusters",),
-            **({"cluster": (plan.share,), "cluster_names": ("rank",)} if plan.share > 1 else {}),
+            cluster=(plan.share,),
+            cluster_names=("rank",),
             num_threads=plan.threads // 128,
             thread_name="warpgroup",
             compiler_params=lane_level.PARAMS,

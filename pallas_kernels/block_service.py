@@ -25,18 +25,37 @@ class ServiceWarps:
     plan: BlockPlan
     eps: float
 
+    # ---- the CTA's barriers: made by thread 0 and seen by way of the cluster's own, or alone by the service warps
+
     def make_barriers(self):
         threads = self.plan.service_threads
         mem.barrier_init(self.x_full, 1 if self.plan.share > 1 else threads)
         mem.barrier_init(self.h_full, threads)
         mem.fence_barrier_init()
 
+    def make_cluster_barriers(self):
+        """All warps, first of all."""
+        p.when(p.eq(self.tid, 0), self.make_barriers)
+        p.warp_sync()
+        p.cluster_arrive()
+
+    def barriers_served(self, asks):
+        """The service warps, first of all."""
+        if self.plan.share > 1:
+            p.cluster_wait()
+        else:
+            p.when(asks, self.make_barriers)
+            self.served()
+            p.when(self.is_first, lambda: p.named_arrive(PREPARED, 32 * (self.plan.warps + 1)))
+
     def barriers_seen(self):
-        """The compute warps wait here for the CTA's barriers, and for those of the others of its cluster."""
+        """The compute warps, before they wait at one."""
         if self.plan.share > 1:
             p.cluster_wait()
         else:
             p.named_sync(PREPARED, 32 * (self.plan.warps + 1))
+
+    # ---- the parts
 
     def served(self):
         p.named_sync(SERVED, self.plan.service_threads)
@@ -47,12 +66,7 @@ class ServiceWarps:
         self.place = p.sub(self.tid, 32 * plan.warps)
         self.is_first = p.eq(self.mine, 0)
         asks = arith.andi(self.is_first, self.is_lane_0)  # one lane: many would hold up those that count
-        if plan.share > 1:
-            p.cluster_wait()
-        else:
-            p.when(asks, self.make_barriers)
-            self.served()
-            p.when(self.is_first, lambda: p.named_arrive(PREPARED, 32 * (plan.warps + 1)))
+        self.barriers_served(asks)
         for i, part in enumerate(plan.parts):
             has_lora = any(part.ranks)
             early = self.first_of_a(i) if has_lora and i else []

@@ -7,7 +7,7 @@ Everything is a pure function of (key, step), in float32: in bfloat16 a sigma of
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,8 @@ class NoiseSchedule:
             )
         if self.sigma_end <= 0 or self.sigma_start <= 0:
             raise ValueError(f"sigma_start {self.sigma_start} and sigma_end {self.sigma_end} must be positive")
-        if self.schedule not in ("exponential", "linear", "cosine", "logarithmic"):
-            raise ValueError(f"schedule is {self.schedule!r}; allowed: exponential, linear, cosine, logarithmic")
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(get_args(Schedule))}")
 
     def stage_sigmas(self) -> list[float]:
         """Sigma of each of the K stages (paper, equation 8, with an exponent that reaches sigma_end)."""

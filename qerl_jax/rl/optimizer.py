@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from qerl_jax.models.params import Adapter
+
+Schedule = Literal["cosine", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,7 @@ class OptimizerSpec:
 
     learning_rate: float
     total_steps: int
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_scheduler_type: Schedule = "cosine"
     warmup_ratio: float = 0.1
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
@@ -27,8 +29,10 @@ class OptimizerSpec:
     max_grad_norm: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.lr_scheduler_type not in ("cosine", "linear", "constant"):
-            raise ValueError(f"lr_scheduler_type is {self.lr_scheduler_type!r}; allowed: cosine, linear, constant")
+        if self.lr_scheduler_type not in get_args(Schedule):
+            raise ValueError(
+                f"lr_scheduler_type is {self.lr_scheduler_type!r}; allowed: {', '.join(get_args(Schedule))}"
+            )
 
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
