@@ -6,7 +6,7 @@
 Prompts of --prompt tokens, 8 samples to a prompt where the batch has as many, caches rotated past the L2. Contexts are
 `even`, 256 own tokens each, or `refilled`: what slots hold at MOMENTS steps of `benchmarks.refill`, beside `mean`, as
 many tokens each as its completions have on average half way, and `one`, where one sample has 4000. --config times
-configurations (AttentionConfig's four numbers), --all every one that fits; the default is what the library chooses.
+configurations (AttentionConfig's numbers), --all every one that fits; the default is what the library chooses.
 """
 
 import argparse
@@ -35,13 +35,13 @@ ROTATE_BYTES = 150e6
 
 def configurations(B, H, K, E, N, P, sizes):
     """Those that fit and give every multiprocessor something to do, as far as there is work."""
-    for slots, cluster, warps, depth in itertools.product((1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4, 6)):
-        config = AttentionConfig(slots, cluster, warps, depth)
+    cuts = (1, 2), (1, 2, 4, 8), (4, 8, 16), (2, 3, 4, 6), (1, 2, 4)
+    for config in itertools.starmap(AttentionConfig, itertools.product(*cuts)):
         try:
-            AttentionPlan(B, H, K, E, N, P, SLOTS, False, config, *sizes)
+            plan = AttentionPlan(B, H, K, E, N, P, SLOTS, False, config, *sizes)
         except ValueError:
             continue
-        if B // slots * K * cluster <= 1100 and (slots == 1 or B >= GROUP):
+        if plan.ctas <= 1100 and (plan.samples == 1 or B >= GROUP):
             yield config
 
 
@@ -96,10 +96,10 @@ def measure(name, B, P, configs, every, cache, kind):
         for copy in range(copies)
     ]
     rows = []
-    paired = B >= GROUP and kind == "even"  # slots that are refilled stand in no groups
+    group = GROUP if B >= GROUP and kind == "even" else 1  # slots that are refilled stand in no groups
     if every:
         configs = configurations(B, H, K, E, N, P, sizes)
-    for config in configs or [choose_attention(B, K, paired, P, C, *sizes)]:
+    for config in configs or [choose_attention(B, K, group, P, C, *sizes)]:
 
         def run(caches, own_lengths, config=config):
             outs = []
@@ -138,7 +138,7 @@ def main():
     parser.add_argument("--prompt", type=int, nargs="+", default=[256], help="tokens of a prompt")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
     parser.add_argument("--contexts", choices=["even", "refilled"], nargs="+", default=["even"])
-    parser.add_argument("--config", nargs=4, type=int, action="append", default=[])
+    parser.add_argument("--config", nargs="+", type=int, action="append", default=[])
     parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     if args.all and args.config:

@@ -19,6 +19,7 @@ from .variants import capability
 # much with 800 positions. Two samples to a unit pay from prompts of this length on where that leaves a unit to each
 # multiprocessor, and always where it leaves more.
 FREE_CTAS, WORTH_A_CTA, WORTH_A_PAIR = 32, 416, 512
+A_WAVE = 0.6  # what a wave of CTAs takes besides its contexts, of what one pair's takes
 CACHE_DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)  # of keys and of values, that the kernel takes
 
 
@@ -57,7 +58,7 @@ def decode_attention(
     own: OwnKV,
     norms: HeadNorms | None = None,
     *,
-    paired: bool = False,
+    group: int = 1,
     in_units: bool = False,
     config: AttentionConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -70,7 +71,7 @@ def decode_attention(
         caches. The new key and value are written at each sample's `own.lengths`, in place where the
         caller gives the caches away.
       norms: per-head norms, where the family has them.
-      paired: samples 2 i and 2 i + 1 continue the same prompt, so that the kernel may read it once for both.
+      group: so many samples in a row continue the same prompt, so that the kernel may read it once for some or all.
       in_units: the result's columns in unit order, for a `between_attentions` that reads them so.
       config: a configuration of the kernel; None chooses one, or the plain path where the kernel does not run.
 
@@ -92,7 +93,7 @@ def decode_attention(
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
-    config = config or choose_attention(B, K, paired, P, C, *sizes)
+    config = config or choose_attention(B, K, group, P, C, *sizes)
     plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units)
     kernel = attention_kernel.build(plan, None if norms is None else norms.eps)
     scales = [] if norms is None else [norms.q, norms.k]
@@ -121,22 +122,27 @@ def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def choose_attention(
-    B: int, K: int, paired: bool, P: int, C: int, key_bytes: int = 2, value_bytes: int = 2
+    B: int, K: int, group: int, P: int, C: int, key_bytes: int = 2, value_bytes: int = 2
 ) -> AttentionConfig:
     """The kernel's configuration for caches of P and C slots, of which completions fill half on average.
 
-    Two samples to a unit where that leaves more units than multiprocessors, or one to each and the prompt is long; then
-    the largest cluster that one wave holds, of more than FREE_CTAS in all only where each CTA gets enough of the
-    context; and small CTAs where several share a multiprocessor. A ring has the same bytes whatever those of a number
-    in the cache.
+    Two samples to a unit where that leaves more units than multiprocessors, or one to each and the prompt is long. Of
+    such pairs a CTA has as many of a group as make waves of CTAs the cheapest. Otherwise the largest cluster that one
+    wave holds, of more than FREE_CTAS in all only where each CTA gets enough of the context; and small CTAs where
+    several share a multiprocessor. A ring has the same bytes whatever those of a number in the cache.
     """
-    pairs = B // 2 * K
+    pairs, depth = B // 2 * K, 12 // (key_bytes + value_bytes)
     shares = pairs > RESIDENT[1] or (2 * pairs > RESIDENT[1] and P >= WORTH_A_PAIR)
-    slots = 2 if paired and B % 2 == 0 and shares else 1
+    slots = 2 if group % 2 == 0 and B % group == 0 and shares else 1
+    if slots == 2:
+        of_a_cta = [units for units in (4, 2, 1) if group // 2 % units == 0]
+        together = min(of_a_cta, key=lambda units: -(-pairs // units // RESIDENT[1]) * (units + A_WAVE))
+        if together > 1:
+            return AttentionConfig(slots, 1, 8, depth, together)
     units, positions = B // slots * K, P + C // 2
     fitting = [c for c in RESIDENT if units <= RESIDENT[c]]
     cluster = max((c for c in fitting if units * c <= FREE_CTAS or positions >= c * WORTH_A_CTA), default=1)
-    return AttentionConfig(slots, cluster, 8 if units <= RESIDENT[1] else 4, 12 // (key_bytes + value_bytes))
+    return AttentionConfig(slots, cluster, 8 if units <= RESIDENT[1] else 4, depth)
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

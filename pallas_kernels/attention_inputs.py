@@ -29,10 +29,12 @@ class AttentionInputs:
         self.lane = p.and_(self.tid, 31)
         self.warp = p.uniform(p.shr(self.tid, 5))
         self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
+        self.team, self.unit = p.div(self.warp, c.units), p.rem(self.warp, c.units)
         cta = p.sreg("ctaid.x")
-        self.rank, unit = p.rem(cta, c.cluster), p.div(cta, c.cluster)
-        self.head = p.rem(unit, plan.K)
-        first = p.mul(p.div(unit, plan.K), c.slots)
+        self.rank, cluster = p.rem(cta, c.cluster), p.div(cta, c.cluster)
+        self.head = p.rem(cluster, plan.K)
+        self.first_sample = p.mul(p.div(cluster, plan.K), plan.samples)
+        first = p.add(self.first_sample, p.mul(self.unit, c.slots))
         self.samples = [p.add(first, i) for i in range(c.slots)]
         # What must come first is under way together: the queries before the lengths are looked at.
         self.angles = [self.angles_of(sample) for sample in self.samples]
@@ -44,9 +46,9 @@ class AttentionInputs:
         lengths = [self.scalar("own_lengths", sample) for sample in self.samples]
         self.live = [p.select(arith.cmpi(arith.CmpIPredicate.sge, n, p.i32(0)), 1, 0) for n in lengths]
         self.own_lengths = [p.mul(n, alive) for n, alive in zip(lengths, self.live, strict=True)]
-        any_live = functools.reduce(arith.ori, self.live)
+        self.any_live = functools.reduce(arith.ori, self.live)
         prompt = self.scalar("prompt_of", first)
-        self.prompt_length = p.mul(self.scalar("prompt_lengths", first), any_live)
+        self.prompt_length = p.mul(self.scalar("prompt_lengths", first), self.any_live_of_cta())
         # Where the keys and the values of each region of the context begin: the prompt, then each sample's own.
         places = [("prompt", prompt, plan.P)] + [("own", sample, plan.C) for sample in self.samples]
         self.regions = [
@@ -65,27 +67,38 @@ class AttentionInputs:
         self.ring = p.add(self.base, p.mul(self.warp, plan.ring_bytes))
         self.all_here = p.add(self.base, plan.barrier_at)
 
+    def any_live_of_cta(self):
+        """Whether any of the CTA's samples has not ended, in all its warps."""
+        plan = self.plan
+        if plan.config.units == 1:
+            return self.any_live
+        length = self.scalar("own_lengths", p.add(self.first_sample, p.minimum(self.lane, plan.samples - 1)))
+        return p.select(p.any_lane(arith.cmpi(arith.CmpIPredicate.sge, length, p.i32(0))), 1, 0)
+
     def scalar(self, name: str, index):
         return mem.load_global_b32(mem.offset(self.at[name], p.mul(index, 4)), 0)
 
     def deal(self):
-        """This warp's tiles of each region: the first one, and how many, one of `stride`.
+        """This warp's turns in each region: the first one, and how many, one of `stride`. A turn is a tile, but of the
+        prompt as many as the CTA has units, one for each warp of a team to load, all for each to multiply.
 
-        The warps take turns through the prompt and go on, from the same one, with each sample's own: how a sample's are
-        dealt depends on its lengths alone, not on those of the sample beside it.
+        The teams take turns through the prompt and go on, from the same one, with each sample's own: how a sample's are
+        dealt depends on its lengths alone, not on those of the samples beside it.
         """
-        c = self.plan.config
-        self.stride = c.cluster * c.warps
-        mine = p.add(p.mul(self.rank, c.warps), self.warp)
-        following = p.rem(p.sub(p.add(mine, self.stride), p.rem(self.tiles[0], self.stride)), self.stride)
+        plan, c = self.plan, self.plan.config
+        self.stride = c.cluster * plan.teams
+        mine = p.add(p.mul(self.rank, plan.teams), self.team)
+        turns = [p.div(p.add(self.tiles[0], c.units - 1), c.units), *self.tiles[1:]]
+        following = p.rem(p.sub(p.add(mine, self.stride), p.rem(turns[0], self.stride)), self.stride)
         self.firsts = [mine, *[following] * c.slots]
         self.counts = [
-            p.select(p.lt(first, tiles), p.div(p.add(p.sub(tiles, first), self.stride - 1), self.stride), 0)
-            for first, tiles in zip(self.firsts, self.tiles, strict=True)
+            p.select(p.lt(first, turns), p.div(p.add(p.sub(turns, first), self.stride - 1), self.stride), 0)
+            for first, turns in zip(self.firsts, turns, strict=True)
         ]
 
     def region(self, turn):
-        """Which region this warp's tile of a turn is in, its keys' and values' addresses, length, and first key."""
+        """Which region this warp's turn is in, its keys' and values' addresses, length, and the first key of the tile
+        that the warp loads."""
         *addresses, length = [*self.regions[0], self.lengths[0]]
         which, before, first = p.i32(0), p.i32(0), self.firsts[0]
         end = self.counts[0]
@@ -97,7 +110,13 @@ class AttentionInputs:
             first = p.select(past, first, self.firsts[i])
             end = p.add(end, self.counts[i])
         tile = p.add(first, p.mul(p.sub(turn, before), self.stride))
+        if self.plan.config.units > 1:
+            tile = p.select(p.eq(which, 0), p.add(self.first_together(turn), self.unit), tile)
         return which, addresses, length, p.mul(tile, KEYS)
+
+    def first_together(self, turn):
+        """The first tile of the prompt that this warp's team loads in a turn."""
+        return p.mul(p.add(self.firsts[0], p.mul(turn, self.stride)), self.plan.config.units)
 
     def row_of(self, address):
         """This lane's numbers of a row of E BF16 ones, as float32: [chunk][8]."""

@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith
 from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
-from .attention_plan import AttentionPlan
+from .attention_plan import KEYS, AttentionPlan
 from .attention_tiles import LOWEST, AttentionTiles
 from .fragment_order import unit_place
 
@@ -51,24 +51,62 @@ class _Warp(AttentionTiles):
         last = p.eq(p.add(self.firsts[0], 1), self.stride)  # the prompt's tiles are dealt from the first warp on
         state = p.if_values(last, lambda: self.newest(state), state)
 
-        def step(i, carry):
-            slot, spare, *state = carry
-            mem.copy_wait(c.depth - 2)
-            p.warp_sync()
-            scores = self.scores(slot)
+        def fetch_ahead(i, spare):
             ahead = p.add(i, c.depth - 1)
             self.fetch(ahead, p.lt(ahead, count), spare)
             mem.copy_commit()
-            state = self.weigh(i, slot, scores, state)
-            after = p.add(slot, 1)
-            return [p.select(p.eq(after, c.depth), 0, after), slot, *state]
 
-        state = p.for_range(0, count, 1, [p.i32(0), p.i32(c.depth - 1), *state], step)[2:]
+        def together(i, slot, spare, state):
+            """A turn of the prompt's: all tiles that the team has loaded."""
+            self.team_sync()
+            fetch_ahead(i, spare)
+            rings = p.add(self.base, p.mul(self.team, c.units * plan.ring_bytes))
+            first = self.first_together(i)
+
+            def one(unit, state):
+                tile = p.add(p.add(rings, p.mul(unit, plan.ring_bytes)), p.mul(slot, plan.tile_bytes))
+                left = p.sub(self.prompt_length, p.mul(p.add(first, unit), KEYS))
+                return self.weigh(tile, p.i32(0), left, self.scores(tile), state)
+
+            tiles = p.mul(p.minimum(p.sub(self.tiles[0], first), c.units), self.any_live)
+            return p.for_range(0, tiles, 1, state, one)
+
+        def alone(i, slot, spare, state):
+            """A turn that is a tile of the warp's own."""
+            p.warp_sync()
+            tile = p.add(self.ring, p.mul(slot, plan.tile_bytes))
+            scores = self.scores(tile)
+            fetch_ahead(i, spare)
+            which, _, length, first = self.region(i)
+            return self.weigh(tile, which, p.sub(length, first), scores, state)
+
+        def turns(turn, start, end, carry):
+            def step(i, carry):
+                slot, spare, *state = carry
+                mem.copy_wait(c.depth - 2)
+                state = turn(i, slot, spare, state)
+                after = p.add(slot, 1)
+                return [p.select(p.eq(after, c.depth), 0, after), slot, *state]
+
+            return p.for_range(start, end, 1, carry, step)
+
+        carry = [p.i32(0), p.i32(c.depth - 1), *state]
+        if c.units > 1:
+            carry = turns(together, 0, self.counts[0], carry)
+            self.team_sync()  # the warp's ring is its own from here on
+            carry = turns(alone, self.counts[0], count, carry)
+        else:
+            carry = turns(alone, 0, count, carry)
+        state = carry[2:]
         mem.copy_wait_all()
         p.warp_sync()
         self.leave(state)
         p.cta_sync()
         self.merge()
+
+    def team_sync(self):
+        """What the team's warps have copied is there, and the tiles before are multiplied."""
+        p.named_sync(p.add(self.team, 1), 32 * self.plan.config.units)  # barrier 0 is the CTA's
 
     def make_barrier(self):
         """It counts the bytes of what the cluster's CTAs send."""
@@ -101,12 +139,15 @@ class _Warp(AttentionTiles):
         an equal share of the outputs, and adds them up."""
         plan, c = self.plan, self.plan.config
         pairs, threads = plan.E // 2, c.warps * 32
-        owned = plan.rows * pairs // c.cluster
+        rows = c.units * plan.rows
+        owned = rows * pairs // c.cluster
         received = p.add(self.base, plan.received_at)
 
         def of_warps(index, _):
             row, pair = p.div(index, pairs), p.rem(index, pairs)
-            joined = _join([self.of_warp(p.add(self.base, w * plan.ring_bytes), row, pair) for w in range(c.warps)])
+            unit, of_unit = p.div(row, plan.rows), p.rem(row, plan.rows)
+            warps = [p.add(unit, team * c.units) for team in range(plan.teams)]
+            joined = _join([self.of_warp(p.add(self.base, p.mul(w, plan.ring_bytes)), of_unit, pair) for w in warps])
             if c.cluster == 1:
                 self.store(row, pair, *joined[1:])
             else:
@@ -115,7 +156,7 @@ class _Warp(AttentionTiles):
                 mem.send_f32x4(mem.map_rank(to, owner), joined, mem.map_rank(self.all_here, owner))
             return []
 
-        p.for_range(self.tid, plan.rows * pairs, threads, [], of_warps)
+        p.for_range(self.tid, rows * pairs, threads, [], of_warps)
         if c.cluster == 1:
             return
         mem.barrier_wait(self.all_here, p.i32(0))
@@ -137,9 +178,8 @@ class _Warp(AttentionTiles):
 
     def store(self, row, pair, total, *sums):
         """A pair of outputs; zeros for a sample that has ended."""
-        plan, c = self.plan, self.plan.config
-        head, i = p.and_(row, 7), p.shr(row, 3)
-        sample = p.add(self.samples[0], i) if c.slots > 1 else self.samples[0]
+        plan = self.plan
+        head, sample = p.and_(row, 7), p.add(self.first_sample, p.shr(row, 3))
 
         def write():
             inverse = arith.divf(p.f32(1.0), arith.maximumf(total, p.f32(1e-30)))
@@ -179,8 +219,8 @@ def build(plan: AttentionPlan, eps: float | None = None):
         decode_attention,
         out_type=jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.bfloat16),
         scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.units * plan.K,),
-        grid_names=("units",),
+        grid=(plan.ctas // c.cluster,),
+        grid_names=("clusters",),
         cluster=(c.cluster,),
         cluster_names=("rank",),
         num_threads=c.warps // 4,

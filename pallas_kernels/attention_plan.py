@@ -18,12 +18,15 @@ class AttentionConfig:
       cluster: CTAs that split the context of a unit (those slots, one key-value head).
       warps: warps of a CTA, which split it further; a multiple of 4.
       depth: tiles of 16 keys in a warp's ring.
+      units: units with a common prompt in a CTA, which read it from each other's rings. Of the warps each
+        `units`-th has one unit's.
     """
 
     slots: int = 1
     cluster: int = 1
     warps: int = 8
     depth: int = 3
+    units: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +58,12 @@ class AttentionPlan:
             raise ValueError(
                 f"{self.H} query heads on {self.K} key-value heads: the kernel takes up to {MAX_GROUP} on each"
             )
-        if c.slots not in (1, 2) or self.B % c.slots:
-            raise ValueError(f"slots must be 1, or 2 with an even number of samples; got {c.slots} and B = {self.B}")
+        if c.slots not in (1, 2) or self.B % (c.slots * c.units):
+            raise ValueError(f"{c}: slots must be 1 or 2, and slots times units divide the samples, got B = {self.B}")
         if c.warps % 4 or not 4 <= c.warps <= 32 or c.depth < 2 or c.cluster not in RESIDENT:
             raise ValueError(f"{c}: warps must be 4, 8, .. 32, depth at least 2, cluster one of {list(RESIDENT)}")
+        if c.warps % c.units:
+            raise ValueError(f"{c}: each unit of a CTA has as many warps")
         if self.total > SMEM_LIMIT:
             raise ValueError(f"{c} needs {self.total} bytes of shared memory; limit {SMEM_LIMIT}")
 
@@ -67,8 +72,18 @@ class AttentionPlan:
         return self.H // self.K
 
     @property
-    def units(self) -> int:
-        return self.B // self.config.slots
+    def ctas(self) -> int:
+        return self.B // self.samples * self.K * self.config.cluster
+
+    @property
+    def samples(self) -> int:
+        """Of a CTA."""
+        return self.config.slots * self.config.units
+
+    @property
+    def teams(self) -> int:
+        """Of a CTA's warps: one warp of each unit, which read the same tiles of the prompt."""
+        return self.config.warps // self.config.units
 
     @property
     def row_bytes(self) -> int:
@@ -87,6 +102,7 @@ class AttentionPlan:
 
     @property
     def rows(self) -> int:
+        """Queries of a unit."""
         return 8 * self.config.slots
 
     @property
@@ -106,7 +122,7 @@ class AttentionPlan:
     @property
     def received_bytes(self) -> int:
         """Of all CTAs a share of the pairs of outputs, each pair's four float32."""
-        return 16 * self.rows * self.E // 2 if self.config.cluster > 1 else 0
+        return 16 * self.config.units * self.rows * self.E // 2 if self.config.cluster > 1 else 0
 
     @property
     def barrier_at(self) -> int:

@@ -84,9 +84,9 @@ class AttentionTiles(AttentionInputs):
 
     # ---- one tile -----------------------------------------------------------------------------------------------
 
-    def scores(self, slot):
-        """Of 16 keys, as two tiles of 8."""
-        chunks = self.keys.chunks(p.add(self.ring, p.mul(slot, self.plan.tile_bytes)), self.g, self.t)
+    def scores(self, tile):
+        """Of 16 keys, as two tiles of 8; `tile` is where they lie."""
+        chunks = self.keys.chunks(tile, self.g, self.t)
         scores = []
         for j in range(2):
             halves = [[p.f32(0.0)] * 4 for _ in range(2)]  # two chains of additions, for half the latency
@@ -98,11 +98,10 @@ class AttentionTiles(AttentionInputs):
             scores.append([arith.addf(x, y) for x, y in zip(*halves, strict=True)])
         return scores
 
-    def weigh(self, turn, slot, scores, state):
-        """The state with a tile's values under the weights that its scores give."""
+    def weigh(self, tile, which, left, scores, state):
+        """The state with a tile's values under the weights that its scores give. The tile is of region `which`, of
+        whose keys so many are `left` from its first on."""
         c = self.plan.config
-        which, _, length, first = self.region(turn)
-        left = p.sub(length, first)
         masks = []
         for j in range(2):
             inside = [p.lt(p.add(p.mul(self.t, 2), 8 * j + e), left) for e in range(2)]
@@ -113,8 +112,7 @@ class AttentionTiles(AttentionInputs):
         weights, state = self.soften(scores, masks, state)
         a = [weights[0][0], weights[0][1], weights[1][0], weights[1][1]]
         sums = state[2 * c.slots :]
-        values_at = p.add(p.add(self.ring, p.mul(slot, self.plan.tile_bytes)), KEYS * self.keys.row_bytes)
-        blocks = self.values.blocks(values_at, self.lane)
+        blocks = self.values.blocks(p.add(tile, KEYS * self.keys.row_bytes), self.lane)
         for d, (b0, b1) in enumerate(self.values.load(blocks)):
             at = slice(4 * d, 4 * d + 4)
             sums[at] = self.values.product(sums[at], a, b0, b1)

@@ -121,9 +121,12 @@ def cta_sync():
     ptx("bar.sync 0;", convergent=True)
 
 
-def named_sync(which: int, threads: int):
+def named_sync(which: int | ir.Value, threads: int):
     """Barrier among some of the CTA's warps."""
-    ptx(f"bar.sync {which}, {threads};", convergent=True)
+    if isinstance(which, int):
+        ptx(f"bar.sync {which}, {threads};", convergent=True)
+    else:
+        ptx(f"bar.sync $0, {threads};", which, convergent=True)
 
 
 def named_arrive(which: int, threads: int):

@@ -271,7 +271,7 @@ class MultiplyWarps(LoraWarps):
 
     def group_sync(self, group):
         """Barrier of one warpgroup."""
-        p.ptx("bar.sync $0, 128;", p.add(group, 1), convergent=True)
+        p.named_sync(p.add(group, 1), 128)
 
     def both_sync(self):
         """Barrier of both."""

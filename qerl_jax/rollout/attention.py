@@ -99,9 +99,8 @@ def token_attention(
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
-        paired = group is not None and group % 2 == 0
         out, own_k, own_v = decode_attention(
-            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, paired=paired, in_units=in_units
+            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, group=group or 1, in_units=in_units
         )
         return out[:, None], (own_k, own_v)
 

@@ -115,7 +115,7 @@ def make_ptx(m):
     p.opaque = _lanes
     p.uniform = lambda v: _lanes(v[0])
     p.cta_sync = lambda: m.meet((m.now.cta, 0), 32 * m.warps_of_cta)
-    p.named_sync = lambda which, threads: m.meet((m.now.cta, which), threads)
+    p.named_sync = lambda which, threads: m.meet((m.now.cta, int(np.unique(which).item())), threads)
     p.named_arrive = lambda which, threads: m.meet((m.now.cta, which), threads, waits=False)
 
     def cluster_sync(waits=True):

@@ -271,7 +271,6 @@ def run_attention(plan, eps, *operands, seed=0):
     c = plan.config
     with _emulated(m):
         program = attention_kernel._Warp
-        ctas = plan.units * plan.K * c.cluster
-        m.launch(ctas, c.cluster, c.warps, plan.total, lambda: program(plan, [*refs, out, None], eps).run())
+        m.launch(plan.ctas, c.cluster, c.warps, plan.total, lambda: program(plan, [*refs, out, None], eps).run())
     caches = [m.get(at, v.shape, v.dtype) for at, v in zip(refs[-2:], map(np.asarray, operands[-2:]), strict=True)]
     return m.get(out, (plan.B, plan.H * plan.E), ml_dtypes.bfloat16), *caches

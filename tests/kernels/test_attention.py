@@ -83,23 +83,29 @@ def test_the_kernel_refuses_other_caches():
             decode_attention(rows, rows, rows, rows, rows, *caches(*dtypes), config=AttentionConfig())
 
 
-@pytest.mark.parametrize("samples, kv_heads, paired, prompt, completion, bytes_of, expected", [
-    (1, 4, False, 256, 512, (2, 2), AttentionConfig(1, 8)),
-    (8, 4, True, 256, 512, (2, 2), AttentionConfig(1, 1)),
-    (8, 4, True, 1024, 512, (2, 2), AttentionConfig(1, 2)),
-    (8, 4, True, 96, 8000, (2, 1), AttentionConfig(1, 2, 8, 4)),
-    (4, 4, True, 256, 512, (2, 2), AttentionConfig(1, 2)),
-    (32, 4, True, 4096, 512, (1, 1), AttentionConfig(1, 1, 8, 6)),
-    (64, 4, True, 256, 512, (2, 2), AttentionConfig(1, 1, 4)),
-    (64, 4, True, 1024, 512, (2, 2), AttentionConfig(2, 1, 8)),
-    (64, 4, False, 1024, 512, (2, 1), AttentionConfig(1, 1, 4, 4)),
-    (128, 4, True, 256, 512, (2, 2), AttentionConfig(2, 1, 4)),
-    (64, 8, True, 256, 512, (2, 2), AttentionConfig(2, 1, 4)),
-    (256, 8, False, 256, 4096, (2, 2), AttentionConfig(1, 1, 4)),
-    (65, 8, True, 1024, 512, (2, 2), AttentionConfig(1, 1, 4)),
+@pytest.mark.parametrize("samples, kv_heads, group, prompt, completion, bytes_of, expected", [
+    (1, 4, 1, 256, 512, (2, 2), AttentionConfig(1, 8)),
+    (8, 4, 8, 256, 512, (2, 2), AttentionConfig(1, 1)),
+    (8, 4, 8, 1024, 512, (2, 2), AttentionConfig(1, 2)),
+    (8, 4, 8, 96, 8000, (2, 1), AttentionConfig(1, 2, 8, 4)),
+    (4, 4, 4, 256, 512, (2, 2), AttentionConfig(1, 2)),
+    (32, 4, 8, 4096, 512, (1, 1), AttentionConfig(1, 1, 8, 6)),
+    (64, 4, 8, 256, 512, (2, 2), AttentionConfig(1, 1, 4)),
+    (64, 4, 8, 1024, 512, (2, 2), AttentionConfig(2, 1, 8)),
+    (64, 4, 1, 1024, 512, (2, 1), AttentionConfig(1, 1, 4, 4)),
+    (128, 4, 8, 256, 512, (2, 2), AttentionConfig(2, 1, 8, 3, 2)),
+    (128, 4, 2, 256, 512, (2, 2), AttentionConfig(2, 1, 4)),
+    (128, 4, 1, 256, 512, (2, 2), AttentionConfig(1, 1, 4)),
+    (64, 8, 8, 256, 512, (2, 1), AttentionConfig(2, 1, 8, 4, 2)),
+    (80, 8, 8, 256, 512, (2, 2), AttentionConfig(2, 1, 8, 3, 4)),
+    (132, 4, 6, 256, 512, (2, 2), AttentionConfig(2, 1, 4)),
+    (256, 4, 8, 256, 512, (2, 2), AttentionConfig(2, 1, 8, 3, 4)),
+    (256, 4, 32, 256, 512, (2, 2), AttentionConfig(2, 1, 8, 3, 4)),
+    (256, 8, 1, 256, 4096, (2, 2), AttentionConfig(1, 1, 4)),
+    (65, 8, 5, 1024, 512, (2, 2), AttentionConfig(1, 1, 4)),
 ])  # fmt: skip
-def test_choice(samples, kv_heads, paired, prompt, completion, bytes_of, expected):
-    config = choose_attention(samples, kv_heads, paired, prompt, completion, *bytes_of)
+def test_choice(samples, kv_heads, group, prompt, completion, bytes_of, expected):
+    config = choose_attention(samples, kv_heads, group, prompt, completion, *bytes_of)
     assert config == expected
     AttentionPlan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, config, *bytes_of)
 
@@ -107,7 +113,9 @@ def test_choice(samples, kv_heads, paired, prompt, completion, bytes_of, expecte
 @pytest.mark.parametrize("shape, config, message", [
     ((4, 6, 2, 80), AttentionConfig(), "head size 80"),
     ((4, 18, 2, 64), AttentionConfig(), "up to 8"),
-    ((3, 6, 2, 64), AttentionConfig(2), "even number of samples"),
+    ((3, 6, 2, 64), AttentionConfig(2), "divide the samples"),
+    ((6, 6, 2, 64), AttentionConfig(2, units=2), "divide the samples"),
+    ((6, 6, 2, 64), AttentionConfig(units=3), "as many warps"),
     ((4, 6, 2, 64), AttentionConfig(warps=6), "warps must be"),
     ((4, 6, 2, 128), AttentionConfig(warps=16, depth=4), "shared memory"),
 ])  # fmt: skip
@@ -120,6 +128,7 @@ def test_shapes_that_the_kernel_does_not_take(shape, config, message):
     (128, False, AttentionConfig(), 2, 2),
     (64, True, AttentionConfig(2, 4), 1, 1),
     (128, True, AttentionConfig(2, 1, 4, 4), 2, 1),
+    (128, False, AttentionConfig(2, 1, 8, 3, 2), 2, 2),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_and_writes_the_cache_in_place(head, norms, config, keys, values):
     def s(shape, dtype=jnp.bfloat16):

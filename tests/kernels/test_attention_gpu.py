@@ -1,6 +1,7 @@
 """The decode attention kernel on a CUDA device, fresh seeds each run: `python -m pytest -m gpu tests/kernels`."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,10 @@ CONFIGS = [
     AttentionConfig(1, 1), AttentionConfig(1, 4), AttentionConfig(2, 1), AttentionConfig(2, 2, 4, 4),
     AttentionConfig(1, 8, 8, 2),
 ]  # fmt: skip
+TOGETHER = [AttentionConfig(2, 1, 8, 3, 2), AttentionConfig(2, 2, 8, 2, 4), AttentionConfig(1, 1, 4, 2, 4)]
 SHAPES = [(8, 28, 4, 128, 2, 256, 96), (4, 14, 2, 64, 2, 37, 50), (6, 16, 2, 128, 3, 1, 1), (2, 8, 8, 64, 1, 100, 300)]
+GROUPS = (16, 28, 4, 128, 2, 300, 96)  # two groups of 8 samples, for CTAs of 4 and of all of a group's
+CASES = [*itertools.product(SHAPES, CONFIGS), *((GROUPS, config) for config in TOGETHER)]
 NARROW = [  # keys and values of the cache
     (jnp.bfloat16, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.bfloat16),
 ]  # fmt: skip
@@ -92,12 +96,11 @@ def cases(rng):
     return of
 
 
-@ahead(lambda programs, config, **sizes: _start(programs, tuple(sizes[name] for name in "BHKENPC"), config))
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("B, H, K, E, N, P, C", SHAPES)
-def test_against_float64(programs, cases, B, H, K, E, N, P, C, config):
-    case, expected, expected_k, expected_v = cases(B, H, K, E, N, P, C)
-    program = programs.get(_start(programs, (B, H, K, E, N, P, C), config))
+@ahead(lambda programs, sizes, config: _start(programs, sizes, config))
+@pytest.mark.parametrize("sizes, config", CASES)
+def test_against_float64(programs, cases, sizes, config):
+    case, expected, expected_k, expected_v = cases(*sizes)
+    program = programs.get(_start(programs, sizes, config))
     out, own_k, own_v = program(*case)
     np.testing.assert_array_equal(np.asarray(own_v, np.float32), expected_v)
     np.testing.assert_allclose(np.asarray(own_k, np.float32), expected_k, rtol=0.01, atol=1e-6)  # rounded to bfloat16
@@ -106,17 +109,12 @@ def test_against_float64(programs, cases, B, H, K, E, N, P, C, config):
     assert np.array_equal(np.asarray(out), np.asarray(again))
 
 
-@ahead(
-    lambda programs, config, kept, **sizes: _start(
-        programs, tuple(sizes[name] for name in "BHKENPC"), config, kept=kept
-    )
-)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("B, H, K, E, N, P, C", SHAPES[:3])
+@ahead(lambda programs, sizes, config, kept: _start(programs, sizes, config, kept=kept))
+@pytest.mark.parametrize("sizes, config", [(sizes, config) for sizes, config in CASES if sizes != SHAPES[3]])
 @pytest.mark.parametrize("kept", NARROW, ids=lambda pair: "-".join(dtype.__name__ for dtype in pair))
-def test_narrow_caches(rng, programs, B, H, K, E, N, P, C, kept, config):
-    case = _case(rng, B, H, K, E, N, P, C, jnp.bfloat16, kept=kept)
-    program = programs.get(_start(programs, (B, H, K, E, N, P, C), config, kept=kept))
+def test_narrow_caches(rng, programs, sizes, kept, config):
+    case = _case(rng, *sizes, jnp.bfloat16, kept=kept)
+    program = programs.get(_start(programs, sizes, config, kept=kept))
     out, own_k, own_v = program(*case)
     expected, expected_k, expected_v = (np.asarray(x, np.float32) for x in _expected(*case))
     assert (own_k.dtype, own_v.dtype) == kept
@@ -190,3 +188,16 @@ def test_result_does_not_depend_on_neighbours(rng):
     own = own._replace(lengths=own.lengths.at[:5].set(-1))
     part, _, _ = decode_attention(q, k, v, cos, sin, prompt, own, config=AttentionConfig(2, 2))
     np.testing.assert_array_equal(np.asarray(part)[5:], whole[5:])
+
+
+@ahead(lambda programs: [_start(programs, GROUPS, config) for config in TOGETHER])
+def test_result_does_not_depend_on_those_that_read_the_prompt_together(rng, programs):
+    case = _case(rng, *GROUPS, jnp.bfloat16, lengths=[3, 40, 17, 63, 50, 33, 95, 0, *[20] * 8])
+    for config in TOGETHER:
+        program = programs.get(_start(programs, GROUPS, config))
+        whole, *_ = program(*case)
+        for kept in ([0], [3, 6], range(8)):
+            ended = jnp.full(16, -1).at[jnp.asarray(kept)].set(case[6].lengths[jnp.asarray(kept)])
+            part, *_ = program(*case[:6], case[6]._replace(lengths=ended))
+            np.testing.assert_array_equal(np.asarray(part)[list(kept)], np.asarray(whole)[list(kept)])
+            assert not np.asarray(part, np.float32)[8:].any()

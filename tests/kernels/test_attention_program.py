@@ -78,6 +78,45 @@ def test_a_sample_does_not_depend_on_its_partner():
         np.testing.assert_array_equal(pair, alone[samples])
 
 
+# two groups of four; in the first all but one see other parts of the prompt's last turn
+GROUPS = [(0, 70, 0), (0, 70, 30), (0, 70, -1), (0, 70, 17), (1, 49, 5), (1, 49, -1), (1, 49, 32), (1, 49, 1)]
+
+
+@pytest.mark.parametrize("config, E, kept", [
+    (AttentionConfig(2, 1, 4, 2, 2), 128, (BF16, BF16)),
+    (AttentionConfig(2, 1, 8, 3, 2), 64, (BF16, E4M3)),
+    (AttentionConfig(1, 1, 4, 3, 4), 64, (BF16, BF16)),
+    (AttentionConfig(2, 2, 4, 2, 2), 64, (E4M3, E4M3)),
+])  # fmt: skip
+def test_a_prompt_read_together(config, E, kept):
+    case = Case(GROUPS, 4, 1, E, 33, kept=kept)
+    expected, *_ = case.expected()
+    limit = 0.05 if kept[0] is E4M3 else 0.02
+    for seed in range(3):
+        out, *_ = case.run(config, seed=seed)
+        np.testing.assert_allclose(out.astype(np.float64), expected, atol=limit, rtol=limit)
+        alone, *_ = Case([*GROUPS[:3], (0, 70, -1), *GROUPS[4:]], 4, 1, E, 33, kept=kept).run(config, seed=seed)
+        np.testing.assert_array_equal(alone[:3], out[:3])
+
+
+def test_a_group_that_has_ended_reads_nothing():
+    case = Case([(0, 70, -1)] * 4 + GROUPS[4:], 4, 1, 64, 33)
+    case.operands[5][0] = case.operands[6][0] = np.nan
+    out, *_ = case.run(AttentionConfig(2, 1, 4, 2, 2))
+    np.testing.assert_array_equal(out[:4].astype(np.float32), 0)
+
+
+@pytest.mark.parametrize("forgotten, maker", [("named_sync", "make_ptx"), ("copy_wait", "make_memory")])
+def test_the_emulator_sees_a_turn_that_nobody_waits_for(monkeypatch, forgotten, maker):
+    emulator.without(monkeypatch, forgotten, maker)
+    case = Case(GROUPS, 4, 1, 64, 33)
+    for seed in range(4):
+        out, *_ = case.run(AttentionConfig(2, 1, 4, 2, 2), seed=seed)
+        if not np.abs(out.astype(np.float64) - case.expected()[0]).max() < 0.1:
+            return
+    raise AssertionError("four orders of the warps gave the right result")
+
+
 def test_the_emulator_sees_what_nobody_waits_for(monkeypatch):
     emulator.without(monkeypatch, "copy_wait")
     case = Case(PAIRS[:2], 5, 1, 64, 33)
