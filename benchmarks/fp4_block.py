@@ -1,6 +1,7 @@
 """All that a decode step computes between two attentions, as one kernel or by calls: time a layer, beside its floor.
 
     python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8 64] [--rank 0 32] [--layers 3]
+        [--dtype bfloat16 float16]
 
 Layers follow each other in a jitted while loop, q of one as the attention's output of the next, with nothing between.
 `us` is the loop's wall time over layers and steps, `kernels_us` the kernels' own (CUPTI) and `matmuls_us` those that
@@ -37,26 +38,26 @@ def shape_of(config):
 SHAPES = {name: shape_of(MODELS[f"qwen2.5-{name.lower()}"]) for name in ("7B", "14B", "32B")}
 
 
-def random_projection(key, n, k, rank, biased=False):
+def random_projection(key, n, k, rank, dtype, biased=False):
     """Weights of unit size, so that what goes through them keeps its own."""
     keys = jax.random.split(key, 4)
-    weight = random_weight(keys[0], n, k)
+    weight = random_weight(keys[0], n, k, dtype)
     lora = None
     if rank:
-        a = jax.random.normal(keys[2], (rank, k), jnp.bfloat16) / k**0.5
-        lora = a, jax.random.normal(keys[3], (n, rank), jnp.bfloat16) / rank**0.5, jnp.float32(0.5)
+        a = jax.random.normal(keys[2], (rank, k), dtype) / k**0.5
+        lora = a, jax.random.normal(keys[3], (n, rank), dtype) / rank**0.5, jnp.float32(0.5)
     return Projection(weight, unit_scale(weight), jax.random.normal(keys[1], (n,)) if biased else None, lora)
 
 
-def random_layer(key, shape, rank):
+def random_layer(key, shape, rank, dtype="bfloat16"):
     hidden, inner, heads, kv = shape
     keys = jax.random.split(key, 9)
     o, gate, up, down = (
-        random_projection(key, n, k, rank)
+        random_projection(key, n, k, rank, dtype)
         for key, n, k in zip(keys, (hidden, inner, inner, hidden), (heads, hidden, hidden, inner), strict=False)
     )
     qkv = tuple(
-        random_projection(key, n, hidden, rank, True) for key, n in zip(keys[4:], (heads, kv, kv), strict=False)
+        random_projection(key, n, hidden, rank, dtype, True) for key, n in zip(keys[4:], (heads, kv, kv), strict=False)
     )
     norms = tuple(jax.random.uniform(key, (hidden,), minval=0.5, maxval=1.5) for key in keys[7:])
     return LayerPart(o, gate, up, down, qkv), norms
@@ -84,15 +85,15 @@ def loop(x, residual, model, steps):
     return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, x, residual))[1:]
 
 
-def inputs(name, m):
+def inputs(name, m, dtype):
     hidden, _, heads, _ = SHAPES[name]
-    x = jax.random.normal(jax.random.key(m), (m, heads), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(m), (m, heads), dtype)
     return x, jax.random.normal(jax.random.key(m + 1), (m, hidden))
 
 
 def programs(name, m, model):
     """`kernel`, `reference` and `loop`, compiled."""
-    operands = inputs(name, m)
+    operands = inputs(name, m, model[0][0].dtype)
     one = [f.lower(*operands, *model[0]).compile() for f in (kernel, reference)]
     return *one, loop.lower(*operands, model, STEPS).compile()
 
@@ -105,7 +106,8 @@ def kernels_of(run, *operands):
 
 def measure(name, m, rank, model, compiled):
     kernel, reference, loop = compiled
-    x, residual = inputs(name, m)
+    dtype = model[0][0].dtype
+    x, residual = inputs(name, m, dtype)
     made, again, true = (jax.tree.leaves(f(x, residual, *model[0])) for f in (kernel, kernel, reference))
     errors = [
         float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.sqrt(jnp.mean(b.astype(jnp.float32) ** 2)))
@@ -118,7 +120,7 @@ def measure(name, m, rank, model, compiled):
     hidden, inner, heads, kv = SHAPES[name]
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
     return {
-        "model": name, "m": m, "rank": rank, "us": float(us), "tb_per_s": float(size / us * 1e-6),
+        "model": name, "m": m, "rank": rank, "dtype": dtype, "us": float(us), "tb_per_s": float(size / us * 1e-6),
         "kernels_us": statistics.median(sum(t for _, t in ran) for ran in loops) / (2 * len(model)),
         "matmuls_us": statistics.median(sum(t for n, t in ran if "nvfp4" in n) for ran in loops) / (2 * len(model)),
         "launches": [
@@ -137,18 +139,20 @@ def main():
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16"])
     args = parser.parse_args()
     rows = []
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         for name in args.models:
+            kinds = list(itertools.product(args.rank, args.dtype))
             models = {
-                rank: [random_layer(jax.random.key(layer), SHAPES[name], rank) for layer in range(args.layers)]
-                for rank in args.rank
+                kind: [random_layer(jax.random.key(layer), SHAPES[name], *kind) for layer in range(args.layers)]
+                for kind in kinds
             }
-            cases = list(itertools.product(args.rank, args.m))
-            compiled = [pool.submit(programs, name, m, models[rank]) for rank, m in cases]
-            for (rank, m), ready in zip(cases, compiled, strict=True):
-                row = measure(name, m, rank, models[rank], ready.result())
+            cases = [(kind, m) for m in args.m for kind in kinds]
+            compiled = [pool.submit(programs, name, m, models[kind]) for kind, m in cases]
+            for (kind, m), ready in zip(cases, compiled, strict=True):
+                row = measure(name, m, kind[0], models[kind], ready.result())
                 rows.append(row)
                 printed = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "launches"}
                 print(json.dumps(printed), flush=True)

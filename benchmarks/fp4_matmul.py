@@ -39,12 +39,12 @@ FEW_ROWS = 256  # above, a product's own time hides where its weights come from,
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def random_weight(key, n, k):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_weight(key, n, k, dtype="bfloat16"):
     """Random codes; scale bytes in 0x10-0x4F."""
     bits = jax.random.bits(key, (-(-n // 16), -(-k // 256), layout.QUAD_WORDS), jnp.uint32)
     is_code = jnp.arange(layout.QUAD_WORDS) < layout.CODE_BYTES // 4
-    return KernelWeight(jnp.where(is_code, bits, (bits & 0x3F3F3F3F) + 0x10101010), n, k)
+    return KernelWeight(jnp.where(is_code, bits, (bits & 0x3F3F3F3F) + 0x10101010), n, k, dtype)
 
 
 def device_us(f, *args, passes=3):

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import lane_level
 from pallas_kernels import ptx as p
 from pallas_kernels import ptx_memory as mem
-from pallas_kernels.layout import VALUE_MASK
+from pallas_kernels.layout import DECODINGS
 
 CTAS = 132
 REGISTERS = 12  # independent chains of a warp
@@ -40,6 +40,7 @@ OPERAND_BYTES = 8192  # of the right operand of wgmma256; its numbers do not mat
 STRIDES = 128 >> 4 << 16 | 256 >> 4 << 32  # of a descriptor, between 8 x 8 matrices along K and along N
 
 # {i} is a chain's number; c0.. are operands that the compiler does not know.
+_MASK = DECODINGS["bfloat16"].turned_mask(0)
 INSTRUCTIONS = {
     "lop3": "lop3.b32 r{i}, r{i}, c0, c1, 0x96;",
     "shf": "shf.l.wrap.b32 r{i}, r{i}, r{i}, 28;",
@@ -53,8 +54,8 @@ INSTRUCTIONS = {
     "cvt_e4m3x2": "cvt.u16.u32 h, r{i};\ncvt.rn.f16x2.e4m3x2 r{i}, h;",
     # eight codes of a word as fragments.py decodes them (13 instructions), and two that join the results
     "decode": "shl.b32 t0, r{i}, 2;\nshl.b32 t1, r{i}, 6;\nshf.l.wrap.b32 out, r{i}, r{i}, 28;\n"
-    f"shf.l.wrap.b32 word, r{{i}}, r{{i}}, 24;\nand.b32 t0, t0, {VALUE_MASK:#x};\nand.b32 t1, t1, {VALUE_MASK:#x};\n"
-    f"and.b32 out, out, {VALUE_MASK:#x};\n"
+    f"shf.l.wrap.b32 word, r{{i}}, r{{i}}, 24;\nand.b32 t0, t0, {_MASK:#x};\nand.b32 t1, t1, {_MASK:#x};\n"
+    f"and.b32 out, out, {_MASK:#x};\n"
     "and.b32 r{i}, r{i}, 0x01000100;\nlop3.b32 r{i}, word, 0x80C080C0, r{i}, 0xEA;\n"
     "mul.rn.bf16x2 t0, t0, c0;\nmul.rn.bf16x2 t1, t1, c3;\nmul.rn.bf16x2 out, out, c0;\n"
     "mul.rn.bf16x2 r{i}, r{i}, c3;\nlop3.b32 r{i}, r{i}, t0, t1, 0x96;\nxor.b32 r{i}, r{i}, out;",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from . import attention_kernel
 from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
 from .fragment_order import in_unit_order
+from .ptx import HALVES
 from .stream_plan import RESIDENT
 from .variants import capability
 
@@ -20,7 +21,6 @@ from .variants import capability
 # multiprocessor, and always where it leaves more.
 FREE_CTAS, WORTH_A_CTA, WORTH_A_PAIR = 32, 416, 512
 A_WAVE = 0.6  # what a wave of CTAs takes besides its contexts, of what one pair's takes
-CACHE_DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)  # of keys and of values, that the kernel takes
 
 
 class PromptKV(NamedTuple):
@@ -87,15 +87,19 @@ def decode_attention(
     if config is None and not takes_decode_attention(q.dtype, H, K, E, *kept):
         out, own_k, own_v = decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
         return in_unit_order(out) if in_units else out, own_k, own_v
-    if kept != (prompt.k.dtype, prompt.v.dtype) or not {*kept} <= {*map(jnp.dtype, CACHE_DTYPES)}:
+    if q.dtype.name not in HALVES:
+        raise ValueError(f"queries are {q.dtype}; the kernel takes {' and '.join(HALVES)}")
+    allowed = _cache_dtypes(q.dtype)
+    if kept != (prompt.k.dtype, prompt.v.dtype) or not {*kept} <= allowed:
         found = ", ".join(str(array.dtype) for array in (prompt.k, prompt.v, own.k, own.v))
-        raise ValueError(f"prompts' and own keys and values are {found}; the kernel takes bfloat16 and float8_e4m3fn")
+        names = " and ".join(sorted(dtype.name for dtype in allowed))
+        raise ValueError(f"prompts' and own keys and values are {found}; {q.dtype} queries take {names}")
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
     config = config or choose_attention(B, K, group, P, C, *sizes)
     plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units)
-    kernel = attention_kernel.build(plan, None if norms is None else norms.eps)
+    kernel = attention_kernel.build(plan, None if norms is None else norms.eps, q.dtype.name)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
@@ -106,10 +110,13 @@ def takes_decode_attention(
 ) -> bool:
     """Whether the default device runs the kernel, and the kernel takes the shape, queries of this dtype, and caches of
     these."""
-    fits = (
-        head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP and {keys, values} <= {*map(jnp.dtype, CACHE_DTYPES)}
-    )
-    return capability() == 90 and dtype == jnp.bfloat16 and fits
+    fits = head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP and {keys, values} <= _cache_dtypes(dtype)
+    return capability() == 90 and jnp.dtype(dtype).name in HALVES and fits
+
+
+def _cache_dtypes(dtype: jnp.dtype) -> set[jnp.dtype]:
+    """Of keys and of values, that the kernel takes for queries of this dtype."""
+    return {jnp.dtype(dtype), jnp.dtype(jnp.float8_e4m3fn)}
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Keys and values as the cache keeps them, in BF16 or in 8 bits (E4M3): how the attention kernel writes a new one,
+"""Keys and values as the cache keeps them, in 16 bits or in 8 (E4M3): how the attention kernel writes a new one,
 where pieces of a tile lie in shared memory, and what the tensor cores get.
 
 A row is a head's E numbers. Of a row of queries or keys, lane 4 g + t holds numbers 8 t .. 8 t + 7 of each chunk of 32.
@@ -19,7 +19,7 @@ class Kept(abc.ABC):
 
     def __init__(self, E: int):
         self.E, self.row_bytes = E, E * self.number_bytes
-        self.product = p.mma_bf16 if self.number_bytes == 2 else fp8.mma_f16
+        self.product = p.mma_half if self.number_bytes == 2 else fp8.mma_f16
 
     @abc.abstractmethod
     def turn(self, row):
@@ -32,7 +32,7 @@ class Kept(abc.ABC):
 
 
 class Keys(Kept):
-    """Keys in BF16."""
+    """Keys in 16 bits."""
 
     number_bytes = 2
 
@@ -53,13 +53,13 @@ class Keys(Kept):
         return mem.load_shared_v4(address, offset + rows * self.row_bytes)
 
     def operand(self, word):
-        """Two BF16 numbers of a query, or of a new key as it will be read back, for the product."""
+        """Two numbers of a query, or of a new key as it will be read back, for the product."""
         return word
 
     rounded = operand
 
     def write(self, address, t, words):
-        """A row, BF16 words [chunk][4], to the cache."""
+        """A row, words of 16-bit numbers [chunk][4], to the cache."""
         to = mem.offset(address, p.mul(t, 16))
         for chunk, four in enumerate(words):
             mem.store_global_v4(to, four, 64 * chunk)
@@ -89,10 +89,10 @@ class NarrowKeys(Keys):
         ]  # fmt: skip
 
     def operand(self, word):
-        return fp8.f16_of_bf16(word)
+        return fp8.f16_of_half(word)
 
     def rounded(self, word):
-        return fp8.f16_of_e4m3(fp8.e4m3_of_bf16(word))[0]
+        return fp8.f16_of_e4m3(fp8.e4m3_of_half(word))[0]
 
     def write(self, address, t, words):
         to = mem.offset(address, p.mul(t, 8))
@@ -101,7 +101,7 @@ class NarrowKeys(Keys):
 
 
 class Values(Kept):
-    """Values in BF16. The 16 outputs of a block are two tensor-core tiles: the first 8 and the last 8."""
+    """Values in 16 bits. The 16 outputs of a block are two tensor-core tiles: the first 8 and the last 8."""
 
     number_bytes = 2
 
@@ -126,13 +126,13 @@ class Values(Kept):
             yield b[2:]
 
     def new_row(self, address, g):
-        """Of a BF16 row this lane's number of each tile, as it will be read back, in the lower half of a word."""
+        """Of a 16-bit row this lane's number of each tile, as it will be read back, in the lower half of a word."""
         at = mem.offset(address, p.mul(g, 2))
         return [mem.load_global_u16(at, 16 * tile) for tile in range(self.E // 8)]
 
     def pack(self, lo, hi):
         """Two weights."""
-        return p.pack_bf16(lo, hi)
+        return p.pack_half(lo, hi)
 
     def leave(self, row, t, block: int, first, second):
         """A block's sums of one row, two of each tile, to a float32 row in shared memory."""
@@ -141,7 +141,7 @@ class Values(Kept):
         mem.store_shared_f32x2(p.add(at, 64 * block + 32), second)
 
     def write(self, address, t, source):
-        """A BF16 row in memory to the cache."""
+        """A 16-bit row in memory to the cache."""
         source, to = (mem.offset(a, p.mul(t, 16)) for a in (source, address))
         for chunk in range(self.E // 32):
             mem.store_global_v4(to, mem.load_global_v4(source, 64 * chunk), 64 * chunk)
@@ -175,7 +175,7 @@ class NarrowValues(Values):
     def new_row(self, address, g):
         at, tiles = mem.offset(address, p.mul(g, 4)), []
         for block in range(self.E // 16):
-            pair = fp8.f16_of_e4m3(fp8.e4m3_of_bf16(mem.load_global_b32(at, 32 * block)))[0]
+            pair = fp8.f16_of_e4m3(fp8.e4m3_of_half(mem.load_global_b32(at, 32 * block)))[0]
             tiles += [pair, p.shr(pair, 16)]
         return tiles
 

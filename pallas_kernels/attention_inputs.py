@@ -119,11 +119,11 @@ class AttentionInputs:
         return p.mul(p.add(self.firsts[0], p.mul(turn, self.stride)), self.plan.config.units)
 
     def row_of(self, address):
-        """This lane's numbers of a row of E BF16 ones, as float32: [chunk][8]."""
+        """This lane's 16-bit numbers of a row of E, as float32: [chunk][8]."""
         out = []
         for chunk in range(self.plan.E // 32):
             words = mem.load_global_v4(mem.offset(address, p.mul(self.t, 16)), 64 * chunk)
-            out.append([value for word in words for value in p.unpack_bf16(word)])
+            out.append([value for word in words for value in p.unpack_half(word)])
         return out
 
     def _floats(self, address, chunks: int):
@@ -133,7 +133,7 @@ class AttentionInputs:
         return [quads[2 * chunk] + quads[2 * chunk + 1] for chunk in range(chunks)]
 
     def prepared(self, row, norm: str, angles):
-        """Norm and rotation of a row of queries or keys, as packed BF16 words [chunk][4]."""
+        """Norm and rotation of a row of queries or keys, as words of 16-bit numbers [chunk][4]."""
         plan = self.plan
         chunks = plan.E // 32
         if plan.has_norms:
@@ -143,7 +143,7 @@ class AttentionInputs:
             inverse = p.rsqrt(mean)
             scales = self._floats(self.at[norm], chunks)
             row = [
-                [p.round_bf16(arith.mulf(arith.mulf(x, inverse), w)) for x, w in zip(*pair, strict=True)]
+                [p.round_half(arith.mulf(arith.mulf(x, inverse), w)) for x, w in zip(*pair, strict=True)]
                 for pair in zip(row, scales, strict=True)
             ]
         cos, sin = angles
@@ -154,7 +154,7 @@ class AttentionInputs:
                 a, b, co, si = row[chunk][j], row[chunk + half][j], cos[chunk][j], sin[chunk][j]
                 out[chunk][j] = arith.subf(arith.mulf(a, co), arith.mulf(b, si))
                 out[chunk + half][j] = arith.addf(arith.mulf(b, co), arith.mulf(a, si))
-        return [[p.pack_bf16(chunk[2 * j], chunk[2 * j + 1]) for j in range(4)] for chunk in out]
+        return [[p.pack_half(chunk[2 * j], chunk[2 * j + 1]) for j in range(4)] for chunk in out]
 
     def angles_of(self, sample):
         at = [mem.offset(self.at[name], p.mul(sample, 2 * self.plan.E)) for name in ("cos", "sin")]

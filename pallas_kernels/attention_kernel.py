@@ -14,8 +14,8 @@ happen here, and the step's key and value are written to the cache in place, whi
 
 Fragments (m16n8k16; lane = 4 g + t): a row of E numbers is cut into chunks of 32; lane t holds numbers 8 t .. 8 t + 7
 of each chunk, the same for queries and keys, so that a lane's load is two k-steps, and a rotation's two halves (E / 2
-apart) are in one lane. Values come through ldmatrix, transposed. The cache is BF16 or, keys, values or both, E4M3
-(attention_cache.py).
+apart) are in one lane. Values come through ldmatrix, transposed. The cache has the queries' dtype or, keys,
+values or both, E4M3 (attention_cache.py).
 """
 
 import functools
@@ -187,7 +187,7 @@ class _Warp(AttentionTiles):
             column = p.mul(pair, 2)
             place = unit_place(column) if plan.in_units else column
             at = mem.offset(mem.wide_offset(self.at["out"], index, plan.row_bytes), p.mul(place, 2))
-            mem.store_global_bf16x2(at, *(arith.mulf(s, inverse) for s in sums))
+            mem.store_global_halfx2(at, *(arith.mulf(s, inverse) for s in sums))
 
         p.when(p.lt(head, plan.Q), write)
 
@@ -200,10 +200,11 @@ def _join(parts):
 
 
 @functools.cache
-def build(plan: AttentionPlan, eps: float | None = None):
+def build(plan: AttentionPlan, eps: float | None = None, dtype: str = "bfloat16"):
     """The kernel as a function (q [B, H * E], k [B, K * E], v [B, K * E], cos [B, E / 2], sin [B, E / 2],
     prompt_k [N, P, K, E], prompt_v, prompt_of [B], prompt_lengths [B], own_lengths [B], [q_norm [E], k_norm [E]],
-    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` is that of the norms.
+    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` is that of the norms,
+    `dtype` that of queries, new keys and values, and results.
     """
     c = plan.config
     count = 14 + (2 if plan.has_norms else 0)
@@ -211,13 +212,14 @@ def build(plan: AttentionPlan, eps: float | None = None):
     def decode_attention(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)
         def body(ctx, *refs):
-            _Warp(plan, refs, eps or 0.0).run()
+            with p.halves(dtype):
+                _Warp(plan, refs, eps or 0.0).run()
 
         body(*refs)
 
     call = plgpu.kernel(
         decode_attention,
-        out_type=jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.dtype(dtype)),
         scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
         grid=(plan.ctas // c.cluster,),
         grid_names=("clusters",),

@@ -46,7 +46,7 @@ class AttentionPlan:
     C: int
     has_norms: bool
     config: AttentionConfig
-    key_bytes: int = 2  # of one number of a key in the cache: 2 (BF16) or 1 (E4M3)
+    key_bytes: int = 2  # of one number of a key in the cache: 2, or 1 (E4M3)
     value_bytes: int = 2
     in_units: bool = False  # whether outputs are in unit order (fragment_order.py)
 
@@ -87,7 +87,7 @@ class AttentionPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Of queries, outputs, and new keys and values, which are BF16."""
+        """Of queries, outputs, and new keys and values, which have 16 bits."""
         return 2 * self.E
 
     @property

@@ -22,7 +22,7 @@ from .variants import capability, has_room_for_a_wave
 
 def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> bool:
     """Whether the device that is compiled for runs the kernels, and they take the shape."""
-    if capability() != 90 or not has_room_for_a_wave() or dtype != jnp.bfloat16:
+    if capability() != 90 or not has_room_for_a_wave() or jnp.dtype(dtype).name != layer.dtype:
         return False
     check = plan_of if rows <= MAX_ROWS else layer_calls.calls_of
     try:
@@ -61,12 +61,12 @@ def between_attentions(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """residual + o(x); + down(silu(gate(h)) * up(h)) of its norm h; and q, k, v of the norm of that.
 
-    Products are bfloat16's with float32 sums. Not rounded in between: what joins the residual stream. Up to 8 rows all
-    of it is one kernel, in which neither gate and up are rounded, nor the norm before the division by the root of the
-    mean square, which follows the products; from 17 rows on one or two for each matmul (layer_calls.py).
+    Products are in the weights' dtype, with float32 sums. Not rounded in between: what joins the residual stream. Up to
+    8 rows all of it is one kernel, in which neither gate and up are rounded, nor the norm before the division by the
+    root of the mean square, which follows the products; from 17 rows on one or two for each matmul (layer_calls.py).
 
     Args:
-      x: bfloat16 [M, K], the attention's output, M up to 8 or from 17 to 256.
+      x: [M, K] in that dtype, the attention's output, M up to 8 or from 17 to 256.
       residual: float32 [M, D].
       layer: the projections.
       norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.
@@ -74,7 +74,7 @@ def between_attentions(
       in_units: whether x's columns are in unit order, where `reads_units` says so.
 
     Returns:
-      The residual stream float32 [M, D], and q, k, v in bfloat16 [M, N].
+      The residual stream float32 [M, D], and q, k, v in x's dtype [M, N].
 
     Raises:
       ValueError: the kernels do not take the shape (see `takes_between_attentions`).
@@ -87,7 +87,7 @@ def between_attentions(
     weights = tuple(tuple(map(operands, group)) for group in layer.groups)
     scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
     sync = jnp.asarray(first_counters(plan.sync_words))
-    outs = block_kernel.build(plan, eps)(block_kernel.Operands(x, residual, weights, scales, sync))
+    outs = block_kernel.build(plan, eps, layer.dtype)(block_kernel.Operands(x, residual, weights, scales, sync))
     return outs["residual2"], tuple(outs[f"y{w}"] for w in range(len(layer.qkv)))
 
 

@@ -150,7 +150,7 @@ class ComputeWarps(OutputTiles):
             for half in range(2):
                 x = mem.load_shared_v4(x_at, u * 128 + 16 * half)
                 for j in range(2):
-                    acc = p.mma_bf16(acc, next(fragments), x[2 * j], x[2 * j + 1])
+                    acc = p.mma_half(acc, next(fragments), x[2 * j], x[2 * j + 1])
             sums.append(acc)
         return [
             arith.addf(old, arith.addf(arith.addf(a, b), arith.addf(c, d)))

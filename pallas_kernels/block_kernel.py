@@ -17,7 +17,7 @@ next parts, as far as their rings reach, so the memory does not rest.
     through the L2, and the CTAs of a group finish the tiles between them (block_outputs.py).
   * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py). With two
     rows and more two CTAs are a cluster, and each copies half of x to both.
-  * RMSNorm: who writes the residual stream also writes its product with the norm's scale in bfloat16, and its tile's
+  * RMSNorm: who writes the residual stream also writes its product with the norm's scale in 16 bits, and its tile's
     squares; the division by the root of their mean happens to the next part's sums.
 
 The order of additions depends on the shape and the plan, never on M, other rows, or timing.
@@ -43,8 +43,8 @@ from .layout import ROWS
 
 
 class Operands(NamedTuple):
-    """x bfloat16 [M, K], the residual stream float32 [M, D], the weights of each part, the norm scale float32 [D] after
-    each part that joins the residual stream and is not the last, and the counters."""
+    """x [M, K], the residual stream float32 [M, D], the weights of each part, the norm scale float32 [D] after each
+    part that joins the residual stream and is not the last, and the counters."""
 
     x: Any
     residual: Any
@@ -138,27 +138,27 @@ class _Kernel(ComputeWarps, ServiceWarps):
         return tuple(p.div(p.mul(share.items, w), self.plan.warps) for w in (warp, p.add(warp, 1)))
 
 
-def block_outs(plan: BlockPlan) -> dict[str, jax.ShapeDtypeStruct]:
+def block_outs(plan: BlockPlan, dtype: str = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes: `residual` after each part that joins it, the last part's `y` of each weight, and what
     CTAs leave for each other."""
 
     def f32(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def bf16(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    def half(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     outs, last = {}, len(plan.parts) - 1
     for i, part in enumerate(plan.parts):
         if part.joins:
             outs[f"residual{i}"] = f32(plan.m, plan.hidden)
         if part.joins and i < last:
-            outs[f"x{i + 1}"] = bf16(plan.m, plan.hidden)
+            outs[f"x{i + 1}"] = half(plan.m, plan.hidden)
             outs[f"squares{i}"] = f32(plan.hidden // ROWS, MAX_ROWS)
         if part.paired:
-            outs[f"x{i + 1}"] = bf16(plan.m, part.n[0])
+            outs[f"x{i + 1}"] = half(plan.m, part.n[0])
         if not part.joins and not part.paired:
-            outs |= {f"y{w}": bf16(plan.m, n) for w, n in enumerate(part.n)}
+            outs |= {f"y{w}": half(plan.m, n) for w, n in enumerate(part.n)}
         if part.slices > 1:
             outs[f"sums{i}"] = f32(part.slices * part.entries * 128)
         if any(part.ranks):
@@ -167,9 +167,9 @@ def block_outs(plan: BlockPlan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @functools.cache
-def build(plan: BlockPlan, eps: float):
+def build(plan: BlockPlan, eps: float, dtype: str = "bfloat16"):
     """The kernel as a function of Operands (without `sync`) that returns `block_outs` arrays."""
-    outs = block_outs(plan)
+    outs = block_outs(plan, dtype)
     names = list(outs)
 
     def run(operands: Operands):
@@ -181,7 +181,8 @@ def build(plan: BlockPlan, eps: float):
                 *refs, shared = refs
                 given = jax.tree.unflatten(tree, refs[: len(leaves)])
                 made = dict(zip(names, refs[len(leaves) :], strict=True))
-                _Kernel(plan, eps, given, made, shared).run()
+                with p.halves(dtype):
+                    _Kernel(plan, eps, given, made, shared).run()
 
             body(*refs)
 

@@ -200,7 +200,7 @@ class OutputTiles:
                 here = mem.load_shared_v2(h, j * MAX_ROWS * ROWS * 2)
                 # beyond the adapter's ranks lies another's x A^T or old bytes, which may be NaN
                 here = [p.select(p.lt(j, weight.rank_tiles), v, 0) for v in here]
-                lora = p.mma_bf16(lora, b, *here)
+                lora = p.mma_half(lora, b, *here)
             y = [arith.addf(v, arith.mulf(weight.scaling, more)) for v, more in zip(y, lora, strict=True)]
         return y if weight.bias is None else [arith.addf(v, b) for v, b in zip(y, weight.bias, strict=True)]
 
@@ -221,7 +221,7 @@ class OutputTiles:
 
     def store_rows(self, out, n, tile, values):
         def store(e, row, column):
-            mem.store_global_bf16(mem.offset(out, p.mul(p.add(p.mul(row, n), column), 2)), values[e])
+            mem.store_global_half(mem.offset(out, p.mul(p.add(p.mul(row, n), column), 2)), values[e])
 
         self.each_element(tile, store)
 

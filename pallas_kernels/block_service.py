@@ -2,7 +2,7 @@
 
 LoRA's first product of a part needs all of K before any output: the service warps of all CTAs share its *units* of 16
 ranks and a part of K, leave float32 sums in global memory, and every CTA adds those of the adapters whose outputs it
-owns, in order, and rounds x A^T to bfloat16.
+owns, in order, and rounds x A^T to 16 bits.
 """
 
 from jaxlib.mlir.dialects import arith
@@ -228,7 +228,7 @@ class ServiceWarps:
         return a, first, last, tile, chunk
 
     def add_hidden(self, i: int):
-        """x A^T of the adapters whose outputs this CTA owns, from all parts of K to shared memory, in bfloat16."""
+        """x A^T of the adapters whose outputs this CTA owns, from all parts of K to shared memory, in 16 bits."""
         part, share = self.plan.parts[i], self.shares[i]
         stride = sum(part.rank_tiles) * 512
         first_tile, first_rank_tile = 0, 0
@@ -260,5 +260,5 @@ class ServiceWarps:
         # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)
         to = p.add(p.add(self.h_base, p.mul(tile, MAX_ROWS * ROWS * 2)), p.add(p.mul(self.t, 64), p.mul(self.g, 2)))
         for e in range(4):
-            mem.store_shared_bf16(to, acc[e], (e % 2) * ROWS * 2 + (e // 2) * 16)
+            mem.store_shared_half(to, acc[e], (e % 2) * ROWS * 2 + (e // 2) * 16)
         return []

@@ -1,6 +1,6 @@
-"""W * global_scale / 128 as BF16 [N, K] from the kernel's layout: the first half of the path for many rows.
+"""W * global_scale / 128 in 16 bits [N, K] from the kernel's layout: the first half of the path for many rows.
 
-Every product e2m1 * scale has at most 6 significant bits, so BF16 holds it exactly (also the factor 2^-7 that the
+Every product e2m1 * scale has at most 6 significant bits, so 16 bits hold it exactly (also the factor 2^-7 that the
 decoding leaves); the global scale goes to the float32 sums. A warp decodes quads of 16 x 256; a lane stores 32
 contiguous bytes in each of two rows, four lanes a full line of 128 bytes.
 """
@@ -51,19 +51,20 @@ def _body(quads: int, tiles: int, data_ref, out_ref):
 
 
 @functools.cache
-def build(tiles: int, quads: int):
-    """data uint32 [tiles, quads, 576] -> bfloat16 [16 * tiles, 256 * quads]."""
+def build(tiles: int, quads: int, dtype: str):
+    """data uint32 [tiles, quads, 576] -> numbers of `dtype` [16 * tiles, 256 * quads]."""
 
     def nvfp4_dequantize(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
         def body(ctx, data_ref, out_ref):
-            _body(quads, tiles, data_ref, out_ref)
+            with p.halves(dtype):
+                _body(quads, tiles, data_ref, out_ref)
 
         body(*refs)
 
     return jax.jit(plgpu.kernel(
         nvfp4_dequantize,
-        out_type=jax.ShapeDtypeStruct((tiles * ROWS, quads * COLS), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((tiles * ROWS, quads * COLS), jnp.dtype(dtype)),
         grid=(CTAS,),
         grid_names=("ctas",),
         num_threads=WARPS // 4,
@@ -72,9 +73,9 @@ def build(tiles: int, quads: int):
     ))  # fmt: skip
 
 
-def dequantize(data: jax.Array) -> jax.Array:
-    """The padded matrix in BF16, times global_scale / 128."""
+def dequantize(data: jax.Array, dtype: str = "bfloat16") -> jax.Array:
+    """The padded matrix in `dtype`, that of its layout, times global_scale / 128."""
     tiles, quads, words = data.shape
     if words != QUAD_WORDS or data.dtype != jnp.uint32:
         raise ValueError(f"data must be uint32 [T, Q, {QUAD_WORDS}], got {data.dtype} {data.shape}")
-    return build(tiles, quads)(data)
+    return build(tiles, quads, dtype)(data)

@@ -1,6 +1,6 @@
-"""Dequantize, then a plain dot: the path for many rows, where the BF16 weight's traffic is small beside the product.
+"""Dequantize, then a plain dot: the path for many rows, where a 16-bit weight's traffic is small beside the product.
 
-The weight is written once in BF16 as e2m1 * scale, which BF16 holds exactly (at most 6 significant bits), and the
+The weight is written once in its dtype as e2m1 * scale, which that holds exactly (at most 6 significant bits), and the
 global scale is applied to the float32 sums: so the product has cuBLAS's own error and no rounding of the weight.
 """
 
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from . import dequantize_kernel
-from .layout import EPILOGUE_FACTOR, KernelWeight, source_bit
+from .layout import DECODINGS, EPILOGUE_FACTOR, KernelWeight
 
 
-def exact_bf16(weight: KernelWeight) -> jax.Array:
-    """e2m1 * scale as BF16 [N, K]: W * global_scale, exactly."""
+def exact(weight: KernelWeight) -> jax.Array:
+    """e2m1 * scale in the weight's dtype [N, K]: W * global_scale, exactly."""
     t, q, _ = weight.data.shape
     words = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4)  # T Q unit g t j
     parts = []
@@ -21,7 +21,7 @@ def exact_bf16(weight: KernelWeight) -> jax.Array:
         for half in range(2):
             code = jnp.zeros(words.shape, jnp.uint32)
             for bit in range(4):
-                place = source_bit(pair, half, bit)
+                place = DECODINGS[weight.dtype].source_bit(pair, half, bit)
                 code |= ((words >> place) & 1) << bit
             halves.append(code)
         parts.append(jnp.stack(halves, -1))
@@ -33,27 +33,27 @@ def exact_bf16(weight: KernelWeight) -> jax.Array:
     scale = ((weight.data[..., 512:, None] >> shifts) & 0xFF).astype(jnp.uint8)
     scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
     scale = scale.reshape(t, q, 2, 8, 4, 2, 2).transpose(0, 1, 6, 2, 5, 3, 4).reshape(t, q, 2, 4, 8, 4)
-    w = (value * scale[..., None, None, None]).astype(jnp.bfloat16)  # T Q row-half unit g t j pair-half col
+    w = (value * scale[..., None, None, None]).astype(weight.dtype)  # T Q row-half unit g t j pair-half col
     w = w.transpose(0, 2, 4, 1, 3, 5, 6, 7, 8).reshape(16 * t, 256 * q)
     return w[: weight.n, : weight.k]
 
 
 def _weight(weight: KernelWeight, kernel: bool):
-    """BF16 [N, K] and what its products must be divided by, over the global scale."""
+    """W [N, K] in 16 bits and what its products must be divided by, over the global scale."""
     if not kernel:
-        return exact_bf16(weight), 1.0
-    return dequantize_kernel.dequantize(weight.data)[: weight.n, : weight.k], 1.0 / EPILOGUE_FACTOR
+        return exact(weight), 1.0
+    return dequantize_kernel.dequantize(weight.data, weight.dtype)[: weight.n, : weight.k], 1.0 / EPILOGUE_FACTOR
 
 
 def matmul(x_MK, weight: KernelWeight, global_scale, *, kernel: bool = False) -> jax.Array:
     """x W^T in float32 [M, N]; `kernel` takes the Mosaic GPU dequantization instead of XLA's."""
     w, divisor = _weight(weight, kernel)
-    y = jnp.dot(x_MK.astype(jnp.bfloat16), w.T, preferred_element_type=jnp.float32)
+    y = jnp.dot(x_MK.astype(w.dtype), w.T, preferred_element_type=jnp.float32)
     return y * (1.0 / (jnp.asarray(global_scale, jnp.float32).reshape(()) * divisor))
 
 
 def matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, kernel: bool = False) -> jax.Array:
     """dy W in float32 [M, K]."""
     w, divisor = _weight(weight, kernel)
-    dx = jnp.dot(dy_MN.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32)
+    dx = jnp.dot(dy_MN.astype(w.dtype), w, preferred_element_type=jnp.float32)
     return dx * (1.0 / (jnp.asarray(global_scale, jnp.float32).reshape(()) * divisor))

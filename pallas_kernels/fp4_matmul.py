@@ -22,11 +22,11 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
     """y = x W^T + s (x A^T) B^T + bias, with float32 sums.
 
     Args:
-      x_MK: [M, K] bfloat16 (other floats are cast); M = 0 gives an empty result.
-      weight: KernelWeight of shape [N, K], or a list of them that share x (q, k, v; gate, up).
+      x_MK: [M, K] in the weights' dtype, to which the kernels cast others; M = 0 gives an empty result.
+      weight: KernelWeight of shape [N, K], or a list of them that share x (q, k, v; gate, up), of one dtype.
       global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
       lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None. The kernel multiplies in
-        bfloat16: cast float32 masters once, outside a decode loop. A rank that is no multiple of 16 is padded.
+        16 bits: cast float32 masters once, outside a decode loop. A rank that is no multiple of 16 is padded.
       bias: None or [N]; for a list, a list (entries may be None) or None.
       backend: None (by the table), "mosaic" (the streaming kernel), "wide" (the kernel for many rows), "triton" (the
         portable kernel), "dequantize", "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
@@ -50,6 +50,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
     for w in weights:
         if w.k != x_MK.shape[1]:
             raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
+    if len({w.dtype for w in weights}) > 1:
+        raise ValueError(f"weights that share x must have one dtype, got {', '.join(w.dtype for w in weights)}")
     adapters = tuple(None if entry is None else tuple(entry) for entry in loras)
     route = Route(backend, variants.capability())
     out = _linear(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, weights, scales, adapters, biases)
@@ -167,7 +169,8 @@ def _base(route, out_dtype):
             kernel = variant == "dequantize-mosaic"
             ys = [dequantized.matmul(x, w, s, kernel=kernel) for w, s in zip(weights, scales, strict=True)]
         elif not any(ranks) or variants.takes_lora(m, k, n, variant, ranks):
-            ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=out_dtype != jnp.bfloat16)
+            wide_out = jnp.dtype(out_dtype).name != weights[0].dtype
+            ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=wide_out)
             return tuple(y.astype(out_dtype) for y in ys)
         elif variants.apart(m, k, n, variant, ranks):
             each = zip(weights, scales, biases, loras, strict=True)
@@ -229,15 +232,16 @@ def _dx(route, wide_out=False):
 
 def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):
     """The streaming kernel, 64 rows at a time."""
-    m, k = x.shape
-    x = jnp.pad(x.astype(jnp.bfloat16), ((0, 0), (0, -k % COLS)))
+    (m, k), dtype = x.shape, weights[0].dtype
+    x = jnp.pad(x.astype(dtype), ((0, 0), (0, -k % COLS)))
     own, ranks = all_biases(biases, [w.n for w in weights]), padded_ranks(loras)
     rest = [w.data for w in weights] + [number(scale) for scale in scales] + own
-    rest += stream_kernel.lora_operands(loras, x.shape[1])
+    rest += stream_kernel.lora_operands(loras, x.shape[1], dtype)
     parts = []
     for start in range(0, m, stream_kernel.MAX_ROWS):
         rows = x[start : start + stream_kernel.MAX_ROWS]
         n = tuple(w.n for w in weights)
-        kernel = stream_kernel.build(rows.shape[0], k, n, config, bool(own), wide_out=wide_out, ranks=ranks)
+        more = {"wide_out": wide_out, "ranks": ranks, "dtype": dtype}
+        kernel = stream_kernel.build(rows.shape[0], k, n, config, bool(own), **more)
         parts.append(kernel(rows, *rest))
     return tuple(parts[0]) if len(parts) == 1 else tuple(jnp.concatenate(ys) for ys in zip(*parts, strict=True))

@@ -23,8 +23,8 @@ WARPS, WARP_ROWS, WARP_UNITS = 8, 4, 2
 
 
 def in_fragment_order(x: jax.Array, rows: int) -> jax.Array:
-    """x [M, Q * 256] bfloat16 -> [Q, rows * 256]; what is in the rows behind M has no meaning."""
-    return build(x.shape[0], rows, x.shape[1] // COLS)(x)
+    """x [M, Q * 256] in 16 bits -> [Q, rows * 256]; what is in the rows behind M has no meaning."""
+    return build(x.shape[0], rows, x.shape[1] // COLS, x.dtype.name)(x)
 
 
 def reference(x: jax.Array, rows: int) -> jax.Array:
@@ -93,8 +93,8 @@ def ctas(rows: int, quads: int) -> int:
 
 
 @functools.cache
-def build(m: int, rows: int, quads: int):
-    """The kernel as a function of x [M, Q * 256] bfloat16; `rows` is a multiple of 8."""
+def build(m: int, rows: int, quads: int, dtype: str = "bfloat16"):
+    """The kernel as a function of x [M, Q * 256] of a dtype of 16 bits; `rows` is a multiple of 8."""
 
     def fragment_order(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
@@ -105,7 +105,7 @@ def build(m: int, rows: int, quads: int):
 
     return jax.jit(plgpu.kernel(
         fragment_order,
-        out_type=jax.ShapeDtypeStruct((quads, rows * COLS), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((quads, rows * COLS), jnp.dtype(dtype)),
         grid=(ctas(rows, quads),),
         grid_names=("ctas",),
         num_threads=WARPS // 4,

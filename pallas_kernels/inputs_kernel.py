@@ -1,4 +1,4 @@
-"""What a matmul reads, made by one launch for up to 256 rows: x, and s x A^T of all its adapters in bfloat16.
+"""What a matmul reads, made by one launch for up to 256 rows: x, and s x A^T of all its adapters in 16 bits.
 
 Letters: M rows, K inputs, R ranks of all adapters together; fragments of 16 ranks x 8 rows, as m16n8k16 leaves them.
 
@@ -151,7 +151,7 @@ class _Kernel(Sources):
         store_hidden(self.outs["h"], plan.m, sum(plan.ranks), self.lane, tile, first_row, values)
 
 
-def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
+def inputs_outs(plan: InputsPlan, dtype: str = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes: the `residual` stream [M, K], `x` [M, K], as it is or in unit order, or in fragment
     order, and `h`, which is s x A^T scale / EPILOGUE_FACTOR of all adapters [M, R]."""
     outs = {}
@@ -159,28 +159,38 @@ def inputs_outs(plan: InputsPlan) -> dict[str, jax.ShapeDtypeStruct]:
         outs["residual"] = jax.ShapeDtypeStruct((plan.m, plan.k), jnp.float32)
     if plan.writes_x:
         shape = (plan.k // COLS, plan.ordered * COLS) if plan.ordered else (plan.m, plan.k)
-        outs["x"] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        outs["x"] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     if plan.ranks:
-        outs["h"] = jax.ShapeDtypeStruct((plan.m, sum(plan.ranks)), jnp.bfloat16)
+        outs["h"] = jax.ShapeDtypeStruct((plan.m, sum(plan.ranks)), jnp.dtype(dtype))
     return outs
 
 
 @functools.cache
-def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0, eps: float = 0.0, units: bool = False):
-    """The kernel as a function (what x is made of, A bf16 [R_i, K]..., global scale float32 [1]..., LoRA's scaling
-    float32 [1]...) -> `inputs_outs` arrays by name.
+def build(
+    m: int,
+    k: int,
+    ranks: tuple[int, ...],
+    source: str,
+    ordered: int = 0,
+    eps: float = 0.0,
+    units: bool = False,
+    dtype: str = "bfloat16",
+):
+    """The kernel as a function (what x is made of, A [R_i, K]..., global scale float32 [1]..., LoRA's scaling float32
+    [1]...) -> `inputs_outs` arrays by name; A, x and h are of `dtype`.
 
-    x is made of itself, bfloat16 [M, K]; of the residual stream float32 [M, K], what is added to it, alike, and the
+    x is made of itself, [M, K]; of the residual stream float32 [M, K], what is added to it, alike, and the
     norm's scale float32 [K]. Raises ValueError naming the constraint when the kernel does not take the shape.
     """
     plan = make_inputs_plan(m, k, ranks, source, ordered, units)
-    outs = inputs_outs(plan)
+    outs = inputs_outs(plan, dtype)
 
     def matmul_inputs(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
             *refs, shared = refs
-            _Kernel(plan, eps, refs, shared).run()
+            with p.halves(dtype):
+                _Kernel(plan, eps, refs, shared).run()
 
         body(*refs)
 
@@ -199,7 +209,7 @@ def build(m: int, k: int, ranks: tuple[int, ...], source: str, ordered: int = 0,
     return jax.jit(lambda *operands: dict(zip(outs, call(*operands), strict=True)))
 
 
-def reference(plan: InputsPlan, eps: float, *operands: jax.Array) -> dict[str, jax.Array]:
+def reference(plan: InputsPlan, eps: float, *operands: jax.Array, dtype: str = "bfloat16") -> dict[str, jax.Array]:
     """The same in plain JAX."""
     count, ranks = SOURCES[plan.source], len(plan.ranks)
     parts, rest = operands[:count], operands[count:]
@@ -208,7 +218,7 @@ def reference(plan: InputsPlan, eps: float, *operands: jax.Array) -> dict[str, j
     if plan.source == NORMED:
         outs["residual"] = flow = parts[0] + parts[1]
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(flow), -1, keepdims=True) + eps)
-        x = (flow * inverse * parts[2]).astype(jnp.bfloat16)
+        x = (flow * inverse * parts[2]).astype(dtype)
     if plan.writes_x:
         ordered = fragment_order.in_unit_order(x) if plan.units else x
         outs["x"] = fragment_order.reference(x, plan.ordered) if plan.ordered else ordered
@@ -218,5 +228,5 @@ def reference(plan: InputsPlan, eps: float, *operands: jax.Array) -> dict[str, j
             jnp.broadcast_to(s * t / EPILOGUE_FACTOR, rank)
             for s, t, rank in zip(scales, scalings, plan.ranks, strict=True)
         ]
-        outs["h"] = (h * jnp.concatenate(factors)).astype(jnp.bfloat16)
+        outs["h"] = (h * jnp.concatenate(factors)).astype(dtype)
     return outs

@@ -69,7 +69,7 @@ class Sources:
             for j in range(plan.eights):
                 flow = [v for part in range(4) for v in mem.load_shared_f32x4(self.own, self.flow_at(b, j, part))]
                 x = [arith.mulf(arith.mulf(v, inverse[j]), weight) for v, weight in zip(flow, scales[b], strict=True)]
-                xs.append([p.pack_bf16(*x[i : i + 2]) for i in range(0, 16, 2)])
+                xs.append([p.pack_half(*x[i : i + 2]) for i in range(0, 16, 2)])
             self.store_x(has[b], chunks[b], xs)
             acc = self.products(acc, halves, xs, has[b])
         return acc

@@ -141,28 +141,29 @@ def between_attentions(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`block.between_attentions` for more rows than its kernel takes."""
     o, gate_up, down, *qkv = calls_of(x.shape[0], layer, in_units)
+    dtype = jnp.dtype(layer.dtype)
     scales = [jnp.asarray(scale, jnp.float32) for scale in norms]
     _, (y,) = _run(o, layer.groups[0], (x,), jnp.float32, eps)
-    residual, product = _run(gate_up, layer.groups[1], (residual, y, scales[0]), jnp.bfloat16, eps)
+    residual, product = _run(gate_up, layer.groups[1], (residual, y, scales[0]), dtype, eps)
     if down.handover.joins:
         _, (residual, x, *squares) = _run(down, layer.groups[2], product, jnp.float32, eps, (residual, scales[1]))
-        return residual, tuple(_run(*qkv, layer.groups[3], (x,), jnp.bfloat16, eps, squares)[1])
+        return residual, tuple(_run(*qkv, layer.groups[3], (x,), dtype, eps, squares)[1])
     _, (y,) = _run(down, layer.groups[2], product, jnp.float32, eps)
     if not qkv:
         return residual + y, ()
-    residual, ys = _run(*qkv, layer.groups[3], (residual, y, scales[1]), jnp.bfloat16, eps)
+    residual, ys = _run(*qkv, layer.groups[3], (residual, y, scales[1]), dtype, eps)
     return residual, tuple(ys)
 
 
 def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float, handed: Sequence[jax.Array] = ()):
     """The residual stream, if x is made here and its norm, and the results of one call: [M, N] each, or what
     `Handover.joins` says. `handed` are the operands of its handover."""
-    weights = list(map(operands, group))
+    weights, dtype = list(map(operands, group)), group[0].weight.dtype
     present = [weight for weight in weights if weight.a is not None]
     made = {"x": source[0]}
     if not call.reads_given:
         units = call.handover.units
-        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps, units)
+        kernel = inputs_kernel.build(call.m, call.k, call.before, call.source, call.ordered, eps, units, dtype)
         names = ("a", "scale", "lora_scale") if call.before else ()
         made |= kernel(*source, *[getattr(weight, name) for name in names for weight in present])
     lora = [made["h"], *[weight.b for weight in present]] if call.before else []
@@ -175,9 +176,9 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float,
         of = call.n, ranks, call.config, out_dtype, call.swiglu, call.makes_h, call.handover, eps, handed
         ys = wide.multiply(made["x"], lora, data, scales, biases, *of)
     else:
-        wide_out = out_dtype != jnp.bfloat16
+        wide_out = jnp.dtype(out_dtype).name != dtype
         of = call.m, call.k, call.n, call.config
-        more = {"ranks": ranks, "swiglu": call.swiglu, "gives_units": call.handover.gives_units}
+        more = {"ranks": ranks, "swiglu": call.swiglu, "gives_units": call.handover.gives_units, "dtype": dtype}
         multiply = stream_kernel.build(*of, bool(biases), wide_out=wide_out, prepared=True, **more)
         ys = multiply(made["x"], *data, *scales, *biases, *lora)
     return made.get("residual"), ys

@@ -13,7 +13,7 @@ from .operands import adapter, number, padded_rank
 
 class Projection(NamedTuple):
     """A weight [N, K] and what belongs to it: global scale (a divisor), bias float32 [N], and LoRA's A [R, K], B [N, R]
-    in bfloat16 and scaling."""
+    in the weight's dtype and scaling."""
 
     weight: KernelWeight
     global_scale: jax.Array
@@ -27,7 +27,8 @@ class Projection(NamedTuple):
 
 
 class LayerPart(NamedTuple):
-    """The projections between one attention and the next. `qkv` is the next layer's; empty behind the last layer."""
+    """The projections between one attention and the next, of one dtype. `qkv` is the next layer's; empty behind the
+    last layer."""
 
     o: Projection
     gate: Projection
@@ -40,10 +41,16 @@ class LayerPart(NamedTuple):
         """Those that read the same x, in their order."""
         return ((self.o,), (self.gate, self.up), (self.down,), *([self.qkv] if self.qkv else []))
 
+    @property
+    def dtype(self) -> str:
+        """What the kernels multiply in."""
+        (dtype,) = {projection.weight.dtype for group in self.groups for projection in group}
+        return dtype
+
 
 class Weight(NamedTuple):
     """A weight's operands: data uint32 [N/16, K/256, 576] (layout.py), global scale float32 [1], bias float32 [N], and
-    LoRA's A [R, K] and B [N, R] in bfloat16 and scaling float32 [1]; None where it has none."""
+    LoRA's A [R, K] and B [N, R] in 16 bits and scaling float32 [1]; None where it has none."""
 
     data: Any
     scale: Any
@@ -57,5 +64,5 @@ def operands(projection: Projection) -> Weight:
     """The arrays as kernels take them."""
     lora: tuple[jax.Array | None, ...] = (None, None, None)
     if projection.lora is not None:
-        lora = adapter(projection.lora, projection.weight.k)
+        lora = adapter(projection.lora, projection.weight.k, projection.weight.dtype)
     return Weight(projection.weight.data, number(projection.global_scale), projection.bias, *lora)

@@ -15,10 +15,12 @@ contiguous bytes of x row g). A lane reads only bytes that it loaded itself, so 
 
     scale word of lane (g, t), one for two units u, u + 1:  bytes  u row g | u row g+8 | u+1 row g | u+1 row g+8
 
-A code's bits s e1 e0 m must reach bits 15, 8, 7, 6 of a bfloat16, which then is the code's value times 2^-126. In a
-32-bit word the eight codes lie so that pairs 0, 1, 2 need one rotation and one mask each; pair 3 takes its e1 without
-rotation and the rest from a rotation by 8. No layout of 4 codes in 16 bits does with one rotation per pair (searched
-exhaustively): 4 rotations + 5 logic operations for 8 codes is the least.
+A code's bits s e1 e0 m must reach bits 15, 8, 7, 6 of a bfloat16, which then is the code's value times 2^-126, or bits
+15, 11, 10, 9 of a float16, times 2^-14. So where they lie in a 32-bit word depends on the dtype that the kernels
+multiply in (`DECODINGS`). For bfloat16 pairs 0, 1, 2 need one rotation and one mask each; pair 3 takes its e1 without
+rotation and the rest from a rotation by 24. No layout of 4 codes in 16 bits does with one rotation per pair (searched
+exhaustively): 4 rotations + 5 logic operations for 8 codes is the least. For float16 it is 4 + 6, three of the
+rotations shifts to the left, which run as multiplications on the other pipe, where bfloat16 has two.
 """
 
 import dataclasses
@@ -33,35 +35,72 @@ QUAD_WORDS = 576  # 4 x 128 of codes, 2 x 32 of scales
 QUAD_BYTES = 4 * QUAD_WORDS
 CODE_BYTES = 2048  # of a quad; its scales follow
 
-# Where the bits m, e0, e1, s of a code go in a bfloat16.
-DEST_BITS = (6, 7, 8, 15)
-# Left rotation that brings bits (m, e0, e1, s) of pair p into place.
-ROTATIONS = ((2, 2, 2, 2), (6, 6, 6, 6), (28, 28, 28, 28), (24, 24, 0, 24))
-VALUE_MASK = 0x81C081C0
-# value * 2^-126 from the codes, scale * 2^-120 from a scale byte << 4; the scale is multiplied by 2^239 in two exact
-# steps, so that products are (code * scale) * 2^-7, and the epilogue multiplies by 2^7 / global_scale.
-SCALE_STEP_1, SCALE_STEP_2 = 127, 112
+# What products of decoded codes and scales leave to the end: they are code * scale * 2^-7.
 EPILOGUE_FACTOR = 128.0
 
 
-def source_bit(pair: int, half: int, bit: int) -> int:
-    """Bit of the 32-bit word that holds bit `bit` (0 = m, 1 = e0, 2 = e1, 3 = s) of the code in `half` of `pair`."""
-    return (DEST_BITS[bit] + 16 * half - ROTATIONS[pair][bit]) % 32
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How codes and scale bytes become numbers of a 16-bit dtype.
+
+    Attributes:
+      dest_bits: where the bits m, e0, e1, s of a code go.
+      turns: of each pair the left rotation that brings them there.
+      direct: of each pair the bits (0 = m ..) that lie there already, and are not rotated.
+      scale_shift: what a scale byte is shifted to the left by, to be its value times a power of two.
+      scale_steps: the powers of two that it is multiplied by then, each exactly.
+      exponent_bias, exponent_at: of the dtype, and the bit at which its exponent begins.
+    """
+
+    dest_bits: tuple[int, int, int, int]
+    turns: tuple[int, int, int, int]
+    direct: tuple[tuple[int, ...], ...]
+    scale_shift: int
+    scale_steps: tuple[int, ...]
+    exponent_bias: int
+    exponent_at: int
+
+    def _both(self, bits) -> int:
+        return sum(1 << self.dest_bits[bit] for bit in bits) * 0x10001
+
+    def turned_mask(self, pair: int) -> int:
+        """Of a pair's bits behind the rotation."""
+        return self._both(bit for bit in range(4) if bit not in self.direct[pair])
+
+    def direct_mask(self, pair: int) -> int:
+        return self._both(self.direct[pair])
+
+    def source_bit(self, pair: int, half: int, bit: int) -> int:
+        """Bit of the 32-bit word that holds bit `bit` (0 = m, 1 = e0, ..) of the code in `half` of `pair`."""
+        turn = 0 if bit in self.direct[pair] else self.turns[pair]
+        return (self.dest_bits[bit] + 16 * half - turn) % 32
+
+    def power_of_two(self, exponent: int) -> int:
+        """Twice in a word."""
+        return (self.exponent_bias + exponent << self.exponent_at) * 0x10001
 
 
-def decode_word(word: np.ndarray) -> list[np.ndarray]:
-    """The kernel's decoding in NumPy: uint32 words -> for each pair, two bfloat16 bit patterns in a uint32."""
-
-    def rotl(w, r):
-        return ((w << np.uint32(r)) | (w >> np.uint32(32 - r))) & np.uint32(0xFFFFFFFF)
-
-    word = np.asarray(word, np.uint32)
-    mask = np.uint32(VALUE_MASK)
-    last = (rotl(word, 24) & np.uint32(0x80C080C0)) | (word & np.uint32(0x01000100))
-    return [rotl(word, 2) & mask, rotl(word, 6) & mask, rotl(word, 28) & mask, last]
+# Codes become value * 2^-126 and scales, from their bytes << 4, scale * 2^-120; or value * 2^-14 and scale * 2^-8. The
+# scales are multiplied by 2^239, or 2^15, so that products are code * scale * 2^-7: 6 bits, exact in either.
+DECODINGS = {
+    "bfloat16": Decoding((6, 7, 8, 15), (2, 6, 28, 24), ((), (), (), (2,)), 4, (127, 112), 127, 7),
+    "float16": Decoding((9, 10, 11, 15), (9, 5, 28, 3), ((), (2,), (), (0,)), 7, (15,), 15, 10),
+}
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["n", "k"])
+def decode_word(word: np.ndarray, dtype: str = "bfloat16") -> list[np.ndarray]:
+    """The kernel's decoding in NumPy: uint32 words -> for each pair, two bit patterns of the dtype in a uint32."""
+    decoding, word = DECODINGS[dtype], np.asarray(word, np.uint32)
+
+    def pair(i):
+        turn = decoding.turns[i]
+        turned = (word << np.uint32(turn)) | (word >> np.uint32(32 - turn))
+        return turned & np.uint32(decoding.turned_mask(i)) | word & np.uint32(decoding.direct_mask(i))
+
+    return [pair(i) for i in range(4)]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["n", "k", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class KernelWeight:
     """An NVFP4 matrix in the kernel's layout.
@@ -69,11 +108,13 @@ class KernelWeight:
     Attributes:
       data: uint32 [T, Q, 576], T = ceil(n / 16) and Q = ceil(k / 256); missing rows, columns are zero codes and scales.
       n, k: the matrix's own shape (static).
+      dtype: what the kernels multiply in, "bfloat16" or "float16" (static): where a code's bits lie.
     """
 
     data: jax.Array
     n: int
     k: int
+    dtype: str = "bfloat16"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,19 +134,28 @@ def _check(packed, scale):
     return n, 2 * half
 
 
-@jax.jit
-def repack(packed: jax.Array, scale: jax.Array) -> KernelWeight:
+def repack(packed: jax.Array, scale: jax.Array, dtype: jnp.dtype = jnp.bfloat16) -> KernelWeight:
     """Canonical NVFP4 arrays to the kernel's layout; done once, when weights are loaded.
 
     Args:
       packed: uint8 [N, K/2], element 2i in the low nibble of byte i.
       scale: float8_e4m3fn (or its bytes) [N, K/16]; bytes 0x00-0x7E only, which the loader checks: a negative or NaN
         scale decodes to another number here.
+      dtype: bfloat16 or float16, in which the kernels will multiply.
 
     Returns:
       KernelWeight with data uint32 [ceil(N/16), ceil(K/256), 576].
     """
+    name = jnp.dtype(dtype).name
+    if name not in DECODINGS:
+        raise ValueError(f"dtype is {name}; allowed: {', '.join(DECODINGS)}")
+    return _repack(packed, scale, name)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _repack(packed, scale, dtype):
     n, k = _check(packed, scale)
+    source_bit = DECODINGS[dtype].source_bit
     t, q = -(-n // ROWS), -(-k // COLS)
     packed = jnp.pad(packed, ((0, t * ROWS - n), (0, (q * COLS - k) // 2)))
     if scale.dtype != jnp.uint8:
@@ -125,14 +175,14 @@ def repack(packed: jax.Array, scale: jax.Array) -> KernelWeight:
     scale = scale.reshape(t, 2, 8, q, 2, 2, 4).transpose(0, 3, 4, 2, 6, 5, 1)  # T Q pair g t unit row-half
     scale = scale.reshape(t, q, 64, 4)
     scale_words = scale[..., 0] | scale[..., 1] << 8 | scale[..., 2] << 16 | scale[..., 3] << 24
-    return KernelWeight(jnp.concatenate([words, scale_words], axis=-1), n, k)
+    return KernelWeight(jnp.concatenate([words, scale_words], axis=-1), n, k, dtype)
 
 
 @jax.jit
 def unpack(weight: KernelWeight) -> tuple[jax.Array, jax.Array]:
     """The inverse of `repack`, bit for bit: packed uint8 [N, K/2] and scale float8_e4m3fn [N, K/16]."""
     t, q, _ = weight.data.shape
-    words = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4)
+    words, source_bit = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4), DECODINGS[weight.dtype].source_bit
     pairs = []
     for pair in range(4):
         byte = jnp.zeros(words.shape, jnp.uint32)

@@ -35,15 +35,15 @@ def padded_ranks(loras) -> tuple[int, ...]:
     return ranks if any(ranks) else ()
 
 
-def adapter(lora, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A [R, K], B [N, R] and scaling as A [padded R, k] and B [N, padded R] in bfloat16, and the number."""
+def adapter(lora, k: int, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A [R, K], B [N, R] and scaling as A [padded R, k] and B [N, padded R] in `dtype`, and the number."""
     a_RK, b_NR, scaling = lora
     more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
-    a_RK = jnp.pad(a_RK.astype(jnp.bfloat16), ((0, more), (0, k - a_RK.shape[1])))
-    return a_RK, jnp.pad(b_NR.astype(jnp.bfloat16), ((0, 0), (0, more))), number(scaling)
+    a_RK = jnp.pad(a_RK.astype(dtype), ((0, more), (0, k - a_RK.shape[1])))
+    return a_RK, jnp.pad(b_NR.astype(dtype), ((0, 0), (0, more))), number(scaling)
 
 
-def adapters(loras, k: int) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+def adapters(loras, k: int, dtype: str) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """All A, all B and all scalings of the weights that have an adapter."""
-    present = [adapter(lora, k) for lora in loras if lora is not None]
+    present = [adapter(lora, k, dtype) for lora in loras if lora is not None]
     return [a for a, _, _ in present], [b for _, b, _ in present], [scaling for _, _, scaling in present]

@@ -3,12 +3,37 @@
 What orders something has side effects and keeps its place; pure arithmetic has none. Memory is in ptx_memory.py.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
+
+# The 16-bit numbers that kernels multiply, and what PTX calls them.
+HALVES = {"bfloat16": "bf16", "float16": "f16"}
+_HALF = contextvars.ContextVar("half", default="bfloat16")
+
+
+@contextlib.contextmanager
+def halves(dtype: str) -> Iterator[None]:
+    """In the program that is traced inside, 16-bit numbers are of this dtype."""
+    token = _HALF.set(dtype)
+    try:
+        yield
+    finally:
+        _HALF.reset(token)
+
+
+def half() -> str:
+    """What PTX calls the 16-bit numbers of the program that is traced."""
+    return HALVES[half_dtype()]
+
+
+def half_dtype() -> str:
+    return _HALF.get()
 
 
 def i32_t() -> ir.Type:
@@ -159,13 +184,13 @@ def grid_dependency_launch():
     ptx("griddepcontrol.launch_dependents;", convergent=True)
 
 
-def mma_bf16(acc, a, b0, b1):
-    """acc [4] += A (16 x 16, row) B (16 x 8, col) of BF16 numbers, float32 accumulation."""
-    return mma("bf16", acc, a, b0, b1)
+def mma_half(acc, a, b0, b1):
+    """acc [4] += A (16 x 16, row) B (16 x 8, col), float32 accumulation."""
+    return mma(half(), acc, a, b0, b1)
 
 
 def mma(kind: str, acc, a, b0, b1):
-    """The same of 16-bit numbers of any kind."""
+    """The same of 16-bit numbers of this kind."""
     return ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, "
         "{$10, $11, $12, $13};",
@@ -235,19 +260,26 @@ def total(parts: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
     return functools.reduce(lambda a, b: [arith.addf(x, y) for x, y in zip(a, b, strict=True)], parts)
 
 
-def unpack_bf16(word):
-    """A word's two BF16 numbers in float32, the lower half first."""
-    code = "{ .reg .b32 a;\nshl.b32 a, $2, 16;\nmov.b32 $0, a;\nand.b32 a, $2, 0xffff0000;\nmov.b32 $1, a; }"
+def unpack_half(word):
+    """A word's two numbers in float32, the lower half first."""
+    code = {
+        "bf16": "{ .reg .b32 a;\nshl.b32 a, $2, 16;\nmov.b32 $0, a;\nand.b32 a, $2, 0xffff0000;\nmov.b32 $1, a; }",
+        "f16": "{ .reg .b16 l, h;\nmov.b32 {l, h}, $2;\ncvt.f32.f16 $0, l;\ncvt.f32.f16 $1, h; }",
+    }[half()]
     return ptx(code, word, results=[f32_t()] * 2)
 
 
-def pack_bf16(lo, hi):
-    return ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", lo, hi, results=[i32_t()])[0]
+def pack_half(lo, hi):
+    """Two float32 numbers, rounded."""
+    return ptx(f"cvt.rn.{half()}x2.f32 $0, $2, $1;", lo, hi, results=[i32_t()])[0]
 
 
-def round_bf16(x):
-    """A float32 number rounded to BF16's precision."""
-    code = "{ .reg .b16 h, z;\ncvt.rn.bf16.f32 h, $1;\nmov.b16 z, 0;\nmov.b32 $0, {z, h}; }"
+def round_half(x):
+    """A float32 number rounded to 16 bits' precision."""
+    code = {
+        "bf16": "{ .reg .b16 h, z;\ncvt.rn.bf16.f32 h, $1;\nmov.b16 z, 0;\nmov.b32 $0, {z, h}; }",
+        "f16": "{ .reg .b16 h;\ncvt.rn.f16.f32 h, $1;\ncvt.f32.f16 $0, h; }",
+    }[half()]
     return ptx(code, x, results=[f32_t()])[0]
 
 
@@ -282,7 +314,7 @@ def wgmma_finish(acc):
     return [llvm.extractvalue(f32_t(), out, [i]) for i in range(count)]
 
 
-def wgmma_bf16(acc, a, b_descriptor):
+def wgmma_half(acc, a, b_descriptor):
     """acc [N / 2] += A (64 x 16 over a warpgroup, registers) B (16 x N, shared memory), N = 8, 16, 32 or 64.
 
     Asynchronous: neither acc nor a may be read or written until wgmma_wait; the accumulators are tied in place.
@@ -291,7 +323,7 @@ def wgmma_bf16(acc, a, b_descriptor):
     names = ", ".join(f"${i}" for i in range(count))
     a_names = ", ".join(f"${2 * count + i}" for i in range(4))
     code = (
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.bf16.bf16 {{{names}}}, {{{a_names}}}, "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{half()}.{half()} {{{names}}}, {{{a_names}}}, "
         f"${2 * count + 4}, 1, 1, 1, 0;"
     )
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]

@@ -1,20 +1,17 @@
 """PTX for numbers of 8 bits (E4M3: sign, 4 bits of exponent, 3 of mantissa), which become FP16 to be multiplied."""
 
-from .ptx import i32_t, mma, pack_halves, ptx
+from .ptx import half, i32_t, mma, pack_halves, ptx, unpack_half
 
 
-def e4m3_of_bf16(word):
-    """A word's two BF16 numbers as E4M3, in its lower half; what is too large becomes the largest, 448."""
-    code = (
-        "{ .reg .b32 a, b;\n.reg .b16 h;\nshl.b32 a, $1, 16;\nand.b32 b, $1, 0xffff0000;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 h, b, a;\ncvt.u32.u16 $0, h; }"
-    )
-    return ptx(code, word, results=[i32_t()])[0]
+def e4m3_of_half(word):
+    """A word's two 16-bit numbers as E4M3, in its lower half; what is too large becomes the largest, 448."""
+    code = "{ .reg .b16 h;\ncvt.rn.satfinite.e4m3x2.f32 h, $2, $1;\ncvt.u32.u16 $0, h; }"
+    return ptx(code, *unpack_half(word), results=[i32_t()])[0]
 
 
 def row_in_e4m3(words):
-    """Four words of BF16 numbers as two of E4M3."""
-    narrow = [e4m3_of_bf16(word) for word in words]
+    """Four words of 16-bit numbers as two of E4M3."""
+    narrow = [e4m3_of_half(word) for word in words]
     return [pack_halves(*narrow[:2]), pack_halves(*narrow[2:])]
 
 
@@ -24,10 +21,9 @@ def f16_of_e4m3(word):
     return ptx(code, word, results=[i32_t()] * 2)
 
 
-def f16_of_bf16(word):
-    """A word's two BF16 numbers as FP16: exactly from 2^-14 up to 65504."""
-    code = "{ .reg .b32 a, b;\nshl.b32 a, $1, 16;\nand.b32 b, $1, 0xffff0000;\ncvt.rn.f16x2.f32 $0, b, a; }"
-    return ptx(code, word, results=[i32_t()])[0]
+def f16_of_half(word):
+    """A word's two 16-bit numbers as FP16: BF16 exactly from 2^-14 up to 65504."""
+    return word if half() == "f16" else pack_f16(*unpack_half(word))
 
 
 def pack_f16(lo, hi):
@@ -40,5 +36,5 @@ def columns_together(word):
 
 
 def mma_f16(acc, a, b0, b1):
-    """`mma_bf16` of FP16 numbers."""
+    """`mma_half` of FP16 numbers, whatever the program's are."""
     return mma("f16", acc, a, b0, b1)

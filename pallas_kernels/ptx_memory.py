@@ -8,7 +8,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from .ptx import f32_t, i32, i32_t, ptx
+from .ptx import f32_t, half, i32, i32_t, ptx
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
@@ -165,8 +165,8 @@ def store_shared_f32x4(address, values, byte_offset: int):
     ptx(f"st.shared.v4.f32 [$0+{byte_offset}], {{$1, $2, $3, $4}};", address, *values)
 
 
-def store_shared_bf16(address, value, byte_offset: int):
-    ptx(f"{{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.shared.b16 [$0+{byte_offset}], h; }}", address, value)
+def store_shared_half(address, value, byte_offset: int):
+    ptx(f"{{ .reg .b16 h;\ncvt.rn.{half()}.f32 h, $1;\nst.shared.b16 [$0+{byte_offset}], h; }}", address, value)
 
 
 def load_shared_v2(address, byte_offset: int):
@@ -243,12 +243,12 @@ def store_global_f32x2(address, lo, hi):
     ptx("st.global.v2.f32 [$0], {$1, $2};", address, lo, hi)
 
 
-def store_global_bf16(address, value):
-    ptx("{ .reg .b16 h;\ncvt.rn.bf16.f32 h, $1;\nst.global.b16 [$0], h; }", address, value)
+def store_global_half(address, value):
+    ptx(f"{{ .reg .b16 h;\ncvt.rn.{half()}.f32 h, $1;\nst.global.b16 [$0], h; }}", address, value)
 
 
-def store_global_bf16x2(address, lo, hi):
-    ptx("{ .reg .b32 b;\ncvt.rn.bf16x2.f32 b, $2, $1;\nst.global.b32 [$0], b; }", address, lo, hi)
+def store_global_halfx2(address, lo, hi):
+    ptx(f"{{ .reg .b32 b;\ncvt.rn.{half()}x2.f32 b, $2, $1;\nst.global.b32 [$0], b; }}", address, lo, hi)
 
 
 def store_global_f32x4(address, values, byte_offset: int):

@@ -4,7 +4,7 @@ from jax.experimental.mosaic.gpu import launch_context, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from .ptx import and_, f32_t, i32, i32_t, ptx, shr
+from .ptx import and_, f32_t, half, i32, i32_t, ptx, shr
 
 # What a 128-byte swizzle's descriptor holds beside the address: 1024 bytes between groups of 8 rows, layout type 1.
 _SWIZZLED_128 = 1 << 16 | (1024 >> 4) << 32 | 1 << 62
@@ -92,12 +92,13 @@ def store_global_f32x4(condition, address, values):
     _if(condition, "st.global.v4.f32 [$1], {$2, $3, $4, $5};", address, *values)
 
 
-def store_global_bf16x2(condition, address, values):
-    _if(condition, "st.global.b32 [$1], a;", address, *values, before=".reg .b32 a;\ncvt.rn.bf16x2.f32 a, $3, $2;\n")
+def store_global_halfx2(condition, address, values):
+    code = f".reg .b32 a;\ncvt.rn.{half()}x2.f32 a, $3, $2;\n"
+    _if(condition, "st.global.b32 [$1], a;", address, *values, before=code)
 
 
-def store_global_bf16x4(condition, address, values):
-    code = ".reg .b32 a, b;\ncvt.rn.bf16x2.f32 a, $3, $2;\ncvt.rn.bf16x2.f32 b, $5, $4;\n"
+def store_global_halfx4(condition, address, values):
+    code = f".reg .b32 a, b;\ncvt.rn.{half()}x2.f32 a, $3, $2;\ncvt.rn.{half()}x2.f32 b, $5, $4;\n"
     _if(condition, "st.global.v2.b32 [$1], {a, b};", address, *values, before=code)
 
 

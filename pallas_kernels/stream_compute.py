@@ -177,7 +177,7 @@ class ComputeWarps(LoraWarps):
                     for j in range(2):
                         for r in range(c.tiles):
                             s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
-                            acc[s] = p.mma_bf16(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
+                            acc[s] = p.mma_half(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
         return [arith.addf(a, b) for a, b in zip(total, acc, strict=True)] if c.promote else acc
 
     def quad_wgmma(self, code_at, scale_at, x_at, acc):
@@ -197,7 +197,7 @@ class ComputeWarps(LoraWarps):
                 for j in range(2):
                     b = p.add_64(first, (u * 4 + 2 * half + j) * rows * 2)
                     for r in range(c.tiles):
-                        acc[r * size : (r + 1) * size] = p.wgmma_bf16(acc[r * size : (r + 1) * size], a[j][r], b)
+                        acc[r * size : (r + 1) * size] = p.wgmma_half(acc[r * size : (r + 1) * size], a[j][r], b)
                 p.wgmma_commit()
                 p.wgmma_wait(1)  # the codes before the last two steps may now be overwritten
         p.wgmma_wait(0)

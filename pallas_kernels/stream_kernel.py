@@ -207,14 +207,14 @@ class _Kernel(ComputeWarps, SliceWarps):
             return mem.offset(out, p.mul(p.add(p.mul(m, n), p.add(place, e)), size))
 
         def both():
-            (mem.store_global_f32x2 if self.wide_out else mem.store_global_bf16x2)(address(0), value(0), value(1))
+            (mem.store_global_f32x2 if self.wide_out else mem.store_global_halfx2)(address(0), value(0), value(1))
 
         if all(n_i % ROWS == 0 for n_i in self.plan.n):
             both()
         elif all(n_i % 2 == 0 for n_i in self.plan.n):
             p.when(p.lt(column, n), both)
         else:  # a pair may straddle the end, or be misaligned
-            store_one = mem.store_global_f32 if self.wide_out else mem.store_global_bf16
+            store_one = mem.store_global_f32 if self.wide_out else mem.store_global_half
             for e in range(2):
                 p.when(p.lt(p.add(column, e), n), lambda e=e: store_one(address(e), value(e)))
 
@@ -232,21 +232,22 @@ def build(
     prepared: bool = False,
     swiglu: bool = False,
     gives_units: bool = False,
+    dtype: str = "bfloat16",
 ):
-    """The kernel as a function of x [M, Q * 256] bf16 and, one for every weight, data, scale and, if `has_bias`, bias;
-    with `ranks` then A [R, Q * 256] bf16, B [n_i, R] bf16 and scaling, of the weights of positive rank only, and
-    `first_counters(COUNTERS)`. Returns the list of y_i [M, n_i].
+    """The kernel as a function of x [M, Q * 256] and, one for every weight, data, scale and, if `has_bias`, bias; with
+    `ranks` then A [R, Q * 256], B [n_i, R] and scaling, of the weights of positive rank only, and
+    `first_counters(COUNTERS)`. Returns the list of y_i [M, n_i]. x, A, B and y are of `dtype`, that of the weights.
 
     With wgmma x is first put in fragment order, by a small program of its own (fragment_order.py).
 
-    If `prepared`, the caller has done what comes before: x is bf16 of `plan.x_shape`, in fragment order with wgmma, and
-    in the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
-    bf16 (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
+    If `prepared`, the caller has done what comes before: x is of `plan.x_shape`, in fragment order with wgmma, and in
+    the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
+    (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
 
     With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once;
     with `gives_units` its columns are in unit order.
 
-    The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is bfloat16, or float32 if
+    The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is float32 if
     `wide_out`. Ranks are multiples of 16.
     """
     plan = make_plan(m, k, n, config, ranks, prepared, swiglu, gives_units)
@@ -254,13 +255,14 @@ def build(
     def nvfp4_decode_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
-            _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out).run()
+            with p.halves(dtype):
+                _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out).run()
 
         body(*refs)
         if pdl:
             plgpu.griddepcontrol_wait()  # tells the launcher that the kernel takes part; the body has waited already
 
-    outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.bfloat16) for n_i in plan.outs]
+    outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for n_i in plan.outs]
     call = plgpu.kernel(
         nvfp4_decode_matmul,
         out_type=outs + lora_space(plan),
@@ -291,9 +293,9 @@ def lora_space(plan: Plan) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((plan.lora_slices * plan.lora_slice // 4,), jnp.float32)] if plan.computes_h else []
 
 
-def lora_operands(loras, k: int) -> list[jax.Array]:
+def lora_operands(loras, k: int, dtype: str = "bfloat16") -> list[jax.Array]:
     """What the kernel takes of (A [R, K], B [N, R], scaling) or None for each weight, with A padded to k columns."""
     if all(lora is None for lora in loras):
         return []
-    all_a, all_b, scalings = adapters(loras, k)
+    all_a, all_b, scalings = adapters(loras, k, dtype)
     return [*all_a, *all_b, *scalings, jnp.asarray(first_counters(COUNTERS))]

@@ -1,8 +1,8 @@
 """LoRA inside the streaming kernel: h B^T added to the sums of x W^T while they are in registers, h = s x A^T.
 
 h comes from the kernel before this one, or is computed beside the stream of weights (stream_slices.py); either way it
-lies in shared memory as BF16. After the last quad the compute warps multiply it by their rows of B, which they fetched
-first of all.
+lies in shared memory. After the last quad the compute warps multiply it by their rows of B, which they fetched first of
+all.
 """
 
 from jaxlib.mlir.dialects import arith
@@ -102,5 +102,5 @@ class LoraWarps:
                     h = mem.load_shared_v2(h_at, j * plan.h_tile + i * 8 * ROWS * 2)
                     h = [p.select(here, v, 0) for v in h]
                     s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
-                    acc[s] = p.mma_bf16(acc[s], a, *h)
+                    acc[s] = p.mma_half(acc[s], a, *h)
         return acc

@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def h_tile(self) -> int:
-        """x A^T in BF16, 16 ranks of it."""
+        """x A^T in 16 bits, 16 ranks of it."""
         return self.m_tiles * 8 * ROWS * 2
 
     @property

@@ -4,7 +4,7 @@ It needs all of K before any output, so it is computed beside the stream of weig
   * a *unit* is 16 ranks of one A, up to 16 rows of x and one slice of K; the spare warps of all CTAs share the units,
     leave float32 sums in global memory and count them;
   * when all are there, the spare warps of every CTA that owns outputs add the slices in order, for the adapters of
-    those outputs only, multiply by s and keep x A^T in shared memory as BF16.
+    those outputs only, multiply by s and keep x A^T in shared memory in 16 bits.
 
 So one exchange through the L2, a few microseconds, runs beside the weights. All CTAs wait for all units: they must be
 resident together, which variants.py checks. The counters (`sync` words) are zero before and after every call. Additions
@@ -123,7 +123,7 @@ class SliceWarps(LoraWarps):
             to = p.add(p.add(self.h_base, p.mul(tile, plan.h_tile)), p.mul(rows, 8 * ROWS * 2))
             to = p.add(to, p.add(p.mul(t, 2 * ROWS * 2), p.mul(g, 2)))
             for e in range(4):
-                mem.store_shared_bf16(to, arith.mulf(acc[e], scale), (e % 2) * ROWS * 2 + (e // 2) * 16)
+                mem.store_shared_half(to, arith.mulf(acc[e], scale), (e % 2) * ROWS * 2 + (e // 2) * 16)
             return []
 
         start = p.add(p.mul(first, plan.m_tiles), mine)

@@ -113,6 +113,8 @@ def matmul(x_MK: jax.Array, weight: KernelWeight, global_scale, out_dtype=jnp.fl
     tiles, quads, words = weight.data.shape
     if k != weight.k or words != QUAD_WORDS:
         raise ValueError(f"x has K = {k}, the weight {weight.shape} expects K = {weight.k}")
+    if weight.dtype != "bfloat16":
+        raise ValueError(f"the weight's layout is for {weight.dtype}; this kernel takes those for bfloat16")
     x = jnp.pad(x_MK.astype(jnp.bfloat16), ((0, 0), (0, -k % COLS)))
     factor = (1.0 / jnp.asarray(global_scale, jnp.float32)).reshape(1)
     return jax_triton.triton_call(

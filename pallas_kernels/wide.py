@@ -21,9 +21,9 @@ def _flat(data: jax.Array) -> jax.Array:
 def matmul_all(
     x_MK, weights, global_scales, biases, config: WideConfig, out_dtype=jnp.bfloat16, loras=()
 ) -> list[jax.Array]:
-    """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i] in bfloat16 or float32; `biases` is empty or has one [N_i] or
-    None for each weight, `loras` is empty or has (A, B, s) or None for each."""
-    x_MK = x_MK.astype(jnp.bfloat16)
+    """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i]; `biases` is empty or has one [N_i] or None for each weight,
+    `loras` is empty or has (A, B, s) or None for each."""
+    x_MK = x_MK.astype(weights[0].dtype)
     data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)
     ranks = padded_ranks(loras)
@@ -51,8 +51,9 @@ def multiply(
     """The same of the kernel's own operands: `lora` is what `_lora_operands` gives. With `swiglu`, of gate and up,
     silu(gate) * up. See `wide_kernel.build` for the rest; `handed` are the operands of `handover`."""
     m, k = x_MK.shape
-    wide_out = out_dtype != jnp.bfloat16
-    of = ranks, swiglu, makes_h, handover, eps
+    dtype = x_MK.dtype.name
+    wide_out = jnp.dtype(out_dtype).name != dtype
+    of = ranks, swiglu, makes_h, handover, eps, dtype
     kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, *of)
     ys = kernel(x_MK, *lora, *map(_flat, data), *scales, *biases, *handed)
     return [*(y.astype(out_dtype) for y in ys[: len(n)]), *ys[len(n) :]]
@@ -61,7 +62,7 @@ def multiply(
 def _lora_operands(x_MK, global_scales, loras, makes_h: bool) -> list[jax.Array]:
     """What the kernel takes for adapters: A, or one product x A^T for all of them, scaled so that
     the weights' own scaling at the end makes it s x A^T; B of each; and, with A, their scalings."""
-    all_a, all_b, scalings = adapters(loras, x_MK.shape[1])
+    all_a, all_b, scalings = adapters(loras, x_MK.shape[1], x_MK.dtype.name)
     if makes_h or not all_a:
         return [*all_a, *all_b, *scalings]
     scales = [scale for lora, scale in zip(loras, global_scales, strict=True) if lora is not None]
@@ -69,12 +70,12 @@ def _lora_operands(x_MK, global_scales, loras, makes_h: bool) -> list[jax.Array]
 
 
 def _down(x_MK, all_a, scales, scalings) -> jax.Array:
-    """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in bfloat16; scales and scalings are [1]."""
-    (m, k), ranks = x_MK.shape, tuple(a.shape[0] for a in all_a)
+    """s x A^T scale / EPILOGUE_FACTOR of every adapter [M, sum of ranks] in x's dtype; scales and scalings are [1]."""
+    (m, k), ranks, dtype = x_MK.shape, tuple(a.shape[0] for a in all_a), x_MK.dtype.name
     if m <= MAX_ROWS and k % CHUNK == 0:
-        make = inputs_kernel.build(m, k, ranks, GIVEN)
+        make = inputs_kernel.build(m, k, ranks, GIVEN, dtype=dtype)
     else:
-        make = functools.partial(inputs_kernel.reference, InputsPlan(m, k, ranks, GIVEN), 0.0)
+        make = functools.partial(inputs_kernel.reference, InputsPlan(m, k, ranks, GIVEN), 0.0, dtype=dtype)
     return make(x_MK, *all_a, *scales, *scalings)["h"]
 
 
@@ -86,7 +87,7 @@ def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dty
 def matmul_dx(dy_MN, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:
     """dy W [M, K]."""
     m, n = dy_MN.shape
-    wide_out = out_dtype != jnp.bfloat16
-    kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out)
-    y = kernel(dy_MN.astype(jnp.bfloat16), _flat(weight.data), number(global_scale))[0]
+    wide_out = jnp.dtype(out_dtype).name != weight.dtype
+    kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out, dtype=weight.dtype)
+    y = kernel(dy_MN.astype(weight.dtype), _flat(weight.data), number(global_scale))[0]
     return y.astype(out_dtype)

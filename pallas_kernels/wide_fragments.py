@@ -13,17 +13,12 @@ the outputs inside a unit is what `dx_row` says.
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .fragments import EACH_TWICE, decode_codes, decode_scales
-from .layout import VALUE_MASK
+from .fragments import EACH_TWICE, decode_codes, decode_scales, decoding
 from .ptx_tensor import transpose_8x8
 
 BLOCK = 128  # inputs
 BLOCK_BYTES = 9216
 SCALES_AT = 8192
-# Forward, lane t takes of a word the pairs 0 and 1 where t is even, 2 and 3 where it is odd (see layout.py): a rotation
-# and a mask for row g; for row g + 8 a rotation, its mask, and a mask of the word as it stands.
-LOW_TURN, LOW_MASK = (2, 28), VALUE_MASK
-HIGH_TURN, HIGH_MASK, DIRECT_MASK = (6, 24), (VALUE_MASK, 0x80C080C0), (0, 0x01000100)
 
 
 class ForwardFragments:
@@ -41,8 +36,13 @@ class ForwardFragments:
             even, odd_value = (value - 2**32 if value >= 2**31 else value for value in pair)
             return p.select(odd, p.i32(odd_value), p.i32(even))
 
-        self.low_turn, self.high_turn = by_parity(LOW_TURN), by_parity(HIGH_TURN)
-        self.high_mask, self.direct_mask = by_parity(HIGH_MASK), by_parity(DIRECT_MASK)
+        # Lane t takes of a word the pairs 0 and 1 where t is even, 2 and 3 where it is odd (see layout.py): a rotation
+        # and a mask for row g; for row g + 8 a rotation, its mask, and a mask of the word as it stands.
+        made = decoding()
+        self.low_turn, self.low_mask = by_parity(made.turns[0::2]), made.turned_mask(0)
+        self.high_turn = by_parity(made.turns[1::2])
+        self.high_mask = by_parity([made.turned_mask(pair) for pair in (1, 3)])
+        self.direct_mask = by_parity([made.direct_mask(pair) for pair in (1, 3)])
         self.row = lambda h: p.add(p.add(p.mul(warp, 16), g), 8 * h)
 
     def load(self, block, step: int):
@@ -67,9 +67,9 @@ class ForwardFragments:
         """Two columns of rows g and g + 8."""
         return p.ptx(
             f"{{ .reg .b32 a, b, c;\n{EACH_TWICE.format('$3')}"
-            f"shf.l.wrap.b32 a, $2, $2, $4;\nand.b32 a, a, {LOW_MASK:#x};\n"
+            f"shf.l.wrap.b32 a, $2, $2, $4;\nand.b32 a, a, {self.low_mask:#x};\n"
             "shf.l.wrap.b32 b, $2, $2, $5;\nand.b32 c, $2, $7;\nlop3.b32 b, b, $6, c, 0xea;\n"
-            "mul.rn.bf16x2 $0, a, lo;\nmul.rn.bf16x2 $1, b, hi;\n}",
+            f"mul.rn.{p.half()}x2 $0, a, lo;\nmul.rn.{p.half()}x2 $1, b, hi;\n}}",
             word,
             scales,
             self.low_turn,

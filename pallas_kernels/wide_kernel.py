@@ -280,34 +280,36 @@ def build(
     makes_h: bool = False,
     handover: Handover = PLAIN,
     eps: float = 0.0,
+    dtype: str = "bfloat16",
 ):
-    """The kernel as a function (x [M, D] bf16, data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
+    """The kernel as a function (x [M, D], data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
     or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
 
-    The global `scale` is float32 [1], `bias` float32 [r_i]; the results are bfloat16, or float32 if
-    `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by s x A^T scale /
-    EPILOGUE_FACTOR of all weights [M, sum of ranks] bf16 and by B [r_i, rank_i] bf16 of those that have one; or, if
-    `makes_h`, by A [rank_i, D] bf16, B, and LoRA's scaling float32 [1], each of all that have one.
+    The global `scale` is float32 [1], `bias` float32 [r_i]; x and the results are of `dtype`, that of the weights, the
+    results float32 if `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by
+    s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks] and by B [r_i, rank_i] of those that have one; or,
+    if `makes_h`, by A [rank_i, D], B, and LoRA's scaling float32 [1], each of all that have one.
 
     Where `handover` says that the result joins the residual stream, that, float32 [M, r], and the norm's scale float32
     [r] follow; the results are the residual stream, `wide_out`, and `wide_norm.joined_outs`. Where it says that x is of
     such a norm, with `eps`, the sums of its squares follow.
     """
     plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, handover)
-    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.bfloat16) for r_i in plan.outs]
+    outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for r_i in plan.outs]
     if handover.joins:
-        outs += joined_outs(plan)
+        outs += joined_outs(plan, dtype)
     written = len(outs)
     if plan.split_items:
         outs.append(jax.ShapeDtypeStruct((sums_size(plan),), jnp.float32))
     if makes_h:
         outs.append(jax.ShapeDtypeStruct(sums_shape(plan), jnp.float32))
-        outs.append(jax.ShapeDtypeStruct((m, sum(plan.ranks)), jnp.bfloat16))
+        outs.append(jax.ShapeDtypeStruct((m, sum(plan.ranks)), jnp.dtype(dtype)))
 
     def nvfp4_wide_matmul(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def body(ctx, *refs):
-            _Kernel(ctx, plan, refs, has_bias, wide_out, eps).run()
+            with p.halves(dtype):
+                _Kernel(ctx, plan, refs, has_bias, wide_out, eps).run()
 
         body(*refs)
 

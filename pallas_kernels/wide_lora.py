@@ -1,6 +1,6 @@
 """LoRA in the wide kernel: the multiplying warps add h B^T to the sums of x W^T, h = s x A^T of all weights.
 
-h lies side by side [M, sum of ranks] in bfloat16. It goes through the ring of x, and is multiplied by fragments of B,
+h lies side by side [M, sum of ranks] in 16 bits. It goes through the ring of x, and is multiplied by fragments of B,
 or by zeros where ranks are another weight's: every CTA multiplies all ranks, since CTAs that share slots may have
 different weights. Of CTAs that split D only the first adds LoRA; the others load zeros, from behind the last rank.
 
@@ -71,7 +71,7 @@ class LoraWarps:
             descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, plan.x_slot)))
             p.wgmma_fence()
             for k, a in enumerate(operands):
-                acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
+                acc = p.wgmma_half(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)
             if slot:

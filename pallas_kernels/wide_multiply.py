@@ -135,7 +135,7 @@ class MultiplyWarps(LoraWarps):
             descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, self.plan.x_slot)))
             p.wgmma_fence()
             for k, a in enumerate(operands):
-                acc = p.wgmma_bf16(acc, a, p.add_64(descriptor, 2 * k))
+                acc = p.wgmma_half(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
             chain_ended = self.plan.config.promote or not self.plan.given_h  # and has released its last slot
@@ -211,7 +211,7 @@ class MultiplyWarps(LoraWarps):
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
         factors = [p.divide(p.f32(EPILOGUE_FACTOR), global_scale) for global_scale, _ in needs]
         size = 4 if self.wide_out else 2
-        put = pt.store_global_f32x4 if self.wide_out else pt.store_global_bf16x4
+        put = pt.store_global_f32x4 if self.wide_out else pt.store_global_halfx4
 
         def fetch(row):
             return self.residual_of(row, column)
@@ -227,7 +227,7 @@ class MultiplyWarps(LoraWarps):
             if plan.handover.joins:
                 self.join(known, row, column, values, fetched, norm_scale)
             elif plan.handover.gives_units:
-                self.put_bf16(known, out, row, column, values)
+                self.put_half(known, out, row, column, values)
             else:
                 put(known, mem.offset(mem.long_offset(out, row, p.mul(r, size)), p.mul(column, size)), values)
 

@@ -5,7 +5,7 @@ has to wait for all of a row before it is multiplied. The kernel that `joins` ad
 and writes
 
   residual  float32 [M, R]
-  x         residual * the norm's scale, bfloat16 [M, R], in unit order if it is to be
+  x         residual * the norm's scale, 16 bits [M, R], in unit order if it is to be
   squares   the residual stream's, added up over every 64 columns, float32 [R / 64, M in 32s]
 
 The kernel whose x is `normed` multiplies that x. Its two warps that neither load nor multiply add up the squares of
@@ -28,10 +28,10 @@ AT_ONCE = 5  # of a lane's loads of squares: what their few registers hold
 SLICES_AT_ONCE = 4  # slices that a warp's lanes share out
 
 
-def joined_outs(plan: WidePlan) -> list[jax.ShapeDtypeStruct]:
+def joined_outs(plan: WidePlan, dtype: str) -> list[jax.ShapeDtypeStruct]:
     """x and the squares."""
     (r,) = plan.r
-    x = jax.ShapeDtypeStruct((plan.m, r), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((plan.m, r), jnp.dtype(dtype))
     return [x, jax.ShapeDtypeStruct((r // SLICE, plan.slice_rows), jnp.float32)]
 
 
@@ -57,21 +57,21 @@ class NormWarps:
         plan = self.plan
         flow = [arith.addf(old, new) for old, new in zip(residual, values, strict=True)]
         pt.store_global_f32x4(known, self.place_in(self.outs[0], row, column, 4), flow)
-        self.put_bf16(known, self.x_out, row, column, [arith.mulf(v, s) for v, s in zip(flow, scale, strict=True)])
+        self.put_half(known, self.x_out, row, column, [arith.mulf(v, s) for v, s in zip(flow, scale, strict=True)])
         squares = p.total([[arith.mulf(v, v)] for v in flow])[0]
         squares = p.over_lanes(arith.addf, squares, (1, 2, 4, 8))
         place = p.mul(p.add(p.mul(p.div(column, SLICE), plan.slice_rows), row), 4)
         first_lane = p.eq(p.and_(self.lane, 15), 0)
         pt.store_global_f32(arith.andi(known, first_lane), mem.offset(self.squares_out, place), squares)
 
-    def put_bf16(self, known, out, row, column, values):
-        """Four outputs of a row in bfloat16, in the order that the kernel behind reads."""
+    def put_half(self, known, out, row, column, values):
+        """Four outputs of a row in 16 bits, in the order that the kernel behind reads."""
         if self.plan.handover.gives_units:
             for i in (0, 2):
                 place = self.place_in(out, row, unit_place(p.add(column, i)), 2)
-                pt.store_global_bf16x2(known, place, values[i : i + 2])
+                pt.store_global_halfx2(known, place, values[i : i + 2])
         else:
-            pt.store_global_bf16x4(known, self.place_in(out, row, column, 2), values)
+            pt.store_global_halfx4(known, self.place_in(out, row, column, 2), values)
 
     def place_in(self, array, row, column, size: int):
         """Of an array [M, R] of the one width that all outputs have."""

@@ -6,7 +6,7 @@ Letters: M rows, K inputs; fragments of 16 ranks x 8 rows, as m16n8k16 leaves th
     them under way together; its warps multiply units of up to 96 ranks and 32 rows. It leaves its sums in global
     memory, where they stay in the L2.
   * When all have, each adds up some fragments of all CTAs, scales them, and stores h = s x A^T scale / EPILOGUE_FACTOR
-    in bfloat16; when all have done that, the CTAs whose tiles need it load it as they load x.
+    in 16 bits; when all have done that, the CTAs whose tiles need it load it as they load x.
 
   sums    float32 [spare CTAs][fragments][32 lanes][4]
   sync    two counters: of spare CTAs that have left sums and then have seen that all have; of those that have stored h,

@@ -35,6 +35,10 @@ def _f16(words):
     return words.view(np.float16).reshape(*words.shape, 2).astype(np.float64)
 
 
+# Of the 16-bit numbers that a program may multiply: what words of them hold.
+NUMBERS = {"bfloat16": _bf16, "float16": _f16}
+
+
 # The places of a warp's fragments: of the left operand [16, 16] by word, lane and half, of the right one [16, 8] alike,
 # and of the sums [16, 8] by element and lane.
 _G, _T = np.divmod(LANES, 4)
@@ -72,7 +76,7 @@ def _gather(memory, byte, size):
 
 def make_ptx(m):
     """The names of `ptx` that the kernel uses."""
-    p = types.SimpleNamespace()
+    p, dtype, of_words = types.SimpleNamespace(), np.dtype(m.dtype), NUMBERS[m.dtype]
     p.i32, p.f32 = (lambda v: _lanes(v)), (lambda v: _lanes(v, F32))
 
     def binary(f, dtype=U32):
@@ -95,9 +99,10 @@ def make_ptx(m):
 
     p.exchange = lambda word, distance: _lanes(word)[LANES ^ distance]
     p.pack_halves = lambda lo, hi: (lo & U32(0xFFFF)) | hi << U32(16)
-    p.round_bf16 = lambda v: v.astype(ml_dtypes.bfloat16).astype(F32)
-    p.unpack_bf16 = lambda word: [v.astype(F32) for v in np.moveaxis(_bf16(word), -1, 0)]
-    p.pack_bf16 = lambda lo, hi: np.stack([lo, hi], 1).astype(ml_dtypes.bfloat16).view(U32)[:, 0]
+    p.half_dtype, p.half = lambda: m.dtype, lambda: ptx.HALVES[m.dtype]
+    p.round_half = lambda v: v.astype(dtype).astype(F32)
+    p.unpack_half = lambda word: [v.astype(F32) for v in np.moveaxis(of_words(word), -1, 0)]
+    p.pack_half = lambda lo, hi: np.stack([lo, hi], 1).astype(dtype).view(U32)[:, 0]
 
     def total(parts):
         return functools.reduce(lambda a, b: [(x + y).astype(F32) for x, y in zip(a, b, strict=True)], parts)
@@ -156,7 +161,7 @@ def make_ptx(m):
     p.for_range, p.if_values, p.if_else = for_range, if_values, if_else
     p.when = lambda cond, body: if_else(cond, body, lambda: None)
 
-    def tile(acc, a, b, numbers=_bf16):
+    def tile(acc, a, b, numbers=of_words):
         """acc + A [16, 16] B [16, N] for a warp; b [16, N]."""
         left = np.empty((16, 16))
         left[LEFT] = numbers(np.stack(a))
@@ -165,7 +170,7 @@ def make_ptx(m):
         picked = product[SUMS[0], :, SUMS[1]]  # element, lane, n
         return list((np.stack(acc) + picked.transpose(2, 0, 1).reshape(-1, 32)).astype(F32))
 
-    def mma(acc, a, b0, b1, numbers=_bf16):
+    def mma(acc, a, b0, b1, numbers=of_words):
         b = np.empty((16, 8))
         b[RIGHT] = numbers(np.stack([b0, b1]))
         return tile(acc, a, b, numbers)
@@ -176,10 +181,10 @@ def make_ptx(m):
         b = np.zeros((16, 8 * count))
         for h, n in np.ndindex(2, count):
             at = int(address[0]) + h * k_stride + n * n_stride
-            b[8 * h : 8 * h + 8, 8 * n : 8 * n + 8] = _bf16(shared[at : at + 128].view(U32)).reshape(8, 8).T
+            b[8 * h : 8 * h + 8, 8 * n : 8 * n + 8] = of_words(shared[at : at + 128].view(U32)).reshape(8, 8).T
         return tile(acc, a, b)
 
-    p.mma_bf16, p.wgmma_bf16 = mma, wgmma
+    p.mma_half, p.wgmma_half = mma, wgmma
     p.mma_f16 = functools.partial(mma, numbers=_f16)
     p.b_descriptor = lambda address, k_stride, n_stride: (address, k_stride, n_stride)
     p.add_64 = lambda d, sixteens: (d[0] + U32(16 * sixteens), d[1], d[2])
@@ -194,8 +199,8 @@ def make_fp8(p):
         """float [32, 2] -> a word of two FP16 numbers."""
         return values.astype(np.float16).view(U32)[:, 0]
 
-    def e4m3_of_bf16(word):
-        kept = np.clip(_bf16(word), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    def e4m3_of_half(word):
+        kept = np.clip(np.stack(p.unpack_half(word), 1), -448, 448).astype(ml_dtypes.float8_e4m3fn)
         return kept.view(np.uint16)[:, 0].astype(U32)
 
     def f16_of_e4m3(word):
@@ -203,15 +208,15 @@ def make_fp8(p):
         return [halves(wide[:, :2]), halves(wide[:, 2:])]
 
     def row_in_e4m3(words):
-        narrow = [e4m3_of_bf16(word) for word in words]
+        narrow = [e4m3_of_half(word) for word in words]
         return [p.pack_halves(*narrow[:2]), p.pack_halves(*narrow[2:])]
 
     def columns_together(word):
         return np.ascontiguousarray(word, U32).view(np.uint8).reshape(32, 4)[:, [0, 2, 1, 3]].copy().view(U32)[:, 0]
 
-    fp8.e4m3_of_bf16, fp8.f16_of_e4m3, fp8.row_in_e4m3 = e4m3_of_bf16, f16_of_e4m3, row_in_e4m3
+    fp8.e4m3_of_half, fp8.f16_of_e4m3, fp8.row_in_e4m3 = e4m3_of_half, f16_of_e4m3, row_in_e4m3
     fp8.columns_together, fp8.mma_f16 = columns_together, p.mma_f16
-    fp8.f16_of_bf16 = lambda word: halves(_bf16(word))
+    fp8.f16_of_half = lambda word: halves(np.stack(p.unpack_half(word), 1))
     fp8.pack_f16 = lambda lo, hi: halves(np.stack([lo, hi], 1))
     return fp8
 
@@ -257,8 +262,8 @@ def make_memory(m):
     mem.store_global_f32x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), F32))
     mem.store_global_f32 = lambda a, v: store_global(a, bytes_of((v,), F32))
     mem.store_global_b32 = lambda a, v: store_global(a, bytes_of((v,), U32))
-    mem.store_global_bf16x2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), ml_dtypes.bfloat16))
-    mem.store_global_bf16 = lambda a, v: store_global(a, bytes_of((v,), ml_dtypes.bfloat16))
+    mem.store_global_halfx2 = lambda a, lo, hi: store_global(a, bytes_of((lo, hi), m.dtype))
+    mem.store_global_half = lambda a, v: store_global(a, bytes_of((v,), m.dtype))
 
     def load_shared(count, dtype):
         def load(address, byte_offset=0):
@@ -311,7 +316,7 @@ def make_memory(m):
 
     mem.load_shared_address = lambda a: np.stack(load_shared(2, U32)(a), 1).view(U64)[:, 0]
     mem.store_shared_address = lambda a, v: store_shared(a, bytes_of((v,), U64), 0)
-    mem.store_shared_bf16 = lambda a, v, o: store_shared(a, bytes_of((v,), ml_dtypes.bfloat16), o)
+    mem.store_shared_half = lambda a, v, o: store_shared(a, bytes_of((v,), m.dtype), o)
 
     def barrier(address):
         return m.barriers[m.now.cta][int(address[0])]
@@ -419,15 +424,21 @@ def make_memory(m):
     return mem
 
 
-def decode_scales(word, which):
-    step = np.float64(2.0 ** (layout.SCALE_STEP_1 + layout.SCALE_STEP_2))
-    first = np.where(_lanes(which) == 0x4342, U32(16), U32(0))
-    return [_BF16[(word >> (first + U32(8 * row)) & U32(0xFF)) << U32(4)] * step for row in range(2)]
+def make_decoding(m):
+    """The names of `fragments` that kernels use."""
+    made, of_words = layout.DECODINGS[m.dtype], NUMBERS[m.dtype]
+    step = np.prod([np.float64(2.0**exponent) for exponent in made.scale_steps])
 
+    def decode_scales(word, which):
+        first = np.where(_lanes(which) == 0x4342, U32(16), U32(0))
+        places = [first + U32(8 * row) for row in range(2)]
+        return [of_words((word >> at & U32(0xFF)) << U32(made.scale_shift))[:, 0] * step for at in places]
 
-def decode_codes(word, scales, in_place=False):
-    out = []
-    for pair, scale in zip(layout.decode_word(word), scales * 2, strict=True):
-        values = (_bf16(pair) * scale[:, None]).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32)
-        out.append(values[:, 0] | values[:, 1] << U32(16))
-    return out
+    def decode_codes(word, scales, in_place=False):
+        out = []
+        for pair, scale in zip(layout.decode_word(word, m.dtype), scales * 2, strict=True):
+            values = (of_words(pair) * scale[:, None]).astype(m.dtype).view(np.uint16).astype(U32)
+            out.append(values[:, 0] | values[:, 1] << U32(16))
+        return out
+
+    return {"decode_scales": decode_scales, "decode_codes": decode_codes, "decoding": lambda: made}

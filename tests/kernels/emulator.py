@@ -17,9 +17,8 @@ import types
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from emulated_instructions import decode_codes, decode_scales, make_fp8, make_memory, make_ptx
+from emulated_instructions import make_decoding, make_fp8, make_memory, make_ptx
 
 from pallas_kernels import (
     attention_cache,
@@ -94,10 +93,10 @@ class Warp:
 
 
 class Machine:
-    """Global memory, CTAs and their warps."""
+    """Global memory, CTAs and their warps, whose 16-bit numbers are of `dtype`."""
 
-    def __init__(self, seed):
-        self.random, self.idle = random.Random(seed), threading.Semaphore(0)
+    def __init__(self, seed, dtype="bfloat16"):
+        self.dtype, self.random, self.idle = dtype, random.Random(seed), threading.Semaphore(0)
         self.memory, self.end = np.full(1 << 26, 0xFF, np.uint8), 256
         self.now = None
 
@@ -165,7 +164,7 @@ ARITH = types.SimpleNamespace(
 def _emulated(m):
     p = make_ptx(m)
     names = {"p": p, "mem": make_memory(m), "fp8": make_fp8(p), "arith": ARITH}
-    names |= {"decode_codes": decode_codes, "decode_scales": decode_scales}
+    names |= make_decoding(m)
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, swiglu
     block = block_compute, block_kernel, block_outputs, block_service
@@ -207,11 +206,11 @@ def run_simple(program, x, out, ctas, warps):
     return m.get(to, out.shape, out.dtype)
 
 
-def run_inputs(plan, operands, *, eps=0.0, seed=0):
+def run_inputs(plan, operands, *, eps=0.0, seed=0, dtype="bfloat16"):
     """What the kernel of inputs_kernel.py writes, by name."""
-    m = Machine(seed)
+    m = Machine(seed, dtype)
     refs = [m.put(np.asarray(v)) for v in operands]
-    shapes = inputs_kernel.inputs_outs(plan)
+    shapes = inputs_kernel.inputs_outs(plan, dtype)
     outs = [m.put(np.full(s.shape, np.nan, s.dtype)) for s in shapes.values()]
     ctas = plan.row_tiles * plan.groups * CLUSTER
     with _emulated(m):
@@ -222,12 +221,12 @@ def run_inputs(plan, operands, *, eps=0.0, seed=0):
 
 def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
     """The outputs [M, n_i] of a kernel, of several calls that share their memory; `loras` are its LoRA operands."""
-    m = Machine(seed)
+    m = Machine(seed, np.asarray(x).dtype.name)
     c = plan.config
     xs = [fragment_order.reference(jnp.asarray(x), plan.m_tiles * 8)] if c.wgmma else [x]
     xs += [x] if c.wgmma and plan.computes_h else []
     operands = [m.put(np.asarray(v)) for v in (*xs, *weights, *scales, *biases, *loras)]
-    dtype = np.float32 if wide_out else ml_dtypes.bfloat16
+    dtype = np.float32 if wide_out else np.dtype(m.dtype)
     shapes = [((plan.m, n), dtype) for n in plan.outs]
     shapes += [(s.shape, s.dtype) for s in stream_kernel.lora_space(plan)]
     outs = [m.put(np.full(shape, np.nan, dtype)) for shape, dtype in shapes]
@@ -246,9 +245,9 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
 
 def run_block(plan, eps, operands, *, seed=0, calls=1):
     """What the block kernel writes, by name, of several calls that share their memory."""
-    m = Machine(seed)
+    m = Machine(seed, np.asarray(operands.x).dtype.name)
     given = jax.tree.map(lambda v: m.put(np.asarray(v)), operands)
-    shapes = block_kernel.block_outs(plan)
+    shapes = block_kernel.block_outs(plan, m.dtype)
     made = {name: m.put(np.full(s.shape, np.nan, s.dtype)) for name, s in shapes.items()}
     results = []
     with _emulated(m):
@@ -265,12 +264,12 @@ def run_block(plan, eps, operands, *, seed=0, calls=1):
 def run_attention(plan, eps, *operands, seed=0):
     """The attention kernel's outputs and the completions' keys and values; `operands` are those of the function that
     `attention_kernel.build` makes."""
-    m = Machine(seed)
+    m = Machine(seed, np.asarray(operands[0]).dtype.name)
     refs = [m.put(np.asarray(v)) for v in operands]
-    out = m.put(np.full((plan.B, plan.H * plan.E), np.nan, ml_dtypes.bfloat16))
+    out = m.put(np.full((plan.B, plan.H * plan.E), np.nan, m.dtype))
     c = plan.config
     with _emulated(m):
         program = attention_kernel._Warp
         m.launch(plan.ctas, c.cluster, c.warps, plan.total, lambda: program(plan, [*refs, out, None], eps).run())
     caches = [m.get(at, v.shape, v.dtype) for at, v in zip(refs[-2:], map(np.asarray, operands[-2:]), strict=True)]
-    return m.get(out, (plan.B, plan.H * plan.E), ml_dtypes.bfloat16), *caches
+    return m.get(out, (plan.B, plan.H * plan.E), m.dtype), *caches

@@ -27,15 +27,18 @@ class Matrix(NamedTuple):
         return self.values / np.float64(self.global_scale)
 
 
-def from_bytes(packed: np.ndarray, scale: np.ndarray, global_scale: float) -> Matrix:
+def from_bytes(packed: np.ndarray, scale: np.ndarray, global_scale: float, dtype: str = "bfloat16") -> Matrix:
     n, blocks = scale.shape
     values = BYTE[packed].reshape(n, blocks, 16) * E4M3[scale][:, :, None]
-    return Matrix(repack(jnp.asarray(packed), jnp.asarray(scale)), values.reshape(n, -1), np.float32(global_scale))
+    weight = repack(jnp.asarray(packed), jnp.asarray(scale), dtype)
+    return Matrix(weight, values.reshape(n, -1), np.float32(global_scale))
 
 
-def random_matrix(rng, n: int, k: int, global_scale: float, scale_low: int = 0, scale_high: int = 0x7F) -> Matrix:
+def random_matrix(
+    rng, n: int, k: int, global_scale: float, scale_low: int = 0, scale_high: int = 0x7F, dtype: str = "bfloat16"
+) -> Matrix:
     packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-    return from_bytes(packed, rng.integers(scale_low, scale_high, (n, k // 16), dtype=np.uint8), global_scale)
+    return from_bytes(packed, rng.integers(scale_low, scale_high, (n, k // 16), dtype=np.uint8), global_scale, dtype)
 
 
 def adversarial(rng, case: str, m: int, n: int, k: int) -> tuple[jax.Array, Matrix]:

@@ -71,16 +71,19 @@ def test_what_is_stored_is_what_fits():
 
 
 def test_the_kernel_refuses_other_caches():
-    rows, bf16, fp8 = jnp.zeros((B, E)), jnp.bfloat16, jnp.float8_e4m3fn
+    rows, bf16, fp8 = jnp.zeros((B, E), jnp.bfloat16), jnp.bfloat16, jnp.float8_e4m3fn
     numbers = jnp.zeros(B, jnp.int32)
 
     def caches(*dtypes):
         prompt_k, prompt_v, own_k, own_v = (jnp.zeros((B, 4, 1, E), dtype) for dtype in dtypes)
         return PromptKV(prompt_k, prompt_v, numbers, numbers), OwnKV(own_k, own_v, numbers)
 
-    for dtypes in ((bf16, bf16, bf16, fp8), (bf16, bf16, jnp.float32, bf16)):
-        with pytest.raises(ValueError, match=r"keys and values are .* takes bfloat16 and float8_e4m3fn"):
+    for dtypes in ((bf16, bf16, bf16, fp8), (bf16, bf16, jnp.float32, bf16), (jnp.float16,) * 4):
+        with pytest.raises(ValueError, match=r"values are .* bfloat16 queries take bfloat16 and float8_e4m3fn"):
             decode_attention(rows, rows, rows, rows, rows, *caches(*dtypes), config=AttentionConfig())
+    rows = rows.astype(jnp.float32)
+    with pytest.raises(ValueError, match="queries are float32; the kernel takes bfloat16 and float16"):
+        decode_attention(rows, rows, rows, rows, rows, *caches(*[jnp.float32] * 4), config=AttentionConfig())
 
 
 @pytest.mark.parametrize("samples, kv_heads, group, prompt, completion, bytes_of, expected", [

@@ -15,8 +15,8 @@ EPS, BF16, E4M3 = 1e-6, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 class Case:
     """Operands for samples of these (prompt's, prompt tokens, own tokens); -1 own tokens where one has ended."""
 
-    def __init__(self, samples, H, K, E, C, normed=False, kept=(BF16, BF16), seed=0):
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, samples, H, K, E, C, normed=False, kept=(BF16, BF16), seed=0, dtype=BF16):
+        self.rng, self.dtype = np.random.default_rng(seed), dtype
         of, lengths, own = (np.array(column, np.int32) for column in zip(*samples, strict=True))
         B, N, P = len(samples), of.max() + 1, lengths.max()
         angles = self.rng.uniform(0, 9, (B, E // 2)).astype(np.float32)
@@ -28,7 +28,7 @@ class Case:
         self.shape, self.sizes = (H, K, E, N, P, C, normed), [np.dtype(dtype).itemsize for dtype in kept]
 
     def normal(self, *shape):
-        return self.rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        return self.rng.standard_normal(shape).astype(self.dtype)
 
     def of(self, samples):
         """The operands of some of the samples."""
@@ -67,6 +67,17 @@ def test_against_the_plain_path(config, H, K, E, normed, kept):
     np.testing.assert_allclose(own_k.astype(np.float64), expected_k, rtol=coarse, atol=0.01)
     limit = 0.05 if kept[0] is E4M3 else 0.02
     np.testing.assert_allclose(out.astype(np.float64), expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("kept", [(np.float16, np.float16), (np.float16, E4M3)])
+def test_float16(kept):
+    case = Case(PAIRS, 5, 1, 64, 33, True, kept, dtype=np.float16)
+    out, own_k, own_v = case.run(AttentionConfig(2, 1, 4, 3))
+    expected, expected_k, expected_v = case.expected()
+    np.testing.assert_array_equal(own_v.astype(np.float64), expected_v)
+    np.testing.assert_allclose(own_k.astype(np.float64), expected_k, rtol=2.0**-10, atol=0.002)
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=0.003, rtol=0.003)
 
 
 def test_a_sample_does_not_depend_on_its_partner():

@@ -3,7 +3,6 @@
 import dataclasses
 
 import emulator
-import ml_dtypes
 import numpy as np
 import pytest
 from random_weights import random_matrix
@@ -31,8 +30,8 @@ def parts_of(D, F, heads, kv, ranks=(16, 32, 16, 48), biased=False, whole=True):
 class Case:
     """Operands of a call and what it should write."""
 
-    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0):
-        self.rng, self.parts, self.m = np.random.default_rng(seed), parts, m
+    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0, dtype="bfloat16"):
+        self.rng, self.parts, self.m, self.dtype = np.random.default_rng(seed), parts, m, dtype
         self.plan = make_block_plan(m, D, parts, ctas, warps, depth)
         self.x, self.residual = self.normal(m, parts[0].k), self.rng.standard_normal((m, D)).astype(np.float32)
         made = [[self.weight(part, w) for w in range(len(part.n))] for part in parts]
@@ -42,11 +41,11 @@ class Case:
         self.operands = Operands(self.x, self.residual, self.weights, self.norms, first_counters(self.plan.sync_words))
 
     def normal(self, *shape, scale=1.0):
-        return (self.rng.standard_normal(shape) * scale).astype(ml_dtypes.bfloat16)
+        return (self.rng.standard_normal(shape) * scale).astype(self.dtype)
 
     def weight(self, part, w):
         k, n, rank = part.k, part.n[w], part.ranks[w]
-        matrix = random_matrix(self.rng, n, k, 1.0, 0x20, 0x40)
+        matrix = random_matrix(self.rng, n, k, 1.0, 0x20, 0x40, self.dtype)
         size = np.float32(matrix.values.std() * k**0.5)  # as global scale it keeps the size of what is multiplied
         bias = self.rng.standard_normal(n).astype(np.float32) if part.biased[w] else None
         lora = (None,) * 3
@@ -101,6 +100,12 @@ def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks):
     assert case.error(first) < 0.04
     for name in case.expected():
         np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_float16_is_eight_times_as_fine():
+    case = Case(3, parts_of(256, 256, 256, 16, biased=True), 256, 2, 2, dtype="float16")
+    (written,) = case.run()
+    assert case.error(written) < 0.04 / 8
 
 
 def test_behind_the_last_layer_and_the_order_of_the_warps():

@@ -288,7 +288,8 @@ def test_gate_and_up_of_any_size_find_a_configuration(n):
             assert make_plan(m, 1024, (n, n), config, (16, 16), True, swiglu=True).most_tiles % 2 == 0
 
 
-def test_dequantize_kernel_lowers_for_cuda_without_a_gpu():
+@pytest.mark.parametrize("dtype", layout.DECODINGS)
+def test_dequantize_kernel_lowers_for_cuda_without_a_gpu(dtype):
     data = jax.ShapeDtypeStruct((3, 2, 576), jnp.uint32)
-    module = export.export(dequantize_kernel.build(3, 2), platforms=["cuda"])(data).mlir_module()
+    module = export.export(dequantize_kernel.build(3, 2, dtype), platforms=["cuda"])(data).mlir_module()
     assert "mosaic_gpu" in module

@@ -15,11 +15,11 @@ from pallas_kernels.stream_plan import RESIDENT
 EPS = 1e-6
 
 
-def operands(seed, m, k, ranks, source):
+def operands(seed, m, k, ranks, source, dtype=jnp.bfloat16):
     """The kernel's; what x is to be in float64 and, of its elements, an unrounded size; the adapters in float64."""
     keys = iter(jax.random.split(jax.random.key(seed), len(ranks) + 3))
 
-    def normal(*shape, dtype=jnp.bfloat16):
+    def normal(*shape, dtype=dtype):
         return jax.random.normal(next(keys), shape, dtype)
 
     if source == GIVEN:
@@ -58,7 +58,7 @@ def expected(given, ranks, source):
     return residual, x, h
 
 
-def assert_right(got, given, m, ranks, source, ordered=0):
+def assert_right(got, given, m, ranks, source, ordered=0, ulp=2.0**-8):
     """That the results are right: x once rounded, s x A^T that of the x which the kernel made."""
     residual, x, h = expected(given, ranks, source)
     if residual is not None:
@@ -72,12 +72,12 @@ def assert_right(got, given, m, ranks, source, ordered=0):
             want = fragment_order.reference(jnp.asarray(x, jnp.float32), ordered)  # the order alone
             made = made.reshape(-1, 4, 4, 2, ordered, 4, 2)[..., :m, :, :]  # rows behind M have no meaning
             want = np.asarray(want, np.float64).reshape(-1, 4, 4, 2, ordered, 4, 2)[..., :m, :, :]
-            assert (abs(made - want) <= 2.0**-8 * abs(want) + 1e-30).all()
+            assert (abs(made - want) <= ulp * abs(want) + 1e-30).all()
             made = made.transpose(4, 0, 1, 5, 2, 3, 6).reshape(m, -1)  # rows Q unit t j h c
-        assert (abs(made - x) <= 2.0**-8 * abs(x) + 1e-30).all()
+        assert (abs(made - x) <= ulp * abs(x) + 2.0**-25).all()  # float16's smallest number is 2^-24
     if ranks:
         true, size = h(made)
-        error = abs(np.asarray(got["h"], np.float64) - true) - 2.0**-8 * abs(true)
+        error = abs(np.asarray(got["h"], np.float64) - true) - ulp * abs(true)
         assert (error <= 1e-5 * size).all()
 
 
@@ -124,6 +124,15 @@ def test_the_program_gives_them(monkeypatch, source, m, k, ranks, ordered):
     plan = make_inputs_plan(m, k, ranks, source, **order(ordered))
     assert plan.eights == (1 if m <= 20 else 2 if m <= 32 else 4)
     assert_right(run(plan, given, seed=m), given, m, ranks, source, ordered)
+
+
+@pytest.mark.parametrize("source", [GIVEN, NORMED])
+def test_float16(source):
+    given = operands(3, 5, 576, (16, 32), source, dtype="float16")
+    made = run(make_inputs_plan(5, 576, (16, 32), source), given, dtype="float16")
+    assert_right(made, given, 5, (16, 32), source, ulp=2.0**-11)
+    reference = inputs_kernel.reference(make_inputs_plan(5, 576, (16, 32), source), EPS, *given, dtype="float16")
+    assert {name: v.dtype for name, v in made.items()} == {name: v.dtype for name, v in reference.items()}
 
 
 def test_runs_of_several_batches():

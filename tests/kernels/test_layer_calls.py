@@ -83,9 +83,10 @@ def test_one_or_two_launches_for_each_matmul(rank, rows, launches):
     assert "stablehlo.dot_general" not in module
 
 
-def inputs_reference(m, k, ranks, source, ordered, eps, units):
+def inputs_reference(m, k, ranks, source, ordered, eps, units, dtype):
     """inputs_kernel.build in plain JAX."""
-    return functools.partial(inputs_kernel.reference, make_inputs_plan(m, k, ranks, source, ordered, units), eps)
+    plan = make_inputs_plan(m, k, ranks, source, ordered, units)
+    return functools.partial(inputs_kernel.reference, plan, eps, dtype=dtype)
 
 
 def products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, gives_units):
@@ -103,7 +104,7 @@ def products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, gives_u
     return [(in_unit_order(y) if gives_units else y).astype(out_dtype) for y in ys]
 
 
-def stream_reference(m, k, n, config, has_bias, *, wide_out, prepared, ranks, swiglu, gives_units):
+def stream_reference(m, k, n, config, has_bias, *, wide_out, prepared, ranks, swiglu, gives_units, dtype):
     assert prepared
 
     def run(x, *operands):
@@ -111,8 +112,8 @@ def stream_reference(m, k, n, config, has_bias, *, wide_out, prepared, ranks, sw
         biases, lora = (rest[: len(n)], rest[len(n) :]) if has_bias else ((), rest)
         if config.wgmma:
             x = x.reshape(k // 256, 4, 4, 2, -1, 4, 2).transpose(4, 0, 1, 5, 2, 3, 6).reshape(-1, k)[:m]
-        dtype = jnp.float32 if wide_out else jnp.bfloat16
-        return products(x, data, scales, biases, n, ranks, lora, dtype, swiglu, gives_units)
+        out_dtype = jnp.float32 if wide_out else dtype
+        return products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, gives_units)
 
     return run
 

@@ -111,10 +111,10 @@ def emulated_kernel(monkeypatch):
     variants.config_for.cache_clear()
     calls = []
 
-    def build(m, k, n, config, has_bias=False, pdl=False, wide_out=False, ranks=()):
+    def build(m, k, n, config, has_bias=False, pdl=False, wide_out=False, ranks=(), dtype="bfloat16"):
         plan = make_plan(m, k, n, config, ranks)
         calls.append(ranks)
-        shapes = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.bfloat16) for n_i in n]
+        shapes = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for n_i in n]
 
         def run(x, *operands):
             left = [np.asarray(v) for v in operands]

@@ -5,7 +5,6 @@ import functools
 
 import emulator
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from random_weights import swiglu
@@ -20,23 +19,23 @@ GLOBAL_SCALE = np.float32(2688.0)
 
 
 @functools.cache
-def _matrix():
+def _matrix(dtype="bfloat16"):
     """A packed matrix [160, 1024] and its values; cases take tiles and quads of it, so it is packed once."""
     rng = np.random.default_rng(7)
     packed = rng.integers(0, 256, (160, 512), dtype=np.uint8)
     scale = rng.integers(0x10, 0x50, (160, 64), dtype=np.uint8)
-    weight = repack(jnp.asarray(packed), jnp.asarray(scale))
+    weight = repack(jnp.asarray(packed), jnp.asarray(scale), dtype)
     return np.asarray(weight.data), np.asarray(layout.dequantize(weight, GLOBAL_SCALE, jnp.float32), np.float64)
 
 
 class Case:
     """Operands of a call, its true outputs and the error that they may have."""
 
-    def __init__(self, m, k, n, config, ranks=(), bias=False, global_scales=None):
-        rng = np.random.default_rng(m)
+    def __init__(self, m, k, n, config, ranks=(), bias=False, global_scales=None, dtype="bfloat16"):
+        rng, ulp = np.random.default_rng(m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
 
         def normal(*shape, scale=1.0):
-            return (rng.standard_normal(shape) * scale).astype(ml_dtypes.bfloat16)
+            return (rng.standard_normal(shape) * scale).astype(dtype)
 
         self.x, self.weights, self.true, self.bound, loras = normal(m, k), [], [], [], []
         self.h_and_b, all_h, all_b = [], [], []
@@ -44,7 +43,7 @@ class Case:
         global_scales = np.float32(global_scales or [GLOBAL_SCALE] * len(n))
         self.scales = list(map(number, global_scales))
         self.biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
-        (data, values), tile = _matrix(), 0
+        (data, values), tile = _matrix(dtype), 0
         for i, (n_i, rank) in enumerate(zip(n, ranks or (0,) * len(n), strict=True)):
             tiles = -(-n_i // 16)
             self.weights.append(data[tile : tile + tiles, : k // 256])
@@ -55,17 +54,17 @@ class Case:
                 true = true + self.biases[i]
             if rank:
                 a, b = normal(rank, k, scale=k**-0.5), normal(n_i, rank)
-                hidden = 0.7 * x @ a.astype(np.float64).T  # rounded to bfloat16 between the products
+                hidden = 0.7 * x @ a.astype(np.float64).T  # rounded to 16 bits between the products
                 all_h.append(hidden * (global_scales[i] / EPILOGUE_FACTOR))
                 all_b.append(b)
                 true = true + hidden @ b.astype(np.float64).T
-                bound = bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.astype(np.float64)).T)
+                bound = bound + ulp * (np.abs(hidden) @ np.abs(b.astype(np.float64)).T)
             loras.append((a, b, 0.7) if rank else None)
             self.true.append(true)
             self.bound.append(bound)
-        self.loras = stream_kernel.lora_operands(loras, k)
+        self.loras = stream_kernel.lora_operands(loras, k, dtype)
         if all_h:
-            self.h_and_b = [np.concatenate(all_h, 1).astype(ml_dtypes.bfloat16), *all_b]
+            self.h_and_b = [np.concatenate(all_h, 1).astype(dtype), *all_b]
         self.plan = make_plan(m, k, n, config, padded_ranks(loras))
 
     def run(self, prepared=False, **options):
@@ -102,6 +101,15 @@ def small_gpu(monkeypatch):
 ])  # fmt: skip
 def test_products(config, m, k, n, bias):
     case = Case(m, k, n, config, bias=bias)
+    assert case.is_right(case.run()[0])
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks", [
+    (StreamConfig(1, 2, 2, 1, 3, 3), 8, 512, (9, 33), (32, 16)),
+    (StreamConfig(1, 4, 1, 1, 3, 2, True), 20, 512, (64,), (32,)),
+])  # fmt: skip
+def test_float16(config, m, k, n, ranks):
+    case = Case(m, k, n, config, ranks, bias=True, dtype="float16")
     assert case.is_right(case.run()[0])
 
 

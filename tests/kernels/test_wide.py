@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import export
@@ -20,32 +19,36 @@ def _rotate(word, turn):
     return ((word << np.uint32(turn)) | (word >> np.uint32(32 - turn))) & np.uint32(0xFFFFFFFF)
 
 
-def _values(bits):
-    """The two numbers of a register: bfloat16 bits of value * 2^-126."""
-    halves = np.array([bits & 0xFFFF, bits >> 16], np.uint16).view(ml_dtypes.bfloat16)
-    return halves.astype(np.float64) * 2.0**126
+def _values(bits, dtype="bfloat16"):
+    """The two numbers of a register, bits of value * 2^-126, or in float16 2^-14."""
+    halves = np.array([bits & 0xFFFF, bits >> 16], np.uint16).view(dtype)
+    return halves.astype(np.float64) * {"bfloat16": 2.0**126, "float16": 2.0**14}[dtype]
 
 
-def _tile_with_all_codes():
+def _tile_with_all_codes(dtype="bfloat16"):
     """One row tile and one quad: codes [16, 256] and the words of its lanes [unit, lane, 4]."""
     rng = np.random.default_rng(0)
     codes = rng.permutation(np.arange(16 * 256) % 16).reshape(16, 256).astype(np.uint8)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    weight = repack(jnp.asarray(packed), jnp.full((16, 16), 0x38, jnp.uint8))
+    weight = repack(jnp.asarray(packed), jnp.full((16, 16), 0x38, jnp.uint8), dtype)
     return codes, np.asarray(weight.data)[0, 0, :512].reshape(4, 32, 4)
 
 
-def test_forward_lanes_take_the_columns_that_a_matrix_operand_needs():
-    codes, words = _tile_with_all_codes()
+@pytest.mark.parametrize("dtype", layout.DECODINGS)
+def test_forward_lanes_take_the_columns_that_a_matrix_operand_needs(dtype):
+    """What `ForwardFragments` does with a lane's words."""
+    (codes, words), made = _tile_with_all_codes(dtype), layout.DECODINGS[dtype]
+    assert made.turned_mask(0) == made.turned_mask(2) and not made.direct[0] and not made.direct[2]
     for unit, b, g, t in np.ndindex(4, 4, 8, 4):
         four = words[unit, 4 * g + b]
         for half, word in enumerate((four[t // 2], four[2 + t // 2])):
             columns = 64 * unit + 16 * b + 8 * half + 2 * t + np.arange(2)
-            low = _rotate(word, wide_fragments.LOW_TURN[t % 2]) & np.uint32(wide_fragments.LOW_MASK)
-            high = _rotate(word, wide_fragments.HIGH_TURN[t % 2]) & np.uint32(wide_fragments.HIGH_MASK[t % 2])
-            high |= word & np.uint32(wide_fragments.DIRECT_MASK[t % 2])
-            assert np.array_equal(_values(low), LEVELS[codes[g, columns]])
-            assert np.array_equal(_values(high), LEVELS[codes[g + 8, columns]])
+            first, second = 2 * (t % 2), 2 * (t % 2) + 1  # pairs
+            low = _rotate(word, made.turns[first]) & np.uint32(made.turned_mask(0))
+            high = _rotate(word, made.turns[second]) & np.uint32(made.turned_mask(second))
+            high |= word & np.uint32(made.direct_mask(second))
+            assert np.array_equal(_values(low, dtype), LEVELS[codes[g, columns]])
+            assert np.array_equal(_values(high, dtype), LEVELS[codes[g + 8, columns]])
 
 
 def test_dx_rows_hold_the_columns_that_dx_row_names(monkeypatch):

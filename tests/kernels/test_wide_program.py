@@ -25,15 +25,15 @@ def small_gpu(monkeypatch):
 def plain_inputs(monkeypatch):
     """x A^T without the kernel that makes it on a GPU."""
 
-    def build(m, k, ranks, source):
-        return functools.partial(inputs_kernel.reference, make_inputs_plan(m, k, ranks, source), 0.0)
+    def build(m, k, ranks, source, dtype):
+        return functools.partial(inputs_kernel.reference, make_inputs_plan(m, k, ranks, source), 0.0, dtype=dtype)
 
     monkeypatch.setattr(inputs_kernel, "build", build)
 
 
-def _weight(rng, n, k):
+def _weight(rng, n, k, dtype="bfloat16"):
     packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-    return repack(jnp.asarray(packed), jnp.asarray(rng.integers(0x10, 0x50, (n, k // 16), dtype=np.uint8)))
+    return repack(jnp.asarray(packed), jnp.asarray(rng.integers(0x10, 0x50, (n, k // 16), dtype=np.uint8)), dtype)
 
 
 @pytest.mark.parametrize("promote, totals_rows, sum_of_ones", [
@@ -210,15 +210,29 @@ def test_x_of_a_norm_that_is_to_be_divided(monkeypatch, plain_inputs, config, m,
         assert (np.abs(y - y_true * inverse) <= bound * inverse * 1.5).all()
 
 
-def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover=PLAIN, handed=(), **more):
+@pytest.mark.parametrize("config, m, k, n, ranks, makes_h, handover", [
+    (WideConfig(32, 1, 1, 3, 2), 20, 512, (136,), (32,), False, PLAIN),
+    (WideConfig(64, 1, 2, 3, 2, promote=16), 50, 704, (128,), (16,), True, Handover(units=True)),
+])  # fmt: skip
+def test_float16(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h, handover):
+    if makes_h:
+        monkeypatch.setattr(wide_plan, "RESIDENT", {1: 5})
+    of = {"makes_h": makes_h, "handover": handover, "dtype": "float16"}
+    (y,), (true,), (bound,) = products(config, m, k, n, ranks, True, **of)
+    assert (np.abs(y - true) <= bound).all()
+
+
+def products(
+    config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover=PLAIN, handed=(), dtype="bfloat16", **more
+):
     """What the program gives for random operands, and of each weight the true product and a bound of its error."""
-    rng = np.random.default_rng(k + m)
-    x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(ml_dtypes.bfloat16)  # gates of size 1
-    weights, scales = [_weight(rng, n_i, k) for n_i in n], SCALES[: len(n)]
+    rng, ulp = np.random.default_rng(k + m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(dtype)  # gates of size 1
+    weights, scales = [_weight(rng, n_i, k, dtype) for n_i in n], SCALES[: len(n)]
     loras = []
     for n_i, rank in zip(n, ranks, strict=False):
-        a = rng.standard_normal((rank, k)).astype(ml_dtypes.bfloat16)
-        loras.append((a, rng.standard_normal((n_i, rank)).astype(ml_dtypes.bfloat16), 0.5) if rank else None)
+        a = rng.standard_normal((rank, k)).astype(dtype)
+        loras.append((a, rng.standard_normal((n_i, rank)).astype(dtype), 0.5) if rank else None)
     biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
     lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], loras, makes_h)
     operands = [
@@ -235,10 +249,10 @@ def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover
         true, bound = x64 @ w.T, 2e-6 * (np.abs(x64) @ np.abs(w).T)
         if loras and loras[i] is not None:
             a, b, scaling = loras[i]
-            hidden = scaling * x64 @ a.astype(np.float64).T  # rounded to bfloat16 between the products
+            hidden = scaling * x64 @ a.astype(np.float64).T  # rounded to 16 bits between the products
             true, bound = (
                 true + hidden @ b.astype(np.float64).T,
-                bound + 2.0**-8 * (np.abs(hidden) @ np.abs(b.T.astype(np.float64))),
+                bound + ulp * (np.abs(hidden) @ np.abs(b.T.astype(np.float64))),
             )
         all_true.append(true + (biases[i] if bias else 0))
         bounds.append(bound)
@@ -250,9 +264,10 @@ def products(config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover
     (WideConfig(32, 2, 2, 3, 2), 20, 256, 512),
     (WideConfig(64, 1, 3, 3, 2, promote=16), 20, 128, 1024),  # one part has two chains, of a block of inputs each
 ])  # fmt: skip
-def test_dx(config, m, k, n):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dx(config, m, k, n, dtype):
     rng = np.random.default_rng(k + m)
-    dy, weight = rng.standard_normal((m, n)).astype(ml_dtypes.bfloat16), _weight(rng, n, k)
+    dy, weight = rng.standard_normal((m, n)).astype(dtype), _weight(rng, n, k, dtype)
     plan = make_plan(m, n, (k,), True, config)
     assert plan.parts == config.split
     operands = [dy, weight.data.reshape(weight.data.shape[0], -1), SCALES[0][None]]

@@ -4,9 +4,8 @@ that wgmma reads its operands late."""
 
 import types
 
-import ml_dtypes
 import numpy as np
-from emulated_instructions import decode_codes, decode_scales, make_memory, make_ptx
+from emulated_instructions import NUMBERS, make_decoding, make_memory, make_ptx
 from emulator import ARITH, Machine, replaced
 
 from pallas_kernels import (
@@ -23,7 +22,7 @@ from pallas_kernels import (
     wide_split,
 )
 from pallas_kernels.counters import first_counters
-from pallas_kernels.wide_fragments import LOW_MASK
+from pallas_kernels.layout import DECODINGS
 
 U32, F32 = np.uint32, np.float32
 
@@ -59,7 +58,7 @@ def _make_ptx(m):
     for name in ("and_", "sub", "add", "i32"):
         f = getattr(p, name)
         setattr(p, name, lambda *args, f=f: f(*map(_unsigned, args)))
-    wgmma_plain = p.wgmma_bf16
+    wgmma_plain = p.wgmma_half
 
     def wgmma(acc, a, descriptor):
         """The rows of the second operand lie 128 bytes apart; for `wgmma_plain` they are laid as it reads them."""
@@ -80,21 +79,20 @@ def _make_ptx(m):
         return word << by | word >> (U32(32) - by & U32(31))
 
     def scaled(bits, scale):
-        with np.errstate(invalid="ignore"):
-            halves = np.stack([bits & U32(0xFFFF), bits >> U32(16)], 1).astype(np.uint16).view(ml_dtypes.bfloat16)
-        out = (halves.astype(np.float64) * scale[:, None]).astype(ml_dtypes.bfloat16).view(np.uint16).astype(U32)
+        out = (NUMBERS[m.dtype](bits) * scale[:, None]).astype(m.dtype).view(np.uint16).astype(U32)
         return out[:, 0] | out[:, 1] << U32(16)
 
     def ptx(code, *args, **_):
         if code.startswith("bar.sync $0, 128"):
             m.meet((m.now.cta, int(args[0][0])), 128)
             return []
-        assert "mul.rn.bf16x2" in code  # `ForwardFragments._pairs`
+        assert f"mul.rn.{p.half()}x2" in code  # `ForwardFragments._pairs`
         word, (low, high), low_turn, high_turn, high_mask, direct_mask = args
         b = rotated(word, high_turn) & high_mask | word & direct_mask
-        return [scaled(rotated(word, low_turn) & U32(LOW_MASK), low), scaled(b, high)]
+        low_mask = U32(DECODINGS[m.dtype].turned_mask(0))
+        return [scaled(rotated(word, low_turn) & low_mask, low), scaled(b, high)]
 
-    p.wgmma_bf16, p.ptx, p.i32_t = wgmma, ptx, lambda: None
+    p.wgmma_half, p.ptx, p.i32_t = wgmma, ptx, lambda: None
     return p
 
 
@@ -105,9 +103,9 @@ def _make_memory(m):
     )
     mem.load_global_b32 = lambda at, offset: mem.load_global_f32(at, offset).view(U32)
     m.unordered = {}  # by warp, addresses that it stored to, or None: that it has waited
-    store, wait = mem.store_global_bf16, mem.wait_for_at_least
+    store, wait = mem.store_global_half, mem.wait_for_at_least
 
-    def store_global_bf16(address, value):
+    def store_global_half(address, value):
         m.unordered.setdefault(m.now, []).extend(address[m.now.mask])
         store(address, value)
 
@@ -115,7 +113,7 @@ def _make_memory(m):
         wait(address, value)
         m.unordered.setdefault(m.now, []).append(None)
 
-    mem.store_global_bf16, mem.wait_for_at_least = store_global_bf16, wait_for_at_least
+    mem.store_global_half, mem.wait_for_at_least = store_global_half, wait_for_at_least
     mem.fence_async = lambda: m.unordered.pop(m.now, None)
     return mem
 
@@ -171,25 +169,25 @@ def _make_tensor(m, mem):
             if m.now.mask.any():
                 mem.store_global_f32x4(address, values, 0)
 
-    def store_bf16x4(condition, address, values):
+    def store_halfx4(condition, address, values):
         with m.now.only(m.now.mask & condition):
             if m.now.mask.any():
-                mem.store_global_bf16x2(address, *values[:2])
-                mem.store_global_bf16x2(address + np.uint64(4), *values[2:])
+                mem.store_global_halfx2(address, *values[:2])
+                mem.store_global_halfx2(address + np.uint64(4), *values[2:])
 
-    def store_bf16x2(condition, address, values):
+    def store_halfx2(condition, address, values):
         with m.now.only(m.now.mask & condition):
             if m.now.mask.any():
-                mem.store_global_bf16x2(address, *values)
+                mem.store_global_halfx2(address, *values)
 
     def store_f32(condition, address, value):
         with m.now.only(m.now.mask & condition):
             if m.now.mask.any():
                 mem.store_global_f32(address, value)
 
-    pt.store_global_f32, pt.store_global_bf16x2 = store_f32, store_bf16x2
+    pt.store_global_f32, pt.store_global_halfx2 = store_f32, store_halfx2
     pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
-    pt.store_global_f32x4, pt.store_global_bf16x4 = store_f32x4, store_bf16x4
+    pt.store_global_f32x4, pt.store_global_halfx4 = store_f32x4, store_halfx4
     return pt
 
 
@@ -202,7 +200,7 @@ def _transpose_8x8(value):
 def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
-    names |= {"decode_codes": decode_codes, "decode_scales": decode_scales, "transpose_8x8": _transpose_8x8}
+    names |= make_decoding(m) | {"transpose_8x8": _transpose_8x8}
     kernels = wide_kernel, wide_multiply, wide_norm, wide_lora, wide_spare, wide_split, wide_fragments
     modules = *kernels, fragment_order, hidden, pick, swiglu
     return replaced(modules, names)
@@ -211,12 +209,12 @@ def _emulated(m):
 def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1, eps=0.0):
     """The results, of several calls a list of them; `operands` are those of the function that `wide_kernel.build`
     makes. The counters are zero after every call."""
-    m = Machine(seed)
-    dtype = np.dtype(np.float32 if wide_out else ml_dtypes.bfloat16)
+    m = Machine(seed, np.asarray(operands[0]).dtype.name)
+    dtype = np.dtype(np.float32 if wide_out else m.dtype)
     refs = [_put(m, np.asarray(v)) for v in operands]
     kinds = [((plan.m, r), dtype) for r in plan.outs]
     if plan.handover.joins:
-        kinds += [(out.shape, out.dtype) for out in wide_norm.joined_outs(plan)]
+        kinds += [(out.shape, out.dtype) for out in wide_norm.joined_outs(plan, m.dtype)]
     outs = [_put(m, np.full(shape, np.nan, kind)) for shape, kind in kinds]
     exchange, results, ctas = [], [], plan.ctas
     if plan.counters:
@@ -226,7 +224,7 @@ def run(plan, operands, has_bias, *, wide_out=True, seed=0, calls=1, eps=0.0):
     if plan.makes_h:
         ctas += plan.spare.ctas
         exchange.append(_put(m, np.full(wide_spare.sums_shape(plan), np.nan, F32)))
-        exchange.append(_put(m, np.full((plan.m, sum(plan.ranks)), np.nan, ml_dtypes.bfloat16)))
+        exchange.append(_put(m, np.full((plan.m, sum(plan.ranks)), np.nan, m.dtype)))
     with _emulated(m):
         for _ in range(calls):
 
