@@ -17,7 +17,8 @@ from ruamel.yaml.nodes import MappingNode, Node
 from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
 
-# What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end.
+# What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end and
+# for a mapping that holds itself.
 _UNREADABLE = YAMLError, ValueError, RecursionError
 
 # What a run folder calls its config, and the folder of its checkpoints.
@@ -113,6 +114,8 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
     try:
         node = YAML(typ="safe", pure=True).compose(text)
         values = YAML(typ="safe", pure=True).load(text)
+        sources: dict[str, Source] = {}
+        _locate(node, "", where, sources)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
@@ -125,8 +128,6 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
         raise UserError(
             f"{where}: found {found}; expected sections with options, such as `optimizer: {{max_steps: 10}}`"
         )
-    sources: dict[str, Source] = {}
-    _locate(node, "", where, sources)
     # A section whose options are all commented out is null to YAML.
     return {name: {} if section is None else section for name, section in values.items()}, sources
 
@@ -144,8 +145,10 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     option = option.strip()
     if not equals or not all(option.split(".")):
         raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
+    found: dict[str, Source] = {}
     try:
         value = YAML(typ="safe", pure=True).load(text)
+        _set_by_override(option, value, found)
     except _UNREADABLE as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"command line: {option}: {text!r} is not readable as a YAML value: {reason}") from None
@@ -160,7 +163,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     section[last] = value
     for old in [name for name in sources if name.startswith(f"{option}.")]:
         del sources[old]  # with the section as a whole goes what it was
-    _set_by_override(option, value, sources)
+    sources |= found
 
 
 def _set_by_override(option: str, value: Any, sources: dict[str, Source]) -> None:

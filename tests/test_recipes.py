@@ -78,7 +78,7 @@ def test_written_yaml_reads_back_in_order(tmp_path):
     assert list(back) == list(values)
 
 
-@pytest.mark.parametrize("value", ["2024-13-45", "9" * 5000, "[" * 3000])
+@pytest.mark.parametrize("value", ["2024-13-45", "9" * 5000, "[" * 3000, "&m {inside: *m}"])
 def test_values_that_yaml_cannot_make(tmp_path, value):
     with pytest.raises(UserError, match=r"command line: a\.b: .* is not readable as a YAML value"):
         read_recipe("quickstart", [f"a.b={value}"])
