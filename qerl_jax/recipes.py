@@ -12,7 +12,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
@@ -20,6 +20,7 @@ from qerl_jax.errors import UserError, nearest
 # What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end and
 # for a mapping that holds itself.
 _UNREADABLE = YAMLError, ValueError, RecursionError
+_MERGE = "tag:yaml.org,2002:merge"
 
 # What a run folder calls its config, and the folder of its checkpoints.
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -133,8 +134,14 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
 
 
 def _locate(node: Node, prefix: str, where: str, sources: dict[str, Source]) -> None:
-    if isinstance(node, MappingNode):
-        for key, value in node.value:
+    if not isinstance(node, MappingNode):
+        return
+    # First what `<<` takes over from other mappings, which the mapping's own options replace.
+    for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+        if key.tag == _MERGE:
+            for other in reversed(value.value) if isinstance(value, SequenceNode) else [value]:
+                _locate(other, prefix, where, sources)
+        else:
             option = f"{prefix}{key.value}"
             sources[option] = Source(f"{where}, line {key.start_mark.line + 1}")
             _locate(value, f"{option}.", where, sources)

@@ -216,6 +216,8 @@ def test_an_override_may_silence_options_of_the_file(tmp_path):
     assert config.noise == NoiseOptions(num_stages=1)
     path.write_text("optimizer: {max_steps: 20}\nnoise:\n  num_stages: 1\n  sigma_start: 0.02\n")
     assert f"{path}, line 4: noise.sigma_start has no effect" in message(recipe=str(path))
+    path.write_text("optimizer: {max_steps: 20}\nnoise:\n  <<: {sigma_start: 0.02}\n  num_stages: 1\n")
+    assert f"{path}, line 3: noise.sigma_start has no effect" in message(recipe=str(path))
 
 
 def test_all_problems_are_told_at_once_with_their_lines(tmp_path):

@@ -78,6 +78,18 @@ def test_written_yaml_reads_back_in_order(tmp_path):
     assert list(back) == list(values)
 
 
+def test_options_taken_over_from_another_mapping_have_a_place(tmp_path):
+    path = tmp_path / "merged.yaml"
+    path.write_text("a: &a\n  x: 1\n  y: {z: 2}\nb:\n  <<: *a\n  x: 3\nc:\n  <<: [*a, {y: 4, w: 5}]\n")
+    recipe = read_recipe(str(path), [])
+    assert recipe.values["b"] == {"x": 3, "y": {"z": 2}} and recipe.values["c"] == {"x": 1, "y": {"z": 2}, "w": 5}
+    places = {"b.x": 6, "b.y": 3, "b.y.z": 3, "c.x": 2, "c.y": 3, "c.w": 8}
+    assert {name: str(recipe.sources[name]) for name in places} == {
+        name: f"{path}, line {line}: " for name, line in places.items()
+    }
+    assert "b.<<" not in recipe.sources
+
+
 @pytest.mark.parametrize("value", ["2024-13-45", "9" * 5000, "[" * 3000, "&m {inside: *m}"])
 def test_values_that_yaml_cannot_make(tmp_path, value):
     with pytest.raises(UserError, match=r"command line: a\.b: .* is not readable as a YAML value"):
