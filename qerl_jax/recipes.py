@@ -154,11 +154,17 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
         raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
     found: dict[str, Source] = {}
     try:
+        node = YAML(typ="safe", pure=True).compose(text)
         value = YAML(typ="safe", pure=True).load(text)
         _set_by_override(option, value, found)
     except _UNREADABLE as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"command line: {option}: {text!r} is not readable as a YAML value: {reason}") from None
+    if "#" in text[0 if node is None else node.end_mark.index :]:
+        raise UserError(
+            f"command line: {option}: in {text!r} YAML takes what follows # for a comment; quote the text, as in "
+            f"{option}='\"{text}\"', or leave the comment out"
+        )
     *parents, last = option.split(".")
     section = values
     for depth, parent in enumerate(parents):

@@ -99,6 +99,21 @@ def test_values_that_yaml_cannot_make(tmp_path, value):
         read_recipe(str(tmp_path / "x.yaml"), [])
 
 
+@pytest.mark.parametrize("value", ["my #1", "#1", "'my' #1", "{a: b} # c"])
+def test_an_override_has_no_comment(value):
+    with pytest.raises(
+        UserError, match=r"command line: run\.output_dir: in .* YAML takes what follows # for a comment"
+    ):
+        read_recipe("quickstart", [f"run.output_dir={value}"])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("my#1", "my#1"), ('"my #1"', "my #1"), ('["#1", a#b]', ["#1", "a#b"])]
+)
+def test_a_number_sign_in_a_text_is_no_comment(value, expected):
+    assert read_recipe("quickstart", [f"run.output_dir={value}"]).values["run"]["output_dir"] == expected
+
+
 def test_a_section_set_as_a_whole_forgets_where_its_options_were():
     recipe = read_recipe("quickstart", ["noise={num_stages: 1}"])
     assert {name for name in recipe.sources if name.startswith("noise")} == {"noise", "noise.num_stages"}
