@@ -22,6 +22,7 @@ import operator
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,8 @@ Progress = dict[str, Any]
 _ARRAYS, _MANIFEST, _DIGEST = "arrays", "manifest.json", "manifest.sha256"
 _TEMP, _OLD = ".tmp-", ".old-"
 _LIBRARIES = ("jax", "numpy", "orbax-checkpoint", "qerl-jax")
+# What in a path orbax takes for a pattern, tensorstore for a /, or both for the scheme of a URL.
+_MISREAD = re.compile(r"[\[*?\\:]")
 # How orbax names the system's error in its own, a ValueError.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _logger = logging.getLogger(__name__)
@@ -134,8 +137,12 @@ def _write(temp: Path, step: int, leaves: dict[str, Any], progress: Mapping[str,
     # Orbax refuses arrays without elements; the target alone says all there is to know about them.
     stored = {name: array for name, array in host.items() if array.size}
     if stored:
-        with _tracebacks_unlogged(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(temp / _ARRAYS, args=ocp.args.PyTreeSave(stored))
+        with (
+            _tracebacks_unlogged(),
+            _well_named(temp.parent) as directory,
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            checkpointer.save(directory / temp.name / _ARRAYS, args=ocp.args.PyTreeSave(stored))
     else:
         temp.mkdir()
     with ThreadPoolExecutor() as pool:
@@ -159,6 +166,19 @@ def _write(temp: Path, step: int, leaves: dict[str, Any], progress: Mapping[str,
     (temp / _MANIFEST).write_bytes(text)
     (temp / _DIGEST).write_bytes(_digest_line(text))
     flush_tree(temp)
+
+
+@contextlib.contextmanager
+def _well_named(folder: Path) -> Iterator[Path]:
+    """`folder` by a path that means it to orbax too: where its own does not, a link to it. Below `runs/lr[1e-5]` orbax
+    saved without a word what it could not read again."""
+    if not _MISREAD.search(str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place) / "folder"
+        link.symlink_to(folder)
+        yield link
 
 
 @contextlib.contextmanager
@@ -303,8 +323,11 @@ def _read_arrays(folder: Path, leaves: dict[str, Any]) -> dict[str, np.ndarray]:
     if names:
         restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
         args = ocp.args.PyTreeRestore({name: 0 for name in names}, restore_args=restore_args)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            host |= checkpointer.restore(folder / _ARRAYS, args=args)
+        with (
+            _well_named(folder) as directory,
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            host |= checkpointer.restore(directory / _ARRAYS, args=args)
     with ThreadPoolExecutor() as pool:
         for name, digest in zip(host, pool.map(_digest_array, host.values()), strict=True):
             if digest != leaves[name]["sha256"]:

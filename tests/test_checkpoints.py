@@ -80,6 +80,16 @@ def test_round_trip_keeps_every_bit(tmp_path):
     assert manifest["versions"]["jax"] == jax.__version__
 
 
+@pytest.mark.parametrize("name", ["lr[1e-5]", "a*b", "a\\b", "gs:", "100% #1 \u00e9"])
+def test_a_folder_may_have_any_name(tmp_path, name):
+    (tmp_path / "axb").mkdir()  # which a*b matches as a pattern
+    tree = {"a": jnp.arange(3.0)}
+    save_checkpoint(tmp_path / name, 1, tree, {})
+    save_checkpoint(tmp_path / name, 1, tree, {"again": 1})
+    restored, progress, step = restore_checkpoint(tmp_path / name, tree)
+    assert np.array_equal(restored["a"], tree["a"]) and (progress, step) == ({"again": 1}, 1)
+
+
 def test_target_may_be_abstract_or_numpy(tmp_path):
     tree = make_tree()
     save_checkpoint(tmp_path, 0, tree, {})
