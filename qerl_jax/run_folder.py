@@ -68,7 +68,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
     model.dtype `auto` is settled when a run begins and stays, so a run may go on where another backend began it.
 
-    Until the first step has been saved, another config takes the stored one's place.
+    Until the first step has been saved, another config takes the stored one's place; afterwards one that differs only
+    in what may change amid a run does.
 
     Args:
       config: its run.output_dir names the folder.
@@ -120,6 +121,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
             _forget(folder)
         if changes or begun is None:
             config = _with_dtype(config, settled_dtype(config.model.dtype))
+        if config != begun:  # or the command that continues the run would fall back to what was free to change
             save_yaml(config, stored)
         yield folder, config
 

@@ -28,7 +28,22 @@ def test_a_new_folder_holds_the_resolved_config(tmp_path):
 
 def test_the_same_config_continues_and_free_options_may_change(tmp_path):
     open_once(config(tmp_path))
+    (tmp_path / "run" / "checkpoints" / "step_00000010").mkdir(parents=True)
     assert open_once(config(tmp_path, "run.save_steps=30", "run.save_total_limit=9")) == tmp_path / "run"
+
+
+def test_what_has_changed_amid_a_run_stays_so(tmp_path):
+    folder = open_once(config(tmp_path))
+    (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+    stored = str(folder / "config.yaml")
+    open_once(config(tmp_path, "reward.timeout=90", "run.report_to=[tensorboard]", "run.save_steps=null"))
+    with run_folder.open_run(load_config(stored)) as (_, continued):
+        assert continued.reward.timeout == 90 and continued.run.report_to == ("tensorboard",)
+        assert continued.run.save_steps is None
+    (folder / "summary.json").write_text("{}")
+    with pytest.raises(run_folder.RunFinished):
+        open_once(config(tmp_path, "reward.timeout=80"))
+    assert load_config(stored).reward.timeout == 90
 
 
 @pytest.mark.parametrize(
