@@ -19,7 +19,8 @@ MARKER = "####"
 # Digits, with or without commas between thousands, a decimal part, a power of ten; a sign and a divisor where they are.
 _EXPONENT = r"[eE]([-+]?[0-9]+)"
 _UNSIGNED = rf"(?:(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:{_EXPONENT})?"
-_NUMBER = re.compile(rf"[-+]?{_UNSIGNED}(?:/{_UNSIGNED})?")
+_NUMBER = re.compile(rf"[-+\u2212]?{_UNSIGNED}(?:/{_UNSIGNED})?")
+_SIGNED_DOLLARS = re.compile(r"([-+\u2212])\$")
 # More digits than any answer has, written out or as a power of ten; Python itself refuses to convert more than 4300.
 _MOST_DIGITS = 1000
 
@@ -33,7 +34,7 @@ def _value(text: str) -> Fraction | None:
     """The exact value of a matched number, None where it has none (x/0, or absurdly long)."""
     if len(text) > _MOST_DIGITS or any(abs(int(power)) > _MOST_DIGITS for power in re.findall(_EXPONENT, text)):
         return None
-    numerator, _, denominator = text.replace(",", "").partition("/")
+    numerator, _, denominator = text.replace(",", "").replace("\u2212", "-").partition("/")
     divisor = Fraction(denominator or 1)
     return Fraction(numerator) / divisor if divisor else None
 
@@ -41,10 +42,11 @@ def _value(text: str) -> Fraction | None:
 def final_number(text: str) -> Fraction | None:
     """The last number after the last `####`, None where there is none.
 
-    `1,234.50`, `-3`, `.5`, `3/4` and `1.5e-3` are numbers. What else stands beside one, such as a unit, is passed over.
+    `1,234.50`, `-3`, `.5`, `3/4` and `1.5e-3` are numbers, with a hyphen or U+2212 for the minus; `-$3` is `$-3`. What
+    else stands beside one, such as a unit, is passed over.
     """
     _, marker, tail = text.rpartition(MARKER)
-    numbers = [match[0] for match in _NUMBER.finditer(tail)] if marker else []
+    numbers = [match[0] for match in _NUMBER.finditer(_SIGNED_DOLLARS.sub(r"\1", tail))] if marker else []
     return _value(numbers[-1]) if numbers else None
 
 
@@ -57,7 +59,7 @@ def _expected(answer: Any, row: int) -> Fraction:
         # 0.1 means the decimal the user wrote, not its binary neighbour.
         number = Fraction(repr(answer)) if abs(answer) < float("inf") else None
     elif isinstance(answer, str):
-        text = answer.rpartition(MARKER)[2].strip().removeprefix("$")
+        text = _SIGNED_DOLLARS.sub(r"\1", answer.rpartition(MARKER)[2]).strip().removeprefix("$")
         number = _value(text) if _NUMBER.fullmatch(text) else None
     if number is None:
         raise UserError(
