@@ -117,15 +117,15 @@ def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | Non
     if source.run is None or source.config is None:
         return None
     config = source.config
-    target = jax.eval_shape(
-        lambda base, key: Saved(
-            init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key
-        ),
-        model,
-        jax.random.key(0),
-    )
-    found = restore_checkpoint(source.run / run_folder.CHECKPOINTS, target)
     finished = source.run / run_folder.ADAPTER
+
+    def begun(base: Model, key: jax.Array) -> Saved:
+        # Of a finished run the adapter that it began with may be gone, and its own has the same shapes.
+        adapter = load_adapter(finished, base) if finished.is_dir() else initial_adapter(config, base, key)
+        return Saved(init_state(adapter, make_optimizer(optimizer_spec(config, 1))), key)
+
+    target = jax.eval_shape(begun, model, jax.random.key(0))
+    found = restore_checkpoint(source.run / run_folder.CHECKPOINTS, target)
     if found is None:
         if not finished.is_dir():
             raise UserError(

@@ -81,6 +81,22 @@ def test_a_finished_run_has_its_adapter_in_a_folder(tmp_path, run):
     assert_equal(load_adapter(tmp_path / "out", model), last)
 
 
+def test_a_finished_run_whose_first_adapter_is_gone(tmp_path, base, run):
+    folder, model, adapter = run
+    words = [f"model.model_name_or_path={base}", "model.dtype=float32", f"lora.adapter={tmp_path}/gone"]
+    save_yaml(
+        load_config("configs/quickstart.yaml", ["lora={}", *words, f"run.output_dir={folder}"]), folder / "config.yaml"
+    )
+    with pytest.raises(UserError, match="gone: no such folder"):
+        export_model(folder, tmp_path / "out", "peft")
+    save_adapter(adapter, folder / "adapter", "base")
+    export_model(folder, tmp_path / "out", "peft")
+    assert_equal(load_adapter(tmp_path / "out", model), adapter)
+    write_folder(base, random_arrays(seed=1), V4)
+    with pytest.raises(UserError, match="base weights was"):
+        export_model(folder, tmp_path / "merged", "bf16")
+
+
 def test_base_and_adapter_merged_in_bfloat16(tmp_path, run):
     folder, model, adapter = run
     export_model(folder, tmp_path / "out", "bf16")
