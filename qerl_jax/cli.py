@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file or folder that cannot be made, read or written: no permission, a full disk
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        place = "" if error.filename is None else f"{error.filename}: "
+        # Of two names the system does not say which it means: a copy that finds no room gives the source first.
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        place = f"{' -> '.join(names)}: " if names else ""
         print(f"qerl {words[0]}: {place}{error.strerror}", file=sys.stderr)
         return 2
     return code or 0

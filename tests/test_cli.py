@@ -297,12 +297,19 @@ def test_plot_writes_beside_one_run_and_elsewhere_for_several(calls, run, capsys
 def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys):
     """A write that fails names no file."""
 
-    def full(arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*names):
+        def run(arguments):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *names)
 
-    monkeypatch.setattr("qerl_jax.commands.plot.run", full)
+        return run
+
+    monkeypatch.setattr("qerl_jax.commands.plot.run", full())
     assert main(["plot", "runs/a", "runs/b", "--output", "x"]) == 2
     assert capsys.readouterr().err == "qerl plot: No space left on device\n"
+    # So a copy fails, whose source has room enough.
+    monkeypatch.setattr("qerl_jax.commands.plot.run", full("from/a", None, "to/a"))
+    assert main(["plot", "runs/a", "runs/b", "--output", "x"]) == 2
+    assert capsys.readouterr().err == "qerl plot: from/a -> to/a: No space left on device\n"
 
 
 @pytest.mark.parametrize("name", ["foo/bar--baz", "foo/bar.git", "foo/" + "b" * 200, "~nobody-has-this-name/model"])
