@@ -55,7 +55,8 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
       summary: what the last run's summary.json will hold, while it is not written yet.
 
     Raises:
-      UserError: a run's metrics.jsonl is missing, damaged or without rows; `output` is a file or lies in one.
+      UserError: a run's metrics.jsonl is missing, damaged, without rows or another program's; `output` is a file or
+        lies in one.
     """
     loaded = [_load(folder, name) for folder, name in zip(runs, _names(runs), strict=True)]
     if summary is not None:
@@ -85,6 +86,9 @@ def _load(folder: Path, name: str) -> _Run:
     rows = read_rows(folder / METRICS)
     if not rows:
         raise UserError(f"{folder / METRICS}: no step was recorded yet; nothing to draw")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("step"), int):
+            raise UserError(f"{folder / METRICS}: row {number} has no `step`, a whole number; expected a run's metrics")
     summary = folder / "summary.json"
     try:
         found = json.loads(summary.read_text("utf-8")) if summary.exists() else {}

@@ -94,6 +94,10 @@ def test_runs_that_cannot_be_drawn(tmp_path):
     (broken / "summary.json").write_text("{")
     with pytest.raises(UserError, match=r"summary.json: not readable as JSON"):
         plot_runs([broken], tmp_path / "out")
+    for foreign in ({"loss": 1.0}, {"step": "1", "loss": 1.0}):
+        (broken / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(foreign) + "\n")
+        with pytest.raises(UserError, match=r"metrics.jsonl: row 2 has no `step`, a whole number"):
+            plot_runs([broken], tmp_path / "out")
 
 
 def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):
