@@ -36,8 +36,9 @@ Reinforcement learning of language models whose frozen weights are 4-bit floats.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
+    _open_closed_streams()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, and texts have characters that a locale may lack
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = _parsers()
@@ -53,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(words)
     try:
         code: int | None = parsed.command(parsed)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except UserError as error:
         print(f"qerl {words[0]}: {error}", file=sys.stderr)
         return 2
@@ -74,6 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qerl {words[0]}: {place}{error.strerror}", file=sys.stderr)
         return 2
     return code or 0
+
+
+def _open_closed_streams() -> None:
+    """Opens standard streams that are closed (`qerl train >&-`) onto nothing. The next file that is opened would take
+    their number, and get what C++ and reward functions write to them."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (as long as the process lives)
 
 
 def _wait_for_programs() -> None:

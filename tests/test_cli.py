@@ -176,6 +176,26 @@ sys.exit(cli.main(["plot", "x"]))
     assert (done.returncode, done.stdout, done.stderr) == (0, b"" if closed else "é\n".encode(), b"")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_takes_the_number_of_a_closed_stream(closed, tmp_path):
+    code = """
+import os, subprocess, sys
+from qerl_jax import cli
+from qerl_jax.commands import plot
+def run(arguments):
+    assert not sys.stdout.isatty() and not sys.stderr.isatty()
+    with open(arguments.runs[0], "w") as file:
+        print(file.fileno() > 2, file=file)
+        print(subprocess.run(["sh", "-c", "echo 1; echo 2 >&2"]).returncode, file=file, flush=True)
+        os.write(1, b"written to 1"), os.write(2, b"written to 2")
+plot.run = run
+sys.exit(cli.main(["plot", sys.argv[1]]))
+"""
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code, str(tmp_path / "file")]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert (tmp_path / "file").read_text() == "True\n0\n"
+
+
 def test_other_exceptions_keep_their_traceback(calls):
     calls.fake("qerl_jax.rl.trainer", "train", ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
