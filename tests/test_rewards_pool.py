@@ -11,7 +11,7 @@ from qerl_jax.rewards.loading import parse_name
 from qerl_jax.rewards.pool import Worker
 
 SOURCE = """
-import os, subprocess, sys, time
+import os, subprocess, sys, threading, time
 
 print("this goes to stderr, not into the answers")
 
@@ -33,6 +33,8 @@ def sometimes(completions, **columns):
         time.sleep(60)
     if completions[0] == "nan":
         return [float("nan")]
+    if completions[0] == "thread":
+        threading.Thread(target=time.sleep, args=(60,)).start()
     if completions[0] == "pid":
         return [os.getpid()]
     return [1.0]
@@ -76,6 +78,19 @@ def test_an_exception_comes_back_with_the_users_traceback_only(sometimes):
     message = str(caught.value)
     assert "KeyError: 'no such thing'" in message and "mine.py" in message and "calling.py" not in message
     assert sometimes("fine") == [1.0]
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_worker_whose_parent_is_gone_ends_whatever_threads_are_left(source, at_work):
+    worker = Worker(parse_name(f"{source}:sometimes"), timeout=5)
+    assert score(worker, "thread") == [1.0]
+    process = worker._process
+    if at_work:
+        worker.submit(["p"], ["thread"], [[1]], {"answer": ["1"]})
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(30) == 1
+    worker.close()
 
 
 def test_sys_exit_is_an_exception_like_others(sometimes):

@@ -6,7 +6,8 @@ A program of its own rather than a fork (unsafe once JAX has started its threads
 the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
 its source, then calls, or data sets' columns to be held against the function's signature. What the user's code prints
 goes to stderr. While a call runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves
-the stack of every thread in the file STACK_FD; so no worker outlives a parent that was killed.
+the stack of every thread in the file STACK_FD; another one does once the parent is gone. So no worker outlives a parent
+that was killed by more than a call.
 """
 
 import faulthandler
@@ -20,6 +21,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
 from qerl_jax.rewards.calling import accepted, call
 from qerl_jax.rewards.loading import load_function, source_digest
+
+_LAST_SECONDS = 2.0
 
 
 def main() -> None:
@@ -48,14 +51,15 @@ def main() -> None:
         function = load_function(name)
         return source_digest(name)
 
-    answer(load, load_timeout)
-    while True:
-        try:
+    try:
+        answer(load, load_timeout)
+        while True:
             timeout, kind, arguments = channel.read(requests)
-        except EOFError:
-            return
-        action = {"call": call, "accepted": accepted}[kind]
-        answer(lambda action=action, arguments=arguments: action(name.spec, function, *arguments), timeout)
+            action = {"call": call, "accepted": accepted}[kind]
+            answer(lambda action=action, arguments=arguments: action(name.spec, function, *arguments), timeout)
+    except (EOFError, BrokenPipeError):  # of the channel: the parent is gone, or done with this worker
+        # Python would wait for the threads that the user's code has left, which may never end.
+        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=stack_fd)
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
