@@ -23,9 +23,12 @@ import numpy as np
 
 import qerl_jax as qerl
 from benchmarks.rollout import with_norms
+from benchmarks.shapes import DTYPES
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
+from qerl_jax.models.dtypes import DtypeName
 from qerl_jax.models.params import norms_of
 from qerl_jax.noise import perturb_norms
+from qerl_jax.rl.assembly import load_policy
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine
 
@@ -41,15 +44,14 @@ def prompts_of(folder: Path | None) -> tuple[str, list[str]]:
     return str(folder / "model"), [json.loads(row)["text"][:100] for row in rows]
 
 
-def measure(path: str, texts: list[str], dtype: jnp.dtype, kv_cache_dtype: KVCacheDtype) -> dict[str, Any]:
+def measure(path: str, texts: list[str], dtype: DtypeName, kv_cache_dtype: KVCacheDtype) -> dict[str, Any]:
     """The row of one network, compute dtype and dtype of the cache."""
-    model = qerl.load_model(path, weight_format="nvfp4", dtype=dtype)
-    ends = qerl.load_generation_config(path)
-    tokenizer = qerl.load_tokenizer(path, model.config.vocab_size)
-    tokens, lengths = qerl.encode_prompts(tokenizer, texts, max_prompt_length=100)
+    policy = load_policy(path, "nvfp4", dtype)
+    model = policy.model
+    tokens, lengths = qerl.encode_prompts(policy.tokenizer, texts, max_prompt_length=100)
     prompts = qerl.Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.arange(len(texts)))
     adapter = qerl.init_adapter(jax.random.key(0), model, lora_r=16, lora_alpha=32)
-    settings = qerl.SamplingSettings(_NEW, ends.eos_token_ids, ends.pad_token_id, kv_cache_dtype=kv_cache_dtype)
+    settings = qerl.SamplingSettings(_NEW, policy.eos_token_ids, policy.pad_token_id, kv_cache_dtype=kv_cache_dtype)
     engine = Engine(model, settings, max_prompt_length=tokens.shape[1])
     out = engine.rollout(adapter, prompts, jax.random.key(1), _G)
     row_of = np.arange(len(texts) * _G) // _G
@@ -66,7 +68,7 @@ def measure(path: str, texts: list[str], dtype: jnp.dtype, kv_cache_dtype: KVCac
     return {
         "layers": model.config.num_hidden_layers,
         "hidden_size": model.config.hidden_size,
-        "dtype": jnp.dtype(dtype).name,
+        "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
         "tokens": int(mask.sum()),
         "logp_difference": mean(clean - out.logps),
@@ -77,6 +79,7 @@ def measure(path: str, texts: list[str], dtype: jnp.dtype, kv_cache_dtype: KVCac
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="folders of benchmarks.text_model")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="that networks are computed in")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto", "fp8_values"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
@@ -88,7 +91,7 @@ def main(words: list[str] | None = None) -> None:
             {"network": "quickstart" if folder is None else f"text model {folder.name}"}
             | measure(*prompts_of(folder), dtype, kv_cache_dtype)
             for folder in (None, *arguments.text)
-            for dtype in (jnp.float32, jnp.bfloat16)
+            for dtype in arguments.dtype
             for kv_cache_dtype in arguments.kv_cache_dtype
         ],
     }

@@ -14,7 +14,8 @@ floor_ms is what a step must read (packed weights, LoRA, the output matrix, live
 once) over the read bandwidth measured in the same run. logp_difference is the mean absolute difference, in nats, of
 recorded log-probabilities and those of the learner's forward pass over the same tokens with the same noise;
 logp_difference_to_clean is that to the learner without noise, which a training run logs. --output is written after
-every row, and rows of other models, formats, ranks and batches that it holds already stay.
+every row, and rows of other models, formats, ranks, batches and dtypes that it holds already stay; a row names its
+dtype where that is not the device's own.
 """
 
 import argparse
@@ -39,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
+from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.formats import FORMATS
@@ -285,7 +286,7 @@ class Results:
 
     @staticmethod
     def _name(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*(row[key] for key in _KEYS), row.get("kv_cache_dtype", "auto"))
+        return (*(row[key] for key in _KEYS), *(row.get(key, "auto") for key in ("kv_cache_dtype", "dtype")))
 
 
 def arguments_of(words: list[str] | None) -> argparse.Namespace:
@@ -297,6 +298,7 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-generations", type=int, default=8, help="completions of a prompt, or all of a batch")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--dtype", choices=DTYPES, default=compute_dtype().name, help="that models are computed in")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
@@ -318,7 +320,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
     arguments = arguments_of(words)
     config = MODELS[arguments.model]
     on_cpu = jax.default_backend() == "cpu"
-    dtype = compute_dtype()
+    dtype = compute_dtype(arguments.dtype)
     bandwidth = read_bandwidth(2**28 if on_cpu else 2**32)
     about = {
         "device": jax.devices()[0].device_kind,
@@ -350,6 +352,8 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
             row: dict[str, Any] = dict(zip(_KEYS, of, strict=True))
             if arguments.kv_cache_dtype != "auto":
                 row["kv_cache_dtype"] = arguments.kv_cache_dtype
+            if dtype != compute_dtype():
+                row["dtype"] = dtype.name
             try:
                 row |= measure(case, arguments.repeats, bandwidth)
             except (jax.errors.JaxRuntimeError, MemoryError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.shapes import MODELS, compute_dtype, random_model
+from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_model
 from qerl_jax import cli, run_folder, save_model
 from qerl_jax.models.safetensors import read_safetensors
 
@@ -38,6 +38,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     functions = [{"function": f"{_REWARD}:even_share", "weight": 1.0}, {"function": "accuracy", "weight": 0.0}]
     values = {
         "model.model_name_or_path": str(arguments.folder / "model"),
+        "model.dtype": arguments.dtype,
         "lora.lora_r": arguments.lora_rank,
         "lora.lora_alpha": 2 * arguments.lora_rank,
         "generation.num_generations": arguments.num_generations,
@@ -76,6 +77,7 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
     parser.add_argument("--folder", type=Path, required=True, help="for the model and the run")
+    parser.add_argument("--dtype", choices=DTYPES, default=compute_dtype().name, help="of the run, not of the model")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=1, help="of a step")
     parser.add_argument("--num-generations", type=int, default=8)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks.compiling import Programs
 from benchmarks.refill import long_tailed
-from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
+from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import PROJECTIONS, projection_shape
@@ -63,9 +63,9 @@ def products_flops(config: ModelConfig, tokens: int, completion_tokens: int, che
     )
 
 
-def bf16_rate(size: int) -> float:
-    """FLOPs a second of a product of `size`^3 in the compute dtype, by the host's clock over ten in a row."""
-    x = jnp.ones((size, size), compute_dtype())
+def product_rate(size: int, dtype: jnp.dtype) -> float:
+    """FLOPs a second of a product of `size`^3 in `dtype`, by the host's clock over ten in a row."""
+    x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.dot)
     product(x, x).block_until_ready()
     began = time.perf_counter()
@@ -91,6 +91,7 @@ def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: in
 def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
+    parser.add_argument("--dtype", choices=DTYPES, default=compute_dtype().name, help="that models are computed in")
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--rows", type=int, default=8, help="completions of a step, one group")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
@@ -111,7 +112,8 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     arguments = arguments_of(words)
     config, B = MODELS[arguments.model], arguments.rows
-    model = random_model(config, compute_dtype(), kernels=has_kernels())
+    dtype = compute_dtype(arguments.dtype)
+    model = random_model(config, dtype, kernels=has_kernels())
     state = init_state(random_adapter(model, arguments.lora_rank), _OPTIMIZER)
     cuts = [(size, False) for size in arguments.micro_batch] + [(size, True) for size in arguments.checkpointed]
     cases = [(*cut, buckets) for cut in cuts for buckets in arguments.length_buckets]
@@ -119,7 +121,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.long_tail:
         lengths = long_tailed(B, max(1, arguments.completion // 64), arguments.completion)
     operands = state, model, random_batch(config, B, arguments.prompt, arguments.completion, lengths)
-    rate = bf16_rate(256 if jax.default_backend() == "cpu" else 8192)
+    rate = product_rate(256 if jax.default_backend() == "cpu" else 8192, dtype)
 
     programs = Programs()
     for case in cases:
@@ -136,14 +138,14 @@ def main(words: list[str] | None = None) -> int:
         rows.append(row)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     if arguments.output is not None:
-        settings = ("lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
+        settings = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
         result = {
             "model": arguments.model,
             "settings": {name: getattr(arguments, name) for name in settings},
             "mean_length": statistics.mean(lengths),
             "device": jax.devices()[0].device_kind,
             "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
-            "bf16_tflop_per_s": rate * 1e-12,
+            "product_tflop_per_s": rate * 1e-12,
             "rows": rows,
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

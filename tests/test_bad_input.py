@@ -1,9 +1,11 @@
 """Mistakes at the command line: exit code 2, and one message that says what to mend, without a traceback."""
 
+import dataclasses
 import json
 import re
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from qerl_jax.models.params import Adapter, LoRA
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.source import resolve
 from qerl_jax.rl import trainer
+from qerl_jax.rollout import texts
 
 MODEL = "builtin:quickstart"
 SHAPE = json.loads((resolve(MODEL) / "config.json").read_text())
@@ -260,6 +263,23 @@ def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder,
     assert rows[1]["error"].startswith(f"the prompt has 200 tokens; allowed: 1 to {POSITIONS - 2}")
     assert rows[2]["error"] == "the prompt is empty; expected a text"
     assert "2 of 3 prompts not answered" in printed.err
+
+
+def test_generate_says_that_logits_are_no_numbers(folder, refused, capfd, monkeypatch):
+    def overflowing(*args):
+        loaded = load_policy(*args)
+        base = loaded.model.base
+        return dataclasses.replace(loaded, model=loaded.model.replace(base=base.replace(embed=base.embed * jnp.inf)))
+
+    load_policy = texts.load_policy
+    monkeypatch.setattr(texts, "load_policy", overflowing)
+    words = "generate", MODEL, "--max-new-tokens", "2"
+    assert "log-probabilities that are not finite" in refused(*words, "--prompt", "2 pens")
+    jsonl(folder, {"prompt": "2 pens"})
+    assert main([*words, "--prompts", "rows.jsonl"]) == 3
+    printed = capfd.readouterr()
+    assert "completion" not in (row := json.loads(printed.out)) and "In float16" in row["error"]
+    assert "1 of 1 prompts not answered" in printed.err
 
 
 def test_generate_from_conversations_without_a_chat_template(folder, capsys):

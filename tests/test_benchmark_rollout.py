@@ -28,6 +28,15 @@ def test_rows_of_two_calls_are_in_one_file(tmp_path):
     assert sum("tiny" in text for text in shown) == 2
 
 
+def test_rows_of_another_dtype_stand_beside(tmp_path):
+    output = tmp_path / "rollout.json"
+    for words in ([], ["--dtype", "float16"], ["--dtype", "float32"]):
+        assert rollout.main([*WORDS, "--batch", "4", *words, "--output", str(output)], lambda _: None) == 0
+    result = json.loads(output.read_text())
+    assert [row.get("dtype") for row in result["rows"]] == [None, "float16"]
+    assert all(row["logp_difference"] < 1e-3 for row in result["rows"])
+
+
 def test_a_file_of_another_device_is_left_alone(tmp_path):
     output = tmp_path / "rollout.json"
     output.write_text(json.dumps({"device": "another", "rows": []}))

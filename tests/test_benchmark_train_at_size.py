@@ -25,10 +25,11 @@ TINY = [
 
 
 def test_its_options_are_those_of_a_recipe(tmp_path):
-    arguments = train_at_size.arguments_of(["--folder", str(tmp_path), "--prompts", "2"])
+    arguments = train_at_size.arguments_of(["--folder", str(tmp_path), "--prompts", "2", "--dtype", "float16"])
     config = load_config("quickstart", train_at_size.overrides(arguments))
     assert (config.prompts_per_rollout, config.completions_per_rollout, config.updates_per_rollout) == (2, 16, 1)
     assert config.generation.max_completion_length == 2048 and config.optimizer.max_steps == 3
+    assert config.model.dtype == "float16"
 
 
 def test_a_micro_batch_that_does_not_divide_is_refused(capsys):

@@ -118,6 +118,7 @@ def test_overrides_are_yaml_1_2_values():
         ("optimizer.learning_rate=fast", "optimizer.learning_rate is 'fast'; allowed: a number from 1e-30 to 1e30"),
         ("optimizer.learning_rate=true", "optimizer.learning_rate is true; allowed: a number from 1e-30 to 1e30"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number from 1e-30 to 1e30"),
+        ("model.dtype=fp16", "model.dtype is 'fp16'; allowed: auto, float32, bfloat16, float16"),
         ("optimizer.max_steps=2.5", "optimizer.max_steps is 2.5; allowed: a whole number >= 1 or null"),
         ("lora.train_norms=off", "lora.train_norms is 'off'; allowed: true or false"),
         ("generation.num_generations=1", "generation.num_generations is 1; allowed: a whole number >= 2"),

@@ -37,7 +37,7 @@ PLACES = {
 
 @pytest.mark.parametrize(("tied", "shards"), [(True, 1), (False, 3)])
 @pytest.mark.parametrize(("hf", "source"), [(V4, ml_dtypes.bfloat16), (V5, np.float32), (V5, np.float16)])
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 def test_every_tensor_comes_to_its_place(tmp_path, tied, shards, hf, source, dtype):
     arrays = random_arrays(source, tied)
     model = load_model(write_folder(tmp_path, arrays, hf, tied, shards), dtype=dtype)
@@ -64,7 +64,7 @@ def test_quantizing_while_loading_equals_quantizing_what_is_stored(tmp_path, sou
     folder = write_folder(tmp_path, random_arrays(source))
     stored = load_model(folder)
     expected = jax.jit(quantize)(stored).base.layers
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         model = load_model(folder, "nvfp4", dtype)
         for layer, other in zip(model.base.layers, expected, strict=True):
             assert_equal([getattr(layer, name) for name in PROJECTIONS], [getattr(other, name) for name in PROJECTIONS])
@@ -158,8 +158,29 @@ def test_options(tmp_path):
         UserError, match=r"weight_format is 'nvpf4'; allowed: nvfp4, mxfp4, .*, bf16 \(did you mean 'nvfp4'"
     ):
         load_model(folder, "nvpf4")
-    with pytest.raises(UserError, match="dtype is float16; allowed: float32, bfloat16"):
+    with pytest.raises(UserError, match="dtype is int8; allowed: float32, bfloat16, float16"):
+        load_model(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.bias"])
+@pytest.mark.parametrize("value", [7e4, np.nan])
+def test_what_float16_cannot_hold_is_refused_by_name(tmp_path, name, value):
+    arrays = random_arrays()
+    arrays[name].reshape(-1)[3] = value
+    folder = write_folder(tmp_path, arrays)
+    with pytest.raises(UserError, match=rf"model.safetensors: tensor {name} is not finite in float16.*; allowed: "):
         load_model(folder, dtype="float16")
+    load_model(folder, dtype="bfloat16")
+
+
+def test_unpacked_weights_that_float16_cannot_hold_are_refused_by_name(tmp_path):
+    arrays = packed_arrays()
+    name = "model.layers.1.mlp.up_proj.weight"
+    arrays[f"{name}_global_scale"] = np.full_like(arrays[f"{name}_global_scale"], 1e-4)
+    folder = write_folder(tmp_path, arrays, V5 | {"quantization_config": NVFP4})
+    with pytest.raises(UserError, match=rf"tensor {name} is not finite in float16"):
+        load_model(folder, "bf16", "float16")
+    load_model(folder, "nvfp4", "float16")
 
 
 def edit_config(**changes):

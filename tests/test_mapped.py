@@ -26,7 +26,7 @@ VALUES = np.random.default_rng(0).normal(size=(7, 33))
 
 
 @pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float32, np.float16])
-@pytest.mark.parametrize("target", [None, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("target", [None, ml_dtypes.bfloat16, np.float32, np.float16])
 def test_values_arrive_in_the_dtype_asked_for(tmp_path, source, target):
     array = VALUES.astype(source)
     found = to_device(stored(tmp_path, array), target)

@@ -36,6 +36,17 @@ def test_truncation_by_hand():
     assert allowed(top_k=4, top_p=0.8, min_p=0.35) == [0, 1]
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("joined", [joined_by_passes, joined_at_once])
+def test_of_logits_that_are_no_numbers_the_log_probabilities_are_none(monkeypatch, options, joined):
+    monkeypatch.setattr(sampling, "_joined", joined)
+    rows = jax.random.normal(jax.random.key(0), (4, 3 * GROUP))
+    rows = rows.at[0, GROUP + 3].set(jnp.nan).at[1].set(jnp.nan).at[2, 5].set(jnp.inf)
+    _, *logps = sample(rows, jax.random.split(jax.random.key(1), 4), settings(**options))
+    for logps_B in filter(lambda found: found is not None, logps):
+        assert np.isnan(logps_B).tolist() == [True, True, True, False]
+
+
 MANY = 60_000
 SPREAD = np.linspace(3, -3, 96)  # logits; probabilities from 0.06 down, less than 0.02 where top-p cuts
 

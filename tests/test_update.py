@@ -329,7 +329,7 @@ def learned(monkeypatch):
     def run(loss_fn, step=0, settings=UPDATE, **of_batch):
         state = init_state(jnp.float32(0.5), SGD).replace(step=jnp.int32(step))
         step_of = functools.partial(update_step, optimizer=SGD, settings=settings, loss_fn=loss_fn)
-        return state, *jax.jit(step_of)(state, None, batch.replace(**of_batch)), np.asarray(batch.mask)
+        return state, *jax.jit(step_of)(state, MODEL, batch.replace(**of_batch)), np.asarray(batch.mask)
 
     return run
 
@@ -379,6 +379,17 @@ def test_either_of_loss_and_gradient_that_is_not_finite_is_enough(learned, first
     finite = [bool(jnp.isfinite(metrics[name])) for name in ("loss", "grad_norm")]
     assert sorted(finite) == [False, True] and finite[0] == (first_two[1] == 0)
     assert int(metrics["nonfinite"]) == 1
+    assert_trees_close(new, state, rtol=0, atol=0)
+
+
+def test_a_token_drawn_from_logits_that_are_no_numbers_is_enough():
+    """What the learner makes of it may be finite. Behind a completion's end anything may stand."""
+    state, batch = state_of(), batch_of()
+    batch = batch.replace(sampled_logps=jnp.where(batch.mask, batch.sampled_logps, jnp.nan))
+    assert int(update(state, batch)[1]["nonfinite"]) == 0
+    new, metrics = update(state, batch.replace(sampled_logps=batch.sampled_logps.at[7, 0].set(jnp.nan)))
+    assert int(metrics["nonfinite"]) == 1 and np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+    assert np.isnan(metrics["sampling/sampling_logp_difference/mean"])
     assert_trees_close(new, state, rtol=0, atol=0)
 
 

@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         stop=arguments.stop,
         stream=not as_rows and arguments.n == 1,
     )
-    began, counts = time.perf_counter(), {"tokens": 0, "answers": 0, "errors": 0}
+    began, counts = time.perf_counter(), {"tokens": 0, "answers": 0}
+    refused: set[int] = set()
 
     def counted() -> "Iterator[Answer]":
         for answer in answers:
@@ -120,7 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
                 raise UserError(answer.error)
             if answer.finish_reason is not None:
                 counts["tokens"] += len(answer.ids)
-                counts["errors" if answer.error else "answers"] += 1
+                counts["answers"] += not answer.error
+            if answer.error is not None:
+                refused.add(answer.prompt)
             yield answer
 
     if not as_rows:
@@ -130,13 +133,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _write_file(counted(), prompts, arguments.logprobs, arguments.output)
     seconds = time.perf_counter() - began
-    failed = f"; {counts['errors']} of {len(prompts)} prompts not answered" if counts["errors"] else ""
+    failed = f"; {len(refused)} of {len(prompts)} prompts not answered" if refused else ""
     print(
         f"{counts['answers']} completions, {counts['tokens']} tokens in {seconds:.1f} s with loading and compilation: "
         f"{counts['tokens'] / seconds:.0f} tokens/s{failed}",
         file=sys.stderr,
     )
-    return _SOME_FAILED if counts["errors"] else 0
+    return _SOME_FAILED if refused else 0
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:

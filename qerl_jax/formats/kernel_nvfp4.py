@@ -6,6 +6,7 @@ Files, digests and exports use the canonical order (`canonical`); the kernel's o
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 import pallas_kernels
 from qerl_jax.formats.nvfp4 import NVFP4Weight
@@ -28,9 +29,12 @@ class KernelNVFP4(flax.struct.PyTreeNode):
         return self.tiles.n, self.tiles.k
 
 
-def repacked(weight: NVFP4Weight) -> KernelNVFP4:
-    """The weight in the kernels' order."""
-    return KernelNVFP4(pallas_kernels.repack(weight.packed, weight.scale), weight.global_scale, weight.scale_multiplies)
+def repacked(weight: NVFP4Weight, dtype: jnp.dtype = jnp.bfloat16) -> KernelNVFP4:
+    """The weight in the order of the kernels that multiply in `dtype`, the network's compute dtype; there are none for
+    float32, whose weights are in bfloat16's."""
+    takes = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
+    tiles = pallas_kernels.repack(weight.packed, weight.scale, takes)
+    return KernelNVFP4(tiles, weight.global_scale, weight.scale_multiplies)
 
 
 def canonical(weight: KernelNVFP4) -> NVFP4Weight:

@@ -26,7 +26,7 @@ from qerl_jax.models.source import CONFIG, Tensors, open_tensors, read_json, res
 from qerl_jax.progress import Progress
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_COMPUTE = ("float32", "bfloat16")
+_COMPUTE = ("float32", "bfloat16", "float16")
 _EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
@@ -143,8 +143,9 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         plain folder (round to nearest in the dtype they are stored in, float16 as float32; in NVFP4 q/k/v and gate/up
         share a global scale, as llm-compressor writes them), and keep a packed folder of that format as it is stored,
         layers that it left plain too; "bf16" leaves or unpacks plain weights in `dtype`.
-      dtype: float32 or bfloat16, of embeddings, head, biases and plain weights; None takes the stored dtype of the
-        embeddings (float32 where that is float16). Norm scales are float32 always.
+      dtype: float32, bfloat16 or float16, of embeddings, head, biases and plain weights; None takes the stored dtype
+        of the embeddings (float32 where that is float16). In float16 numbers below 2^-14 lose bits, and one that it
+        cannot hold is refused. Norm scales are float32 always.
 
     Raises:
       UserError: naming file and tensor, what was expected and what was found.
@@ -168,6 +169,14 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:
         array = to_device(tensors[name][1], as_dtype)
         progress.advance(tensors[name][1].nbytes)
+        return held(name, array)
+
+    def held(name: str, array: jax.Array) -> jax.Array:
+        if array.dtype == jnp.float16 and not _all_finite(array):
+            raise UserError(
+                f"{tensors[name][0] if name in tensors else folder}: tensor {name} is not finite in float16, whose "
+                "largest number is 65504; allowed: dtype float32 or bfloat16"
+            )
         return array
 
     def layer(i: int) -> Layer:
@@ -180,7 +189,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             for field, name in names.items():
                 if packing is not None and not packing.is_plain(name):
                     weight = packing.read(tensors, name)
-                    fields[field] = dequantize(weight, dtype) if weight_format == "bf16" else weight
+                    fields[field] = held(name, dequantize(weight, dtype)) if weight_format == "bf16" else weight
                     for suffix in packing.parts(*weight.shape):
                         progress.advance(tensors[name + suffix][1].nbytes)
             unpacked = {field: name for field, name in names.items() if field not in fields}
@@ -200,6 +209,11 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             lm_head=None if config.tie_word_embeddings else plain(_HEAD, dtype),
         )
     return Model(base, config)
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 def _without_implied(found: Tensors, tied: bool, unread: tuple[str, ...]) -> Tensors:

@@ -91,13 +91,14 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
 
 
 def quantize_layer(layer: Layer, weight_format: str) -> Layer:
-    """A layer's plain weights in `weight_format`."""
+    """A layer's plain weights in `weight_format`, those of float16 quantized as float32."""
     weights: dict[str, Weight] = {}
     for group in SHARED_SCALE:
         dense = {name: w for name in group if isinstance(w := getattr(layer, name), jax.Array)}
         if weight_format == "bf16" or not dense:
             continue
         made = PACKED[weight_format]
+        dense = {name: w.astype(jnp.float32) if w.dtype == jnp.float16 else w for name, w in dense.items()}
         for name, w in dense.items():
             if not made.fits(*w.shape):
                 raise UserError(f"{name}: {made.needs}, found {list(w.shape)}")
@@ -111,10 +112,11 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
 
 def for_kernels(model: Model) -> Model:
     """The same network with its NVFP4 weights in the order that the GPU kernels read (see `formats.kernel_nvfp4`)."""
+    dtype = model.base.embed.dtype
 
     def layer(old: Layer) -> Layer:
         weights = {name: getattr(old, name) for name in PROJECTIONS}
-        return old.replace(**{n: repacked(w) if isinstance(w, NVFP4Weight) else w for n, w in weights.items()})
+        return old.replace(**{n: repacked(w, dtype) if isinstance(w, NVFP4Weight) else w for n, w in weights.items()})
 
     return model.replace(base=model.base.replace(layers=tuple(layer(old) for old in model.base.layers)))
 

@@ -25,7 +25,7 @@ def matmul_rows(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype | None = 
 
 @jax.custom_vjp
 def _unrounded(x_MK: jax.Array, w_NK: jax.Array) -> jax.Array:
-    """x W^T [M, N] in float32 from bfloat16. Its gradients multiply in bfloat16; those that JAX derives would take the
+    """x W^T [M, N] in float32 from 16 bits. Its gradients multiply in 16 bits; those that JAX derives would take the
     weight to float32."""
     return matmul_rows(x_MK, w_NK, jnp.float32)
 
@@ -54,7 +54,7 @@ def linear(x: jax.Array, weight: Weight, lora: LoRA | None = None, bias: jax.Arr
     The weight gets no gradient: differentiation yields dx and the LoRA gradients only.
 
     Args:
-      x: [..., K], float32 or bfloat16; the result and the products have its dtype.
+      x: [..., K], float32, bfloat16 or float16; the result and the products have its dtype.
       weight: [N, K] in any of `qerl_jax.formats`.
       lora: A [R, K] and B [N, R] in float32, cast to x's dtype here.
       bias: [N].
@@ -104,10 +104,12 @@ def linears(
 
 
 def _kernel_takes(x_MK: jax.Array, weights: Sequence[KernelNVFP4], loras: Sequence[LoRA | None]) -> bool:
-    """Whether one kernel multiplies by the weights and adds their LoRA pairs. It does so in bfloat16."""
+    """Whether one kernel multiplies by the weights and adds their LoRA pairs. It does so in the dtype of their
+    layout."""
     M, K = x_MK.shape
     ranks = tuple(0 if lora is None else lora.a.shape[0] for lora in loras)
-    return x_MK.dtype == jnp.bfloat16 and lora_inside(M, K, tuple(w.shape[0] for w in weights), ranks)
+    fits = all(x_MK.dtype == w.tiles.dtype for w in weights)
+    return fits and lora_inside(M, K, tuple(w.shape[0] for w in weights), ranks)
 
 
 def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight], out_dtype: jnp.dtype) -> Sequence[jax.Array]:

@@ -19,7 +19,7 @@ def to_device(view: np.ndarray, dtype: np.dtype | None = None) -> jax.Array:
 
     Args:
       view: contiguous array of any shape, commonly one of `read_safetensors`.
-      dtype: conversion rounds to nearest even.
+      dtype: conversion rounds to nearest even; what is beyond the dtype's largest number becomes infinite.
     """
     dtype = view.dtype if dtype is None else np.dtype(dtype)
     size = view.size * dtype.itemsize
@@ -32,7 +32,8 @@ def to_device(view: np.ndarray, dtype: np.dtype | None = None) -> jax.Array:
     for low in range(0, source.size, step):
         read_ahead(source[low + step : low + 2 * step])
         piece = source[low : low + step]
-        flat[low : low + step] = piece.astype(dtype, copy=False)
+        with np.errstate(over="ignore"):
+            flat[low : low + step] = piece.astype(dtype, copy=False)
         release(piece)
     return jax.block_until_ready(jax.device_put(flat.reshape(view.shape)))
 

@@ -4,7 +4,7 @@ Rows are contiguous: prompt, completion, then padding on the right, so causal at
 row's values do not depend on its neighbours. Left-padded batches are accepted through an attention mask.
 
 The residual stream is float32 whatever the compute dtype, that of the embeddings: every layer adds to it, and in
-bfloat16 each of those sums would be rounded at the size of the whole stream. The sampler and the learner compute the
+16 bits each of those sums would be rounded at the size of the whole stream. The sampler and the learner compute the
 same sums in other orders; once they differ, so do their roundings, and these are the largest. Projections read the
 stream normed and rounded to the compute dtype, and those that write to it give float32.
 
@@ -57,11 +57,24 @@ def final_norm(model: Model, scale_D: jax.Array, x: jax.Array) -> jax.Array:
 
 def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
     """Grouped-query causal attention [B, T, H, E]; `mask_BT` hides key positions (left padding)."""
-    flash = mask_BT is None and q_BTHE.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+    flash = mask_BT is None and q_BTHE.dtype.itemsize == 2 and jax.default_backend() == "gpu"
+    if flash:
+        return jax.nn.dot_product_attention(q_BTHE, k_BTKE, v_BTKE, is_causal=True, implementation="cudnn")
     mask = None if mask_BT is None else mask_BT[:, None, None, :].astype(bool)
+    return plain_attention(q_BTHE, k_BTKE, v_BTKE, mask, is_causal=True)
+
+
+def plain_attention(
+    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask: jax.Array | None, is_causal: bool = False
+) -> jax.Array:
+    """Grouped-query attention by XLA's products. On a CPU these have no float16 with float32 sums, which JAX asks for
+    by name there: what is between its inputs and its result is float32 then."""
+    dtype = q_BTHE.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":
+        q_BTHE, k_BTKE, v_BTKE = widened(q_BTHE), widened(k_BTKE), widened(v_BTKE)
     return jax.nn.dot_product_attention(
-        q_BTHE, k_BTKE, v_BTKE, mask=mask, is_causal=True, implementation="cudnn" if flash else "xla"
-    )
+        q_BTHE, k_BTKE, v_BTKE, mask=mask, is_causal=is_causal, implementation="xla"
+    ).astype(dtype)
 
 
 def rotation_at(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,11 +1,13 @@
 """From a `Config` to the objects of a run: model, tokenizer, data, static settings, optimizer."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import pallas_kernels
@@ -31,6 +33,12 @@ from qerl_jax.rl.update import UpdateSettings
 from qerl_jax.rollout import Engine, Rollout, SamplingSettings
 from qerl_jax.rollout.attention import cache_dtypes
 
+NOT_A_NUMBER = (
+    "completions have log-probabilities that are not finite: the network's logits are no numbers there, and tokens say "
+    "nothing. In float16 activations end at 65504 (model.dtype float32 or bfloat16 go further)"
+)
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -50,7 +58,7 @@ def load_policy(path: str, weight_format: str | None, dtype: Literal["auto"] | D
     """Loads model and tokenizer; `weight_format` None keeps the stored one."""
     model = load_model(path, weight_format, settled_dtype(dtype))
     identity = fingerprint(model)
-    if model.base.embed.dtype == jnp.bfloat16 and pallas_kernels.has_kernels():
+    if model.base.embed.dtype in (jnp.bfloat16, jnp.float16) and pallas_kernels.has_kernels():
         model = for_kernels(model)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     generation = load_generation_config(path)
@@ -220,7 +228,10 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
 
 
 def decode_completions(tokenizer: Tokenizer, completions: Rollout) -> tuple[list[str], list[list[int]]]:
-    """Texts without special tokens, and the sampled ids with the EOS, cut by length."""
-    tokens, lengths = jax.device_get((completions.tokens, completions.lengths))
+    """Texts without special tokens, and the sampled ids with the EOS, cut by length. Warns of tokens that say nothing
+    (see `rollout.sampling`)."""
+    tokens, lengths, logps = jax.device_get((completions.tokens, completions.lengths, completions.logps))
+    if not np.isfinite(logps[np.arange(logps.shape[1]) < lengths[:, None]]).all():
+        _log.warning(NOT_A_NUMBER)
     ids = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
     return tokenizer.batch_decode(ids, skip_special_tokens=True), ids

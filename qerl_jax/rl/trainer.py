@@ -254,7 +254,8 @@ class _Run:
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step {step} "
                 f"(rollout {self.progress['rollout'] - 1}); the checkpoints in {self.folder} are sound. Lower "
-                "optimizer.learning_rate or optimizer.max_grad_norm, or look for extreme rewards in completions.jsonl"
+                "optimizer.learning_rate or optimizer.max_grad_norm, look for extreme rewards in completions.jsonl, or "
+                "leave model.dtype float16, if that is it: its numbers end at 65504"
             )
 
     def _evaluate_if_due(self, before: int) -> None:

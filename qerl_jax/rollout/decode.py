@@ -9,7 +9,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import reads_units
 from qerl_jax.models.params import Adapter, Layer, Model, Norms
-from qerl_jax.models.transformer import KV, block, embedded, final_norm, forward, lora_of, rotation_at, split_heads
+from qerl_jax.models.transformer import (
+    KV,
+    block,
+    embedded,
+    final_norm,
+    forward,
+    lora_of,
+    plain_attention,
+    rotation_at,
+    split_heads,
+)
 from qerl_jax.rollout.attention import KVCache, token_attention
 from qerl_jax.rollout.fused import layer_parts, run_layers
 
@@ -78,7 +88,7 @@ def _in_chunks(
                     jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
                     for old, new in zip(caches[i], (k, v), strict=True)
                 )
-                out = jax.nn.dot_product_attention(q, all_k, all_v, mask=mask, implementation="xla")
+                out = plain_attention(q, all_k, all_v, mask)
                 return out.reshape(A, T, -1), (all_k, all_v)
 
             scales = norms.input[i], norms.post_attention[i]

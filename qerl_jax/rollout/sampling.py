@@ -82,7 +82,8 @@ def sample(
 
     Returns:
       tokens_B int32; logps_B, the token's log_softmax(logits / temperature) over the full vocabulary; and, where
-      sampling is truncated, the same renormalised over the tokens that could be drawn (else None).
+      sampling is truncated, the same renormalised over the tokens that could be drawn (else None). Of a row that has a
+      NaN or +inf, as a network's have that overflows, the log-probabilities are NaN and the token says nothing.
     """
     scaled_BV = allowed_BV = logits_BV.astype(jnp.float32)
     if settings.temperature > 0:

@@ -14,7 +14,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import adapter_folder, load_adapter
 from qerl_jax.quantization.adapters import warn_of_scaled_base
-from qerl_jax.rl.assembly import Policy, load_policy
+from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
@@ -37,7 +37,7 @@ class Answer:
       ids, logps: the fewest tokens that spell the text (all of them, the EOS included, where it ended by itself), and
         their log-probabilities.
       finish_reason: "eos", "length", "stop" or "error"; None for what there is of a text while it grows.
-      error: why the prompt was refused.
+      error: why the prompt was refused, or why its completion is none.
     """
 
     prompt: int
@@ -131,6 +131,8 @@ def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]]
     assert number is not None
     if done.error is not None:
         return Answer(number, 0, "", [], done.logps, "error", f"the prompt {done.error}")
+    if not np.isfinite(done.logps).all():
+        return Answer(number, done.sample, "", [], done.logps, "error", NOT_A_NUMBER)
     if done.finish_reason is None:
         return Answer(number, done.sample, showable(decode(done.ids), stop), done.ids, done.logps, None)
     text, count = cut_at_stop(decode, done.ids, stop) if done.finish_reason == "stop" else (decode(done.ids), None)

@@ -79,6 +79,20 @@ def test_a_stopped_run_continues_to_the_same_end(config, stopped, finished, tmp_
     assert differences(run, finished) == []
 
 
+def test_a_stopped_run_in_float16_continues_to_the_same_end(policy, tmp_path, caplog):
+    config = config_in(tmp_path, policy, model={"dtype": "float16"})
+    whole, run = train(config, tmp_path / "whole"), tmp_path / "run"
+    logged = rows(whole)
+    assert all(row["nonfinite"] == 0 and row["grad_norm"] > 0 for row in logged) and not caplog.records
+    assert all(row["sampling/sampling_logp_difference/mean"] > 0 for row in logged)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Killed):
+            train(config, run)
+    train(config, run)
+    assert differences(run, whole) == []
+
+
 @pytest.mark.parametrize("damage", ["flipped bit", "cut"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     config, stopped, finished, tmp_path, capsys, caplog, damage

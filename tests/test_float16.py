@@ -1,0 +1,146 @@
+"""float16 as compute dtype: three bits more than bfloat16 in log-probabilities and gradients, in a smaller range."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import CONFIG, tiny_adapter, tiny_model
+
+from qerl_jax.models.init import for_kernels
+from qerl_jax.models.params import norms_of
+from qerl_jax.rl import update as update_module
+from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, sample_rollout
+from qerl_jax.rl.update import UpdateSettings, init_state, update_step
+from qerl_jax.rollout import Prompts, SamplingSettings
+from qerl_jax.rollout.attention import empty_kv
+from qerl_jax.rollout.decode import prefill
+
+N, G, P, C = 20, 8, 8, 64
+PROMPTS = Prompts(jax.random.randint(jax.random.key(3), (N, P), 0, CONFIG.vocab_size), jnp.full(N, P), jnp.arange(N))
+SETTINGS = StepSettings(SamplingSettings(C, (CONFIG.vocab_size,), 0), UpdateSettings(G, 1.0, micro_batch_size=N * G))
+# Gives the gradient as its state.
+KEPT = optax.GradientTransformation(
+    lambda adapter: jax.tree.map(jnp.zeros_like, adapter),
+    lambda grads, _, adapter: (jax.tree.map(jnp.zeros_like, adapter), grads),
+)
+
+
+@functools.cache
+def model(dtype):
+    """The same weights in each dtype: packed ones, and what bfloat16 holds."""
+    made = tiny_model(dtype=jnp.bfloat16, std=0.1)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.bfloat16 else leaf, made)
+
+
+@functools.cache
+def rollout(dtype):
+    adapter = tiny_adapter(model(dtype), scale=0.03)
+    sample = jax.jit(sample_rollout, static_argnames="settings")
+    out, _ = sample(model(dtype), adapter, PROMPTS, jax.random.key(2), jnp.int32(0), settings=SETTINGS)
+    return adapter, out
+
+
+@jax.jit
+def step(state, model, batch):
+    return update_step(state, model, batch, optimizer=KEPT, settings=SETTINGS.update)
+
+
+def stepped(dtype, sampled_in, scale=1.0):
+    """The gradient and the metrics of an update with 10,240 tokens."""
+    adapter, out = rollout(sampled_in)
+    rewards = scale * jax.random.normal(jax.random.key(4), (N * G,))
+    batch = make_batch(PROMPTS, out, rewards, jnp.int32(0), SETTINGS, lambda rewards: rewards)
+    state, metrics = step(init_state(adapter, KEPT), model(dtype), batch)
+    assert metrics["nonfinite"] == 0
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(state.opt_state)], metrics
+
+
+def error(found, expected):
+    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return stepped("float32", "float32")[0]
+
+
+def test_gradients_are_nearer_to_float32s_than_bfloat16s_are(exact):
+    half, brain = (error(stepped(dtype, "float32")[0], exact) for dtype in ("float16", "bfloat16"))
+    print(f"float16 {half:.1e}, bfloat16 {brain:.1e}")
+    assert half < brain / 4
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_gradients_do_not_depend_on_the_size_of_the_loss(exact, scale):
+    found = stepped("float16", "float32", scale)[0]
+    assert error([leaf / scale for leaf in found], exact) < 3e-3
+
+
+def test_without_a_power_of_two_they_underflow(exact, monkeypatch):
+    monkeypatch.setattr(update_module, "_carried_back", lambda backward, dlogp, _: backward(dlogp)[0])
+    step.clear_cache()
+    assert error(stepped("float16", "float32", 1e-3)[0], [1e-3 * leaf for leaf in exact]) > 3e-2
+    step.clear_cache()
+
+
+def as_float16(dlogp):
+    return (dlogp.astype(jnp.float16).astype(jnp.float32),)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-9, 0.7, 3e4, 1e30])
+def test_the_power_of_two_is_exact(size):
+    dlogp = size * jnp.array([[1.0, -0.5, 0.0]])
+    found = update_module._carried_back(as_float16, dlogp, jnp.float16)
+    np.testing.assert_allclose(found, dlogp, rtol=2**-11, atol=0)
+    assert np.array_equal(update_module._carried_back(lambda d: (d,), dlogp, jnp.float16), dlogp)
+
+
+def test_nothing_gives_nothing_and_what_is_not_finite_stays_so():
+    assert not update_module._carried_back(as_float16, jnp.zeros((2, 3)), jnp.float16).any()
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        found = update_module._carried_back(as_float16, jnp.array([[1.0, bad]]), jnp.float16)
+        assert not np.isfinite(found[0, 1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_dtypes_are_left_alone(dtype):
+    dlogp = jnp.array([[1e-9, 3.0]])
+    assert update_module._carried_back(lambda given: (given,), dlogp, jnp.dtype(dtype)) is dlogp
+
+
+def test_recorded_log_probabilities_are_nearer_to_the_learners():
+    name = "sampling/sampling_logp_difference/mean"
+    half, brain = (float(stepped(dtype, dtype)[1][name]) for dtype in ("float16", "bfloat16"))
+    print(f"float16 {half:.1e}, bfloat16 {brain:.1e}")
+    assert 0 < half < brain / 5
+
+
+def test_a_whole_step_moves_the_adapter():
+    def small_ids(prompts, completions):
+        return jnp.mean(completions.tokens < 30, 1, dtype=jnp.float32)
+
+    optimizer = optax.adamw(1e-3)
+    step = jax.jit(functools.partial(grpo_step, reward_fn=small_ids, optimizer=optimizer, settings=SETTINGS))
+    before = init_state(rollout("float16")[0], optimizer)
+    after, metrics = step(before, model("float16"), PROMPTS, jax.random.key(0))
+    assert all(np.isfinite(value) for value in metrics.values()) and metrics["nonfinite"] == 0
+    floats = [leaf for leaf in jax.tree.leaves(after) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
+    for old, new in zip(jax.tree.leaves(before.adapter), jax.tree.leaves(after.adapter), strict=True):
+        assert not np.array_equal(old, new)
+
+
+def test_a_prompt_in_chunks_and_the_cache():
+    half = model("float16")
+    given = half, None, PROMPTS.tokens, PROMPTS.lengths, norms_of(half, None)
+    (whole, caches), (parts, _) = prefill(*given), prefill(*given, tokens_at_once=3)
+    assert whole.dtype == parts.dtype == caches[0][0].dtype == empty_kv(half, 1, 1)[0][0].dtype == jnp.float16
+    np.testing.assert_allclose(*(np.asarray(hidden, np.float32) for hidden in (whole, parts)), atol=1e-2)
+
+
+def test_weights_for_the_kernels_are_in_their_dtype():
+    for dtype, expected in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")):
+        assert for_kernels(model(dtype)).base.layers[0].q_proj.tiles.dtype == expected
