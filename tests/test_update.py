@@ -396,6 +396,15 @@ def test_a_token_drawn_from_logits_that_are_no_numbers_is_enough():
 def test_a_batch_that_cannot_be_cut_is_named():
     with pytest.raises(ValueError, match="micro_batch_size 5"):
         update(state_of(), batch_of(), dataclasses.replace(UPDATE, micro_batch_size=5))
+    with pytest.raises(ValueError, match="num_generations 5"):
+        update(state_of(), batch_of(), dataclasses.replace(UPDATE, num_generations=5))
+
+
+@pytest.mark.parametrize("size", [5, 24])
+def test_rows_that_no_micro_batch_would_take_are_not_left_without_log_probabilities(size):
+    settings = dataclasses.replace(UPDATE, micro_batch_size=size, loss=LossSpec(beta=0.1))
+    with pytest.raises(ValueError, match=f"12 completions is not a multiple of micro_batch_size {size}"):
+        with_policies(MODEL, None, batch_of(), settings, several_updates=False)
 
 
 def test_adapter_and_moments_are_float32_on_a_bfloat16_model():

@@ -119,6 +119,7 @@ def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> Tra
 
 
 def _in_micro_batches(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
+    _check_multiple(batch, "micro_batch_size", settings)
     return in_micro_batches(
         body,
         carry,
@@ -141,13 +142,23 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
     return jax.tree.map(lambda leaf: leaf * inverse, backward(dlogp * scale)[0])
 
 
+def _check_multiple(batch: Batch, name: str, settings: UpdateSettings) -> None:
+    B, size = batch.completion.shape[0], getattr(settings, name)
+    if B % size:
+        raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
+
+
 def _slots(batch: Batch) -> int:
     """Of prompt and completion together."""
     return batch.prompt.shape[1] + batch.completion.shape[1]
 
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
+    """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient.
+
+    Raises:
+      ValueError: the batch cannot be cut into micro-batches.
+    """
 
     def run(found: Any, rows: Rows, places: jax.Array, width: int) -> Any:
         return put(found, places, completion_logps(model, adapter, *rows, settings.temperature, width=width))
@@ -194,10 +205,8 @@ def update_step(
     Raises:
       ValueError: the batch cannot be cut into groups or micro-batches, or brings advantages beside `advantage_fn`.
     """
+    _check_multiple(batch, "num_generations", settings)
     B = batch.completion.shape[0]
-    for name, size in (("num_generations", settings.num_generations), ("micro_batch_size", settings.micro_batch_size)):
-        if B % size:
-            raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
     mask_BC = batch.mask.astype(bool)
     if batch.advantages is not None and advantage_fn is not None:
         raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
