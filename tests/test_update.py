@@ -281,6 +281,10 @@ def test_a_batch_is_prompt_major_and_masked_by_length():
         assert batch.prompt_lengths.tolist() == [3, 3, 1, 1, 4, 4]
         assert batch.completion_lengths.tolist() == [4, 1, 2, 4, 3, 4] and int(batch.rollout_step) == 7
         np.testing.assert_array_equal(batch.sampled_logps, completions.logps)
+    for G in (1, 3):
+        settings = dataclasses.replace(SETTINGS, update=dataclasses.replace(UPDATE, num_generations=G))
+        with pytest.raises(ValueError, match=f"3 prompts with num_generations {G} have {3 * G} completions; there are"):
+            make_batch(PROMPTS, completions, rewards, jnp.int32(7), settings)
 
 
 @pytest.mark.parametrize("final_norm", [False, True])

@@ -88,9 +88,12 @@ def make_batch(
     It serves one update, by a loss without reference; `with_policies` adds what else is needed.
 
     Raises:
-      ValueError: not one reward for each completion.
+      ValueError: not num_generations completions of each prompt, or not one reward for each completion.
     """
     G = settings.update.num_generations
+    N, B = prompts.tokens.shape[0], completions.tokens.shape[0]
+    if N * G != B:
+        raise ValueError(f"{N} prompts with num_generations {G} have {N * G} completions; there are {B}")
     rewards_B = jnp.asarray(rewards_B, jnp.float32)
     if rewards_B.shape != completions.lengths.shape:
         of_all = completions.lengths.shape
