@@ -287,6 +287,14 @@ def test_a_batch_is_prompt_major_and_masked_by_length():
             make_batch(PROMPTS, completions, rewards, jnp.int32(7), settings)
 
 
+@pytest.mark.parametrize(("drawn_at", "recorded_at"), [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)])
+def test_an_update_has_the_temperature_of_the_recorded_log_probabilities(drawn_at, recorded_at):
+    sampling = dataclasses.replace(SAMPLING, temperature=drawn_at)
+    StepSettings(sampling, dataclasses.replace(UPDATE, temperature=recorded_at))
+    with pytest.raises(ValueError, match=f"update.temperature is 0.9; allowed: {recorded_at}"):
+        StepSettings(sampling, dataclasses.replace(UPDATE, temperature=0.9))
+
+
 @pytest.mark.parametrize("final_norm", [False, True])
 def test_the_final_norm_gets_noise_where_the_schedule_says_so(final_norm):
     settings = dataclasses.replace(SETTINGS, noise=NoiseSchedule(2, 0.3, 0.3, 4, final_norm=final_norm))

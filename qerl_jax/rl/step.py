@@ -35,12 +35,23 @@ class StepSettings:
       update: the optimizer step.
       noise: AQN's schedule; None is no noise ever.
       mask_truncated_completions: completions without an EOS get no loss; their rewards still count in their group.
+
+    Raises:
+      ValueError: an update at another temperature than that of the log-probabilities which sampling records.
     """
 
     sampling: SamplingSettings
     update: UpdateSettings
     noise: NoiseSchedule | None = None
     mask_truncated_completions: bool = False
+
+    def __post_init__(self) -> None:
+        recorded = self.sampling.temperature or 1.0  # greedy ones are recorded at 1
+        if self.update.temperature != recorded:
+            raise ValueError(
+                f"update.temperature is {self.update.temperature}; allowed: {recorded}, at which sampling.temperature "
+                f"{self.sampling.temperature} records log-probabilities"
+            )
 
 
 def rollout_norms(
