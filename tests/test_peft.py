@@ -248,6 +248,16 @@ def test_options_that_change_nothing_are_accepted(tmp_path, model, options):
     assert_same(load_adapter(tmp_path / "a", model, base_name="some/base"), adapter)
 
 
+def test_of_stacked_adapters_each_is_saved_alone(tmp_path, model):
+    each = [tiny_adapter(model, seed, train_norms=True) for seed in (1, 2, 3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    with pytest.raises(ValueError, match=r"A is \[rank, inputs\], got \(3, 4, 64\)"):
+        save_adapter(stacked, tmp_path / "a", "some/base")
+    assert not (tmp_path / "a").exists()
+    save_adapter(jax.tree.map(lambda leaf: leaf[1], stacked), tmp_path / "a", "some/base")
+    assert_same(load_adapter(tmp_path / "a", model), each[1])
+
+
 def test_adapter_of_another_network(tmp_path):
     model = load_model(ORACLES / "qwen2_tied", dtype="float32")
     save_adapter(tiny_adapter(tiny_model(weight_format="bf16")), tmp_path / "a", "b")  # same widths, another MLP

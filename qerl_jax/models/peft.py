@@ -167,10 +167,13 @@ def save_adapter(
 
     Raises:
       UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
-      ValueError: ranks, scalings or modules differ among layers.
+      ValueError: ranks, scalings or modules differ among layers, or several adapters are stacked in one.
     """
     modules = tuple(adapter.lora[0])
     pairs = [pair for layer in adapter.lora for pair in layer.values()]
+    stacked = next((pair.a.shape for pair in pairs if pair.a.ndim != 2), None)
+    if stacked is not None:
+        raise ValueError(f"a pair's A is [rank, inputs], got {stacked}; of adapters stacked by vmap save each alone")
     ranks = {(pair.a.shape[0], pair.scaling, pair.rank_stabilised) for pair in pairs}
     if len(ranks) != 1 or any(tuple(sorted(layer)) != tuple(sorted(modules)) for layer in adapter.lora):
         raise ValueError(f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(ranks)}")
