@@ -323,6 +323,7 @@ def test_a_bad_request_is_named_and_the_others_run():
         7: (Request("twenty"), "is 'twenty'; expected token ids"),
         8: (Request([20.0]), "is [20.0]; expected token ids"),
         9: (Request([20], place=2**31), "has the place 2147483648; allowed: an int32"),
+        10: (Request([20, [21, 22]]), "is [20, [21, 22]]; expected token ids"),
     }
     found = list(engine(max_slots=3).generate(ADAPTER, [good, *(request for request, _ in bad.values())], KEY))
     assert {done.request: done.error for done in found if done.error}.keys() == bad.keys()
@@ -338,6 +339,7 @@ def test_a_bad_request_is_named_and_the_others_run():
 @pytest.mark.parametrize("wrong, message", [
     ({"lengths": jnp.array([3, 0, 2])}, "prompt 1 is empty"),
     ({"lengths": jnp.array([3, 5, 2])}, r"prompts have 4 token slots, and lengths \[3, 5, 2\]"),
+    ({"lengths": jnp.array([3, -1, 2])}, r"prompts have 4 token slots, and lengths \[3, -1, 2\]"),
     ({"places": jnp.arange(2)}, r"prompts have tokens for 3, lengths \(3,\) and places \(2,\)"),
     ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
     ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),

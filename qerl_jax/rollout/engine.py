@@ -99,7 +99,7 @@ class Engine:
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
         if lengths.shape != (N,) or places.shape != (N,):
             raise ValueError(f"prompts have tokens for {N}, lengths {lengths.shape} and places {places.shape}")
-        if not np.all(lengths <= P):
+        if not np.all((lengths >= 0) & (lengths <= P)):
             raise ValueError(f"prompts have {P} token slots, and lengths {lengths.tolist()}")
         requests = [
             Request(row[:length].tolist(), G, int(place), int(limit))
@@ -196,7 +196,10 @@ class Engine:
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request cannot run, or None."""
-        ids = np.asarray(request.prompt)
+        try:
+            ids = np.asarray(request.prompt)
+        except ValueError:  # of lists in it that differ in length
+            ids = np.zeros((0, 0))
         if ids.ndim != 1 or (ids.size > 0 and ids.dtype.kind not in "iu"):
             return f"is {request.prompt!r:.60}; expected token ids"
         length, vocabulary, C = len(ids), self.model.config.vocab_size, self.settings.max_completion_length
