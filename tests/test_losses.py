@@ -106,6 +106,12 @@ def test_token_weights_by_hand():
     np.testing.assert_array_equal(token_weights(mask, LossSpec().loss_type), token_weights(mask, "dapo"))
 
 
+def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
+    square = jnp.zeros((3, 3))
+    with pytest.raises(ValueError, match=r"advantages have the shape \(3,\); allowed: \(3, 3\) or \(3, 1\)"):
+        policy_loss(LossSpec(), square, square, None, jnp.array([1.0, 2.0, 3.0]), square == 0)
+
+
 def test_unknown_loss_and_missing_reference_are_refused():
     with pytest.raises(ValueError, match="allowed: grpo"):
         LossSpec("ppo")

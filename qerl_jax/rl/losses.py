@@ -76,7 +76,13 @@ def policy_loss(
     Returns:
       The scalar loss, and the metrics kl (if beta != 0), clip_ratio/low_mean, clip_ratio/high_mean,
       clip_ratio/region_mean: means over active tokens.
+
+    Raises:
+      ValueError: advantages that are neither [B, C] nor [B, 1], or a missing reference.
     """
+    B, C = mask_BC.shape
+    if advantages_BC.shape not in ((B, C), (B, 1)):
+        raise ValueError(f"advantages have the shape {advantages_BC.shape}; allowed: {(B, C)} or {(B, 1)}")
     mask_BC = mask_BC.astype(bool)
     # Padding may hold anything, and 0 * inf is NaN: it is selected away, here and in the gradient.
     log_ratio_BC = jnp.where(mask_BC, logp_BC - old_logp_BC, 0.0)
