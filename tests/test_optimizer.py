@@ -73,3 +73,13 @@ def test_the_recipes_values_are_the_defaults():
         "max_grad_norm": 0.2,
     }
     assert dataclasses.asdict(OptimizerSpec(1e-5, 100)).items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [({"total_steps": 0}, "1 or more"), ({"warmup_ratio": 10}, "0 to 1"), ({"warmup_ratio": -0.1}, "0 to 1")],
+)
+def test_a_schedule_that_cannot_be(wrong, allowed):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; allowed: {allowed}"):
+        OptimizerSpec(**{"learning_rate": 1e-5, "total_steps": 100} | wrong)

@@ -16,7 +16,11 @@ Schedule = Literal["cosine", "linear", "constant"]
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
     """TRL's names. `warmup_ratio` is the share of `total_steps`, rounded up as transformers does, spent rising
-    linearly from 0 to `learning_rate`."""
+    linearly from 0 to `learning_rate`.
+
+    Raises:
+      ValueError: fewer steps than 1, a share that is none, or an unknown schedule.
+    """
 
     learning_rate: float
     total_steps: int
@@ -29,10 +33,13 @@ class OptimizerSpec:
     max_grad_norm: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.lr_scheduler_type not in get_args(Schedule):
-            raise ValueError(
-                f"lr_scheduler_type is {self.lr_scheduler_type!r}; allowed: {', '.join(get_args(Schedule))}"
-            )
+        for name, fine, allowed in (
+            ("total_steps", self.total_steps >= 1, "1 or more"),
+            ("warmup_ratio", 0 <= self.warmup_ratio <= 1, "0 to 1"),
+            ("lr_scheduler_type", self.lr_scheduler_type in get_args(Schedule), ", ".join(get_args(Schedule))),
+        ):
+            if not fine:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
 
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
