@@ -99,6 +99,12 @@ def test_a_request_alone_changes_no_bit():
     assert_same(alone, with_slots(3))
 
 
+def test_doubles_that_are_enabled_change_no_bit():
+    with jax.enable_x64(True):
+        found = finished(engine(max_slots=3).generate(ADAPTER, requests(), KEY))
+    assert_same(found, with_slots(3))
+
+
 def test_order_of_requests_and_chunks_change_no_bit():
     order = [3, 0, 4, 2, 1]
     shuffled = [requests()[i] for i in order]

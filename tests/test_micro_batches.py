@@ -135,6 +135,20 @@ def test_an_update_by_length_is_the_same_update(name):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_an_update_is_the_same_where_doubles_are_enabled(buckets):
+    state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
+    settings = settings_of(4, buckets)
+    given = functools.partial(policy_loss, settings.loss)
+    expected = update(state, batch, settings)
+    with jax.enable_x64(True):
+        found = [update(state, batch, settings, loss_fn) for loss_fn in (None, given)]
+    for new, metrics in found:
+        assert {leaf.dtype for leaf in jax.tree.leaves(new.adapter)} == {jnp.dtype(jnp.float32)}
+        for a, b in zip(jax.tree.leaves((new, metrics)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [4, 12])
 def test_a_loss_of_ones_own_sees_the_rows_in_their_order(size):
     """One that weighs rows by their places, where lengths reorder them."""

@@ -60,7 +60,7 @@ def in_micro_batches(
         at, carry = state
         k = jnp.sum(lengths_B[order[at]] <= jnp.array(widths[1:]))
         branches = [lambda at, carry, k=k: of_width(k, at, carry) for k in range(len(widths))]
-        return at + jnp.array(counts)[k], jax.lax.switch(k, branches, at, carry)
+        return at + jnp.array(counts, jnp.int32)[k], jax.lax.switch(k, branches, at, carry)
 
     return jax.lax.while_loop(lambda state: state[0] < B, step, (jnp.int32(0), carry))[1]
 

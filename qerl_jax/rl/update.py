@@ -163,7 +163,7 @@ def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateS
     def run(found: Any, rows: Rows, places: jax.Array, width: int) -> Any:
         return put(found, places, completion_logps(model, adapter, *rows, settings.temperature, width=width))
 
-    zeros_BC = jnp.zeros(batch.completion.shape)
+    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     logps_BC, entropies_BC = _in_micro_batches(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
     return logps_BC, entropies_BC
 
@@ -257,7 +257,7 @@ def update_step(
         grads = _carried_back(backward, dlogp_of(logp, of_rows, known), model.base.embed.dtype)
         return jax.tree.map(jnp.add, total, grads), put(found, places, (logp, entropy))
 
-    zeros_BC = jnp.zeros(batch.completion.shape)
+    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     none_yet = jax.tree.map(jnp.zeros_like, state.adapter), (zeros_BC, zeros_BC)
     gathered = _in_micro_batches(accumulate, none_yet, (_rows(batch), constants, known), batch, settings)
     grads, (logp_BC, entropy_BC) = gathered

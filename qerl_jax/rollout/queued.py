@@ -176,7 +176,7 @@ def decode_queue(
     def filled(loop: _Loop) -> _Loop:
         """With the queue's next samples in the free slots, in the slots' order, and what is then to be done."""
         free_S = loop.left_S == _FREE
-        free_so_far_S = jnp.cumsum(free_S)
+        free_so_far_S = jnp.cumsum(free_S, dtype=jnp.int32)
         next_S = loop.taken_before_S + free_so_far_S - 1
         takes_S = free_S & (next_S < queue.count)
         entry_S = jnp.clip(next_S, 0, queue.samples_Q.shape[0] - 1)
