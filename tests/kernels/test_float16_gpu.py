@@ -93,11 +93,13 @@ def _between(f, x, residual, layer, norms):
 
 
 def _start_between(programs, rank, m):
-    key, shape = ("float16 layer", rank, m), jax.ShapeDtypeStruct
+    """The layer by its kernels, and its reference."""
+    keys, shape = [("float16 layer", rank, m, kind) for kind in ("kernels", "reference")], jax.ShapeDtypeStruct
     layer, norms = jax.eval_shape(lambda: random_layer(jax.random.key(0), SHAPES["7B"], rank, F16))
     operands = shape((m, layer.o.weight.k), F16), shape((m, layer.o.weight.n), jnp.float32), layer, norms
-    programs.start(key, functools.partial(_between, between_attentions), *operands)
-    return key
+    for key, f in zip(keys, (between_attentions, between_attentions_reference), strict=True):
+        programs.start(key, functools.partial(_between, f), *operands)
+    return keys
 
 
 @ahead(_start_between)
@@ -106,8 +108,7 @@ def test_between_attentions(rng, programs, rank, m):
     layer, norms = _layer(rank)
     x = jnp.asarray(rng.standard_normal((m, layer.o.weight.k)), F16)
     residual = jnp.asarray(rng.standard_normal((m, layer.o.weight.n)), jnp.float32)
-    made = programs.get(_start_between(programs, rank, m))(x, residual, layer, norms)
-    true = jax.jit(functools.partial(_between, between_attentions_reference))(x, residual, layer, norms)
+    made, true = (programs.get(key)(x, residual, layer, norms) for key in _start_between(programs, rank, m))
     for a, b in zip(made, true, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         # an eighth of what bfloat16's may differ by (test_block_gpu.py)
