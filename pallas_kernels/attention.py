@@ -79,7 +79,7 @@ def decode_attention(
       [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions.
 
     Raises:
-      ValueError: the given configuration does not take the shape or the caches' dtypes.
+      ValueError: the given configuration does not take the shape or the dtypes.
     """
     B, E = q.shape[0], prompt.k.shape[-1]
     H, K = q.shape[1] // E, prompt.k.shape[2]
@@ -87,8 +87,9 @@ def decode_attention(
     if config is None and not takes_decode_attention(q.dtype, H, K, E, *kept):
         out, own_k, own_v = decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
         return in_unit_order(out) if in_units else out, own_k, own_v
-    if q.dtype.name not in HALVES:
-        raise ValueError(f"queries are {q.dtype}; the kernel takes {' and '.join(HALVES)}")
+    if q.dtype.name not in HALVES or {k.dtype, v.dtype} != {q.dtype}:
+        found = ", ".join(str(x.dtype) for x in (q, k, v))
+        raise ValueError(f"queries, keys and values are {found}; the kernel takes {' or '.join(HALVES)}, of all three")
     allowed = _cache_dtypes(q.dtype)
     if kept != (prompt.k.dtype, prompt.v.dtype) or not {*kept} <= allowed:
         found = ", ".join(str(array.dtype) for array in (prompt.k, prompt.v, own.k, own.v))

@@ -22,14 +22,21 @@ from .variants import capability, has_room_for_a_wave
 
 def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> bool:
     """Whether the device that is compiled for runs the kernels, and they take the shape."""
-    if capability() != 90 or not has_room_for_a_wave() or jnp.dtype(dtype).name != layer.dtype:
+    if capability() != 90 or not has_room_for_a_wave():
         return False
     check = plan_of if rows <= MAX_ROWS else layer_calls.calls_of
     try:
+        _check_dtype(dtype, layer)
         check(rows, layer)
     except ValueError:
         return False
     return True
+
+
+def _check_dtype(dtype: jnp.dtype, layer: LayerPart) -> None:
+    """x of another dtype would be read as if it had the weights'."""
+    if jnp.dtype(dtype).name != layer.dtype:
+        raise ValueError(f"x is {jnp.dtype(dtype).name}; the layout of the layer's weights is for {layer.dtype}")
 
 
 def reads_units(rows: int, layer: LayerPart) -> bool:
@@ -77,8 +84,9 @@ def between_attentions(
       The residual stream float32 [M, D], and q, k, v in x's dtype [M, N].
 
     Raises:
-      ValueError: the kernels do not take the shape (see `takes_between_attentions`).
+      ValueError: the kernels do not take the shape or x's dtype (see `takes_between_attentions`).
     """
+    _check_dtype(x.dtype, layer)
     if x.shape[0] > MAX_ROWS:
         return layer_calls.between_attentions(x, residual, layer, norms, eps, in_units)
     if in_units:

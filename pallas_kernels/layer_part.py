@@ -43,9 +43,11 @@ class LayerPart(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """What the kernels multiply in."""
-        (dtype,) = {projection.weight.dtype for group in self.groups for projection in group}
-        return dtype
+        """What the kernels multiply in; ValueError where weights differ in that."""
+        found = sorted({projection.weight.dtype for group in self.groups for projection in group})
+        if len(found) > 1:
+            raise ValueError(f"a layer's weights must have one dtype, got {', '.join(found)}")
+        return found[0]
 
 
 class Weight(NamedTuple):

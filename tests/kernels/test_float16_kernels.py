@@ -63,6 +63,18 @@ def test_between_attentions(m):
     assert_one_half(lowered(functools.partial(between_attentions, eps=EPS), x, residual, layer, norms))
 
 
+def test_a_layer_in_another_dtype_than_its_weights_is_refused():
+    layer, norms = jax.eval_shape(lambda: random_layer(jax.random.key(0), SHAPES["7B"], 0, "float16"))
+    x, residual = shape((8, layer.o.weight.k), jnp.bfloat16), shape((8, layer.o.weight.n), jnp.float32)
+    with pytest.raises(ValueError, match="x is bfloat16; the layout of the layer's weights is for float16"):
+        lowered(functools.partial(between_attentions, eps=EPS), x, residual, layer, norms)
+    mixed = layer._replace(down=jax.eval_shape(lambda: random_layer(jax.random.key(0), SHAPES["7B"], 0)[0]).down)
+    with pytest.raises(ValueError, match="a layer's weights must have one dtype, got bfloat16, float16"):
+        lowered(functools.partial(between_attentions, eps=EPS), x, residual, mixed, norms)
+    with compiling_for(90):
+        assert not takes_between_attentions(8, F16, mixed)
+
+
 @pytest.mark.parametrize("values", [F16, jnp.float8_e4m3fn])
 def test_attention(values):
     B, H, heads, E, P, C = 8, 8, 2, 64, 32, 48

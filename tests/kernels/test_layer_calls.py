@@ -49,7 +49,7 @@ def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
         assert [m for m in (8, 32, 64, 128, 256) if reads_units(m, shapes_of(name, 32))] == [32, 64, 128, 256]
         assert reads_units(64, shapes_of(name, 0))
         with pytest.raises(ValueError, match="x in unit order is for more than 8 rows, got 8"):
-            between_attentions(jnp.zeros((8, 4)), None, None, (), EPS, in_units=True)
+            between_attentions(jnp.zeros((8, 4), jnp.bfloat16), None, shapes_of(name, 0), (), EPS, in_units=True)
 
 
 @pytest.mark.parametrize("name", SHAPES)
