@@ -220,7 +220,7 @@ def test_update_step_under_vmap_over_learning_rates(batch):
 
 
 def test_grpo_step_takes_them_too():
-    """Traced only: tests/test_update.py runs it."""
+    """Traced only: tests/test_step.py runs it."""
     seen = {}
 
     def loss(logp, old_logp, ref_logp, advantages, mask):

@@ -1,4 +1,4 @@
-"""The update and the whole step: accumulation, exact ratios, masks, refusal of what is not finite."""
+"""The update: accumulation, exact ratios, masks, refusal of what is not finite."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_adapter, tiny_model
+from tiny_step import MODEL, PROMPTS, SAMPLING, SETTINGS, SGD, UPDATE, assert_trees_close, batch_of, state_of
 
 from qerl_jax.models.transformer import in_turn
 from qerl_jax.noise import NoiseSchedule
@@ -18,54 +18,14 @@ from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
-from qerl_jax.rl.step import (
-    StepSettings,
-    grpo_step,
-    make_batch,
-    reward_metrics,
-    rollout_norms,
-    sample_rollout,
-    with_policies,
-)
-from qerl_jax.rl.update import UpdateSettings, init_state, update_step
-from qerl_jax.rollout import Prompts, Rollout, SamplingSettings
-
-MODEL = tiny_model()
-PROMPTS = Prompts(
-    jnp.array([[5, 9, 11, 0], [7, 0, 0, 0], [20, 21, 22, 23]], jnp.int32), jnp.array([3, 1, 4]), jnp.arange(3)
-)
-SAMPLING = SamplingSettings(6, (3, 4, 10, 12, 50), 0)
-UPDATE = UpdateSettings(num_generations=4, temperature=1.0, micro_batch_size=12)
-SETTINGS = StepSettings(SAMPLING, UPDATE)
-SGD = optax.sgd(0.1)
-
-
-def state_of(**kwargs):
-    return init_state(tiny_adapter(MODEL, **kwargs), SGD)
-
-
-def few_small_ids(prompts, completions):
-    mask = jnp.arange(6) < completions.lengths[:, None]
-    return jnp.sum(jnp.where(mask, completions.tokens < 30, 0), 1) / completions.lengths
-
-
-def batch_of(settings=SETTINGS, state=None, several=False, step=0):
-    state = state_of() if state is None else state
-    out, _ = jax.jit(sample_rollout, static_argnames="settings")(
-        MODEL, state.adapter, PROMPTS, jax.random.key(2), jnp.int32(step), settings=settings
-    )
-    batch = make_batch(PROMPTS, out, few_small_ids(PROMPTS, out), jnp.int32(0), settings)
-    return with_policies(MODEL, state.adapter, batch, settings.update, several)
+from qerl_jax.rl.step import make_batch, sample_rollout
+from qerl_jax.rl.update import init_state, update_step
+from qerl_jax.rollout import Rollout
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "loss_fn"))
 def update(state, batch, settings=UPDATE, loss_fn=None):
     return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
-
-
-def assert_trees_close(a, b, **tolerance):
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
 def moved(state, new):
@@ -169,29 +129,6 @@ def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
     assert gaps[0] == gaps[1] > 0.01  # between sampler and learner, whatever the ratio is of
 
 
-def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_clean():
-    noisy = dataclasses.replace(
-        SETTINGS,
-        noise=NoiseSchedule(2, 0.3, 0.3, 4),
-        update=dataclasses.replace(UPDATE, loss=LossSpec(beta=0.1)),
-    )
-    state = state_of()
-    first, sigma = rollout_norms(MODEL, state.adapter, jax.random.key(5), jnp.int32(2), noisy)
-    again, _ = rollout_norms(MODEL, state.adapter, jax.random.key(5), jnp.int32(3), noisy)
-    assert_trees_close(first, again, rtol=0, atol=0)
-    assert (
-        float(sigma) == np.float32(0.3) and float(jnp.abs(first.input[0] - MODEL.base.layers[0].input_norm).max()) > 0
-    )
-    batch = batch_of(noisy, state, several=True, step=2)
-    rows = batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
-    clean, _ = completion_logps(MODEL, None, *rows, 1.0)
-    learner, _ = completion_logps(MODEL, state.adapter, *rows, 1.0)
-    mask = np.asarray(batch.mask)
-    np.testing.assert_allclose(np.asarray(batch.ref_logps)[mask], np.asarray(clean)[mask], atol=1e-5)
-    np.testing.assert_allclose(np.asarray(batch.old_logps)[mask], np.asarray(learner)[mask], atol=1e-5)
-    assert np.abs(np.asarray(batch.sampled_logps) - np.asarray(learner))[mask].max() > 0.01
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -242,66 +179,6 @@ def test_masked_truncated_rows_still_count_in_their_group():
     _, masked = update(state_of(), batch, UPDATE, spy)
     _, unmasked = update(state_of(), plain, UPDATE, spy)
     np.testing.assert_array_equal(masked["advantages"], unmasked["advantages"])
-
-
-def test_metrics_of_a_rollout_by_hand():
-    """Group deviations sqrt(2), 0 and sqrt(8), by G - 1; lengths of which the last two are cut."""
-    lengths, terminated = jnp.array([2, 5, 1, 3, 6, 6]), jnp.array([True] * 4 + [False] * 2)
-    completions = Rollout(jnp.zeros((6, 6), jnp.int32), lengths, terminated, jnp.zeros((6, 6)), None)
-    found = reward_metrics(jnp.array([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]]), completions)
-    expected = {
-        "reward": 2,
-        "reward_std": (np.sqrt(2) + np.sqrt(8)) / 3,
-        "frac_reward_zero_std": 1 / 3,
-        "completions/mean_length": 23 / 6,
-        "completions/min_length": 1,
-        "completions/max_length": 6,
-        "completions/mean_terminated_length": 11 / 4,
-        "completions/clipped_ratio": 1 / 3,
-    }
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-6)
-    cut = reward_metrics(jnp.zeros((3, 2)), completions.replace(terminated=jnp.zeros(6, bool)))
-    assert float(cut["completions/mean_terminated_length"]) == 0 and float(cut["completions/clipped_ratio"]) == 1
-
-
-def test_a_batch_is_prompt_major_and_masked_by_length():
-    completions = Rollout(
-        jnp.zeros((6, 4), jnp.int32),  # all of them the pad id, which may be a token like others
-        jnp.array([4, 1, 2, 4, 3, 4]),
-        jnp.array([True, True, True, False, True, False]),
-        jnp.arange(24.0).reshape(6, 4),
-        None,
-    )
-    rewards, two = jnp.arange(6.0), dataclasses.replace(UPDATE, num_generations=2)
-    for masks, lengths in ((False, [4, 1, 2, 4, 3, 4]), (True, [4, 1, 2, 0, 3, 0])):
-        settings = StepSettings(SAMPLING, two, mask_truncated_completions=masks)
-        batch = make_batch(PROMPTS, completions, rewards, jnp.int32(7), settings)
-        assert batch.mask.sum(1).tolist() == lengths and not bool(jnp.any(batch.mask[1:3, 2:]))
-        assert batch.prompt[:, 0].tolist() == [5, 5, 7, 7, 20, 20]
-        assert batch.prompt_lengths.tolist() == [3, 3, 1, 1, 4, 4]
-        assert batch.completion_lengths.tolist() == [4, 1, 2, 4, 3, 4] and int(batch.rollout_step) == 7
-        np.testing.assert_array_equal(batch.sampled_logps, completions.logps)
-    for G in (1, 3):
-        settings = dataclasses.replace(SETTINGS, update=dataclasses.replace(UPDATE, num_generations=G))
-        with pytest.raises(ValueError, match=f"3 prompts with num_generations {G} have {3 * G} completions; there are"):
-            make_batch(PROMPTS, completions, rewards, jnp.int32(7), settings)
-
-
-@pytest.mark.parametrize(("drawn_at", "recorded_at"), [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)])
-def test_an_update_has_the_temperature_of_the_recorded_log_probabilities(drawn_at, recorded_at):
-    sampling = dataclasses.replace(SAMPLING, temperature=drawn_at)
-    StepSettings(sampling, dataclasses.replace(UPDATE, temperature=recorded_at))
-    with pytest.raises(ValueError, match=f"update.temperature is 0.9; allowed: {recorded_at}"):
-        StepSettings(sampling, dataclasses.replace(UPDATE, temperature=0.9))
-
-
-@pytest.mark.parametrize("final_norm", [False, True])
-def test_the_final_norm_gets_noise_where_the_schedule_says_so(final_norm):
-    settings = dataclasses.replace(SETTINGS, noise=NoiseSchedule(2, 0.3, 0.3, 4, final_norm=final_norm))
-    for step, sigma in ((0, 0.0), (2, 0.3)):
-        norms, found = rollout_norms(MODEL, None, jax.random.key(5), jnp.int32(step), settings)
-        noise = norms.final - MODEL.base.final_norm
-        assert float(found) == np.float32(sigma) and bool(jnp.any(noise)) == (final_norm and step == 2)
 
 
 def test_equal_rewards_give_no_gradient():
@@ -410,55 +287,3 @@ def test_a_batch_that_cannot_be_cut_is_named():
         update(state_of(), batch_of(), dataclasses.replace(UPDATE, micro_batch_size=5))
     with pytest.raises(ValueError, match="num_generations 5"):
         update(state_of(), batch_of(), dataclasses.replace(UPDATE, num_generations=5))
-
-
-@pytest.mark.parametrize("size", [5, 24])
-def test_rows_that_no_micro_batch_would_take_are_not_left_without_log_probabilities(size):
-    settings = dataclasses.replace(UPDATE, micro_batch_size=size, loss=LossSpec(beta=0.1))
-    with pytest.raises(ValueError, match=f"12 completions is not a multiple of micro_batch_size {size}"):
-        with_policies(MODEL, None, batch_of(), settings, several_updates=False)
-
-
-def test_adapter_and_moments_are_float32_on_a_bfloat16_model():
-    model = tiny_model(dtype=jnp.bfloat16)
-    state = init_state(tiny_adapter(model, train_norms=True), optax.adamw(1e-3))
-    step = jax.jit(
-        functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=optax.adamw(1e-3), settings=SETTINGS)
-    )
-    state, _ = step(state, model, PROMPTS, jax.random.key(0))
-    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
-
-
-def test_grpo_step_raises_its_reward_under_one_jit():
-    optimizer = optax.adam(3e-2)
-    step = jax.jit(
-        functools.partial(
-            grpo_step,
-            reward_fn=few_small_ids,
-            optimizer=optimizer,
-            settings=dataclasses.replace(SETTINGS, noise=NoiseSchedule(3, 1e-2, 1e-3, 30)),
-        ),
-        donate_argnums=0,
-    )
-    state, rewards, sigmas = init_state(tiny_adapter(MODEL), optimizer), [], []
-    for i in range(30):
-        state, metrics = step(state, MODEL, PROMPTS, jax.random.key(i))
-        rewards.append(float(metrics["reward"]))
-        sigmas.append(float(metrics["aqn/sigma"]))
-    np.testing.assert_allclose(sigmas, np.repeat([0, 1e-2, 1e-3], 10), rtol=1e-6)
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
-    assert int(state.step) == 30 and step._cache_size() == 1
-
-
-def test_four_seeds_by_vmap_equal_four_runs():
-    optimizer = optax.sgd(0.1)
-    step = functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=optimizer, settings=SETTINGS)
-    states = [init_state(tiny_adapter(MODEL, seed=s), optimizer) for s in range(4)]
-    keys = jnp.stack([jax.random.key(s) for s in range(4)])
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    many, metrics = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0)))(stacked, MODEL, PROMPTS, keys)
-    for s in range(4):
-        one, alone = jax.jit(step)(states[s], MODEL, PROMPTS, keys[s])
-        assert_trees_close(jax.tree.map(lambda leaf, s=s: leaf[s], many.adapter), one.adapter, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(metrics["reward"][s], alone["reward"], rtol=1e-6)
