@@ -15,8 +15,9 @@ from qerl_jax import run_folder
 from qerl_jax.config import Config, load_config
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
-from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.params import Adapter
 from qerl_jax.models.peft import load_adapter
+from qerl_jax.models.source import read_json
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import (
     Policy,
@@ -86,19 +87,21 @@ def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
     with RewardFunctions(config.reward) as rewards:
         rewards.check(held_out(config, evaluation_data(config, seed)), config.evaluation.eval_dataset)
         policy = configured_policy(config)
-        measured = evaluate(config, policy, trained_adapter(run, policy.model), rewards, seed)
+        measured = evaluate(config, policy, trained_adapter(run, policy), rewards, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 
-def trained_adapter(run: Path, model: Model) -> Adapter:
-    """The adapter that a finished run left.
+def trained_adapter(run: Path, policy: Policy) -> Adapter:
+    """The adapter that a finished run left, for the base that it was trained on.
 
     Raises:
-      UserError: there is none yet, or it does not fit the model.
+      UserError: there is none yet, or the base is another one now.
     """
-    if not (run / run_folder.ADAPTER).is_dir():
+    if not (run / run_folder.SUMMARY).is_file():  # which is written last
         raise UserError(
             f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
             f"`{run_folder.continuing(run)}` continues it"
         )
-    return load_adapter(run / run_folder.ADAPTER, model)
+    trained_on = read_json(run / run_folder.SUMMARY).get("identity", {})
+    run_folder.refuse_changed_identity(run, trained_on, {"base weights": policy.fingerprint})
+    return load_adapter(run / run_folder.ADAPTER, policy.model)

@@ -24,6 +24,9 @@ class PackedLinear(nnx.Module):
       weight: `PackedParam` of the packed arrays.
       bias: `PackedParam` [N], or None.
       lora_a, lora_b: `nnx.LoRAParam`, float32; B starts at zero, so that the layer starts as the frozen one.
+
+    Raises:
+      ValueError: a rank below 1.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class PackedLinear(nnx.Module):
         bias: jax.Array | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        if lora_r < 1:
+            raise ValueError(f"lora_r is {lora_r}; allowed: 1 or more")
         N, K = weight.shape
         self.weight = PackedParam(weight)
         self.bias = None if bias is None else PackedParam(bias)

@@ -12,6 +12,7 @@ import types
 import jax
 import pytest
 
+from qerl_jax import evaluation, run_folder
 from qerl_jax.cli import main
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import prompt_ids
@@ -161,6 +162,19 @@ def test_evaluating_with_the_seed_of_the_run_gives_its_summary_again(trained, su
     assert [line.split(":")[0] for line in other] == [line.split(":")[0] for line in expected]
     assert other != expected
     assert json.loads((trained.folder / "summary.json").read_text()) == summary
+
+
+def test_a_run_is_not_measured_on_another_base(trained, monkeypatch):
+    run = run_folder.SUMMARY
+    summary = json.loads((trained.folder / run).read_text())
+    assert summary["identity"]["base weights"] == load_policy(MODEL, "nvfp4", "auto").fingerprint
+    summary["identity"]["base weights"] = "other"
+    monkeypatch.setattr(evaluation, "read_json", lambda path: summary if path.name == run else None)
+    for words in (["evaluate", trained.folder], ["generate", trained.folder, "--prompt", "x"]):
+        error = io.StringIO()
+        with contextlib.redirect_stderr(error):
+            assert main([str(word) for word in words]) == 2
+        assert "base weights was 'other', is now" in error.getvalue()
 
 
 def test_generate_answers_as_the_evaluation_did(trained, summary):

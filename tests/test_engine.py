@@ -356,6 +356,17 @@ def test_a_rollout_of_bad_prompts_is_refused_whatever_way_it_would_go(most, wron
         engine(max_slots=most).rollout(ADAPTER, good.replace(**wrong), KEY, G)
 
 
+@pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: layers * 2])
+def test_an_adapter_of_another_depth_is_named(change):
+    other = ADAPTER.replace(lora=change(ADAPTER.lora))
+    tokens = jnp.ones((1, 4), jnp.int32)
+    match = f"the adapter has {len(other.lora)} layers, the model {len(ADAPTER.lora)}"
+    with pytest.raises(ValueError, match=match):
+        engine().rollout(other, Prompts(tokens, jnp.array([4]), jnp.arange(1)), KEY, 2)
+    with pytest.raises(ValueError, match=match):
+        logits(MODEL, tokens, adapter=other)
+
+
 def test_numbers_of_slots_and_steps_begin_at_one():
     with pytest.raises(ValueError, match="max_slots is 0; allowed: 1 or more"):
         engine(max_slots=0)

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from qerl_jax.flax_modules import PackedLinear, PackedParam
@@ -23,6 +24,11 @@ def test_starts_as_the_frozen_layer():
     layer = PackedLinear(quantize_nvfp4(W), lora_r=4, lora_alpha=8, bias=jnp.ones(24), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (5, 32))
     np.testing.assert_allclose(layer(x), x @ dequantize(quantize_nvfp4(W), jnp.float32).T + 1, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_below_one_is_refused():
+    with pytest.raises(ValueError, match="lora_r is 0; allowed: 1 or more"):
+        PackedLinear(quantize_nvfp4(W), lora_r=0, lora_alpha=8, rngs=nnx.Rngs(0))
 
 
 def test_trains_with_nnx_optimizer_and_leaves_the_base_alone():

@@ -207,6 +207,7 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             edit_arrays(lambda a: [a.pop(name) for name in list(a) if "layers.1." in name]),
             r"the adapter has 1 layers, the model \(Qwen2ForCausalLM, hidden_size 32\) has 2: it belongs to another",
         ),
+        (edit_arrays(lambda a: a[A].__setitem__((0, 3), np.nan)), f"{A} has numbers that are not finite"),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing$"),

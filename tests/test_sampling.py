@@ -129,7 +129,10 @@ def test_a_row_draws_from_its_own_key():
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1e-40}, "temperature is 1e-40; allowed: 0 \\(greedy\\), or 1e-30 or more"),
         ({"max_completion_length": 0}, "max_completion_length is 0; allowed: 1 or more"),
-        ({"eos_token_ids": ()}, r"eos_token_ids is \(\); allowed: one id or more"),
+        ({"eos_token_ids": ()}, r"eos_token_ids is \(\); allowed: one token id or more"),
+        ({"eos_token_ids": None}, r"eos_token_ids is \(None,\); allowed: one token id or more"),
+        ({"eos_token_ids": [2, -1]}, r"eos_token_ids is \(2, -1\); allowed: one token id or more"),
+        ({"eos_token_ids": "ab"}, r"eos_token_ids is \('a', 'b'\); allowed: one token id or more"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1e-40}, "top_p is 1e-40; allowed: 1e-30 to 1"),
         ({"top_p": 1.5}, "top_p is 1.5; allowed: 1e-30 to 1"),
@@ -143,6 +146,11 @@ def test_a_row_draws_from_its_own_key():
 def test_bad_settings_are_named(kwargs, message):
     with pytest.raises(UserError, match=message):
         settings(**kwargs)
+
+
+@pytest.mark.parametrize("given", [7, np.int32(7), [7], np.array([7])])
+def test_one_eos_id_may_stand_alone(given):
+    assert settings(eos_token_ids=given) == settings(eos_token_ids=(7,))
 
 
 def test_settings_at_their_limits():

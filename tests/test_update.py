@@ -145,6 +145,11 @@ def test_an_update_that_does_not_exist(wrong):
         dataclasses.replace(UPDATE, **wrong)
 
 
+def test_a_correction_of_what_the_ratio_holds_already_is_refused():
+    with pytest.raises(ValueError, match=r"correction.level is 'token'; allowed with old_logprobs 'sampler': 'none'"):
+        dataclasses.replace(UPDATE, old_logprobs="sampler", correction=SamplerCorrection("token"))
+
+
 def test_advantages_of_a_whole_rollout_stay_with_its_parts():
     """With scale_rewards batch the deviation is that of all completions of a rollout, as TRL takes it."""
     by_batch = advantages_by("batch")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.hub import layer_name, named_weights
-from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_layers
 from qerl_jax.models.saving import described, write_model_folder, written_dtype
 from qerl_jax.models.shards import Stored
 
@@ -31,7 +31,7 @@ def merge_adapter(model: Model, adapter: Adapter) -> Model:
     Raises:
       ValueError: the adapter has another number of layers.
     """
-    _check_layers(model, adapter)
+    check_layers(model, adapter)
     dtype = model.base.embed.dtype
     layers = []
     for old, pairs in zip(_with_norms(model, adapter).base.layers, adapter.lora, strict=True):
@@ -62,7 +62,7 @@ def save_merged(
     target = jnp.dtype(model.base.embed.dtype if dtype is None else dtype)
     pairs: dict[str, LoRA] = {}
     if adapter is not None:
-        _check_layers(model, adapter)
+        check_layers(model, adapter)
         model = _with_norms(model, adapter)
         pairs = {layer_name(i, name): pair for i, layer in enumerate(adapter.lora) for name, pair in layer.items()}
 
@@ -90,8 +90,3 @@ def _with_norms(model: Model, adapter: Adapter) -> Model:
     norms = zip(model.base.layers, adapter.norms.input, adapter.norms.post_attention, strict=True)
     layers = tuple(layer.replace(input_norm=first, post_attention_norm=second) for layer, first, second in norms)
     return model.replace(base=model.base.replace(layers=layers))
-
-
-def _check_layers(model: Model, adapter: Adapter) -> None:
-    if len(adapter.lora) != len(model.base.layers):
-        raise ValueError(f"the adapter has {len(adapter.lora)} layers, the model {len(model.base.layers)}")

@@ -130,10 +130,22 @@ def small_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {bias_name(name): projection_shape(config, name)[:1] for name in config.biases}
 
 
+def check_layers(model: Model, adapter: Adapter) -> None:
+    """Raises ValueError for an adapter of a network with more or fewer layers."""
+    if len(adapter.lora) != len(model.base.layers):
+        raise ValueError(f"the adapter has {len(adapter.lora)} layers, the model {len(model.base.layers)}")
+
+
 def norms_of(model: Model, adapter: Adapter | None) -> Norms:
-    """The clean norm scales in force: the adapter's where it trains them, else the base's."""
-    if adapter is not None and adapter.norms is not None:
-        return Norms(adapter.norms.input, adapter.norms.post_attention, model.base.final_norm)
+    """The clean norm scales in force: the adapter's where it trains them, else the base's.
+
+    Raises:
+      ValueError: the adapter has another number of layers.
+    """
+    if adapter is not None:
+        check_layers(model, adapter)
+        if adapter.norms is not None:
+            return Norms(adapter.norms.input, adapter.norms.post_attention, model.base.final_norm)
     layers = model.base.layers
     return Norms(
         input=tuple(layer.input_norm for layer in layers),

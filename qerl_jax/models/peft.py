@@ -80,8 +80,8 @@ def load_adapter(
       base_name: if given, the base that the folder must name; of a path the last part is compared, for folders move.
 
     Raises:
-      UserError: the folder is not a LoRA of this network (family, depth, rank, shape, module, base), or uses an option
-        that is not supported; names file, tensor or option, expected and found.
+      UserError: the folder is not a LoRA of this network (family, depth, rank, shape, module, base), uses an option
+        that is not supported, or has numbers that are not finite; names file, tensor or option, expected and found.
     """
     folder = adapter_folder(path)
     where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
@@ -110,7 +110,10 @@ def load_adapter(
     check_tensors({name: (weights, array) for name, array in arrays.items()}, table, folder)
 
     def array(name: str) -> jax.Array:
-        return jnp.array(arrays[name], copy=True).astype(jnp.float32)
+        wide = arrays[name].astype(np.float32)
+        if not np.isfinite(wide).all():
+            raise UserError(f"{weights}: {name} has numbers that are not finite: what trained it diverged")
+        return jnp.array(wide)
 
     layers = range(model.config.num_hidden_layers)
     lora = tuple(

@@ -295,6 +295,7 @@ class _Run:
             "steps": int(self.state.step),
             "seed": self.config.run.seed,
             "device": jax.devices()[0].device_kind,
+            "identity": self.experiment.identity(),
             "before": before,
             "after": after,
         }

@@ -110,6 +110,11 @@ class UpdateSettings:
         ):
             if not fine:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        if self.old_logprobs == "sampler" and self.correction.level != "none":
+            raise ValueError(
+                f"correction.level is {self.correction.level!r}; allowed with old_logprobs 'sampler': 'none', since "
+                "the ratio itself holds the gap, and the correction would be exactly 1"
+            )
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:

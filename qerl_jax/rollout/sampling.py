@@ -4,7 +4,8 @@ Dimension letters: B rows, V vocabulary, C groups of W tokens, N numbers drawn.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ class SamplingSettings:
 
     Attributes:
       max_completion_length: most tokens of a completion, the EOS included.
-      eos_token_ids: any of them ends a completion; any sequence is kept as a tuple.
+      eos_token_ids: any of them ends a completion; one number, or any sequence, is kept as a tuple.
       pad_token_id: fills the slots after the end.
       temperature: 0 is greedy; its log-probabilities are those at temperature 1.
       top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Applied in that order, as transformers does.
@@ -40,10 +41,11 @@ class SamplingSettings:
     kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))
+        ids = tuple(self.eos_token_ids) if isinstance(self.eos_token_ids, Iterable) else (self.eos_token_ids,)
+        object.__setattr__(self, "eos_token_ids", ids)
         for name, fine, allowed in (
             ("max_completion_length", self.max_completion_length >= 1, "1 or more"),
-            ("eos_token_ids", len(self.eos_token_ids) >= 1, "one id or more"),
+            ("eos_token_ids", bool(ids) and all(map(_is_id, ids)), "one token id or more"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-30, "0 (greedy), or 1e-30 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 1e-30 <= self.top_p <= 1, "1e-30 to 1 (off)"),
@@ -59,6 +61,10 @@ class SamplingSettings:
     def truncated(self) -> bool:
         """Whether some tokens are excluded, so that the sampled distribution differs from the full one."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and int(value) >= 0
 
 
 def truncate(scaled_BV: jax.Array, settings: SamplingSettings) -> jax.Array:

@@ -89,7 +89,7 @@ def generate_texts(
     if run is not None:
         options = load_config(str(run / run_folder.CONFIG)).model
         policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
-        trained = trained_adapter(run, policy.model) if adapter is None else None
+        trained = trained_adapter(run, policy) if adapter is None else None
         base = options.model_name_or_path
     else:
         policy, base = load_policy(model_or_run, None, "auto"), model_or_run
