@@ -245,14 +245,14 @@ def test_an_update_by_hand(learned):
     assert int(new.step) == 1 and int(metrics["nonfinite"]) == 0
 
 
-@pytest.mark.parametrize("old_logprobs", ["learner", "sampler"])
-def test_advantages_are_weighted_by_the_old_policy_over_the_sampler(learned, old_logprobs):
-    """At the rollout's own step the old policy is the learner; later it is the batch's."""
+@pytest.mark.parametrize(("old_logprobs", "level"), [("learner", "token"), ("sampler", "none")])
+def test_advantages_are_weighted_by_the_old_policy_over_the_sampler(learned, old_logprobs, level):
+    """At the rollout's own step the old policy is the learner; later it is the batch's. Where it is the sampler's, by 1."""
 
     def loss(logp, old_logp, ref_logp, advantages, mask):
         return jnp.sum(jnp.where(mask, logp, 0.0)), {"logp": logp, "old": old_logp, "advantages": advantages}
 
-    settings = dataclasses.replace(UPDATE, old_logprobs=old_logprobs, correction=SamplerCorrection("token"))
+    settings = dataclasses.replace(UPDATE, old_logprobs=old_logprobs, correction=SamplerCorrection(level))
     sampled, stored = -2.5 + 0.3 * SLOPES[::-1], -2.2 + 0.3 * SLOPES[:, ::-1]
     given = {"sampled_logps": sampled, "old_logps": stored, "advantages": jnp.arange(12.0) - 5}
     for step in (0, 3):
