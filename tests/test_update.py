@@ -247,7 +247,7 @@ def test_an_update_by_hand(learned):
 
 @pytest.mark.parametrize(("old_logprobs", "level"), [("learner", "token"), ("sampler", "none")])
 def test_advantages_are_weighted_by_the_old_policy_over_the_sampler(learned, old_logprobs, level):
-    """At the rollout's own step the old policy is the learner; later it is the batch's. Where it is the sampler's, by 1."""
+    """At the rollout's own step the old policy is the learner; later it is the batch's, or the sampler."""
 
     def loss(logp, old_logp, ref_logp, advantages, mask):
         return jnp.sum(jnp.where(mask, logp, 0.0)), {"logp": logp, "old": old_logp, "advantages": advantages}
