@@ -54,7 +54,10 @@ _EXPORTS = {
         "perturb_norms",
         "sigma_at",
     ),
-    "qerl_jax.rl.advantages": ("group_advantages",),
+    "qerl_jax.rl.advantages": (
+        "group_advantages",
+        "informative_groups",
+    ),
     "qerl_jax.rl.correction": ("SamplerCorrection",),
     "qerl_jax.rl.losses": (
         "LossSpec",

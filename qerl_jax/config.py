@@ -104,10 +104,12 @@ class RewardFunction:
 
 @dataclass(frozen=True, config=_FROZEN)
 class RewardOptions:
-    """The reward is the weighted sum of the functions that apply; `timeout` is the deadline of one call, in seconds."""
+    """The reward is the weighted sum of the functions that apply; `timeout` is the deadline of one call, in seconds.
+    `soft_punish_cache` is of soft_overlong_punishment: the last tokens of max_completion_length, where it acts."""
 
     functions: tuple[RewardFunction, ...] = (RewardFunction("accuracy", 1.0), RewardFunction("format", 0.2))
     timeout: Seconds = 30.0
+    soft_punish_cache: Count | None = None
 
 
 @dataclass(frozen=True, config=_FROZEN)
@@ -117,6 +119,16 @@ class SamplerCorrection:
     level: Literal["none", "token", "sequence"] = "none"
     mode: Literal["truncate", "mask"] = "truncate"
     cap: Positive = 2.0
+
+
+@dataclass(frozen=True, config=_FROZEN)
+class DynamicSampling:
+    """DAPO's (arXiv 2503.14476, section 3.2): groups that score the same all through on the reward function `metric`,
+    named as in metrics, are replaced by groups of the next prompts, in `max_rounds` rounds of sampling at most; null
+    replaces none, and one round only measures."""
+
+    metric: Location | None = None
+    max_rounds: Count = 8
 
 
 @dataclass(frozen=True, config=_FROZEN)
@@ -134,6 +146,7 @@ class GrpoOptions:
     steps_per_generation: Count | None = None  # None: gradient_accumulation_steps
     old_logprobs: Literal["learner", "sampler"] = "learner"
     sampler_correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
+    dynamic_sampling: DynamicSampling = dataclasses.field(default_factory=DynamicSampling)
 
 
 @dataclass(frozen=True, config=_FROZEN)

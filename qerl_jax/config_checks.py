@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from qerl_jax.errors import nearest
+from qerl_jax.rewards.loading import titles
 from qerl_jax.rl.widths import NARROWEST, widths_of
 
 if TYPE_CHECKING:
     from qerl_jax.config import Config
+
+_PUNISHMENT = "soft_overlong_punishment"
 
 
 def conflicts(config: "Config") -> list[str]:
@@ -24,6 +28,7 @@ def conflicts(config: "Config") -> list[str]:
         problems.append("lora.lora_target_modules is []; allowed: one projection or more")
     if not config.reward.functions:
         problems.append("reward.functions is []; allowed: one function or more")
+    problems += _of_rewards(config)
     if (optimizer.max_steps is None) == (optimizer.num_train_epochs is None):
         problems.append(
             f"optimizer.max_steps is {optimizer.max_steps or 'null'} and optimizer.num_train_epochs is "
@@ -62,6 +67,25 @@ def conflicts(config: "Config") -> list[str]:
     return problems
 
 
+def _of_rewards(config: "Config") -> list[str]:
+    """Conflicts of what takes its meaning from the configured reward functions."""
+    problems = []
+    specs = [entry.function for entry in config.reward.functions]
+    metric, cache = config.grpo.dynamic_sampling.metric, config.reward.soft_punish_cache
+    if metric is not None and metric not in titles(specs):
+        problems.append(
+            f"grpo.dynamic_sampling.metric is {metric!r}{nearest(metric, titles(specs))}; allowed: the name of a "
+            f"function of reward.functions ({', '.join(titles(specs))}) or null"
+        )
+    longest = config.generation.max_completion_length
+    if _PUNISHMENT in specs and (cache is None or cache >= longest):
+        problems.append(
+            f"reward.soft_punish_cache is {'null' if cache is None else cache}; allowed with {_PUNISHMENT} in "
+            f"reward.functions: a whole number >= 1 and below generation.max_completion_length {longest}"
+        )
+    return problems
+
+
 def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, ...]]]:
     """{option: (why it has no effect in this run, the options that make it so)}."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -88,6 +112,11 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
     elif config.grpo.old_logprobs == "sampler":
         why = "with grpo.old_logprobs sampler the ratio itself holds the gap, and the correction is exactly 1"
         add(why, ("grpo.old_logprobs",), f"{prefix}level", f"{prefix}mode", f"{prefix}cap")
+    if config.grpo.dynamic_sampling.metric is None:
+        why, cause = "with grpo.dynamic_sampling.metric null no group is replaced", ("grpo.dynamic_sampling.metric",)
+        add(why, cause, "grpo.dynamic_sampling.max_rounds")
+    if _PUNISHMENT not in [entry.function for entry in config.reward.functions]:
+        add(f"{_PUNISHMENT} is not in reward.functions", ("reward.functions",), "reward.soft_punish_cache")
     if config.lora.adapter is not None:
         why = f"it comes from lora.adapter {config.lora.adapter!r}"
         add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules", "lora.use_rslora")

@@ -84,7 +84,7 @@ def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
       UserError: the run has no adapter yet, or something it names is gone.
     """
     config = load_config(str(run / run_folder.CONFIG))
-    with RewardFunctions(config.reward) as rewards:
+    with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         rewards.check(held_out(config, evaluation_data(config, seed)), config.evaluation.eval_dataset)
         policy = configured_policy(config)
         measured = evaluate(config, policy, trained_adapter(run, policy), rewards, seed)

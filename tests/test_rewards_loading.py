@@ -35,7 +35,8 @@ def test_a_module_and_a_file(module):
 @pytest.mark.parametrize("spec", ["acuracy", "length", "my_rewards:", ":length", "my_rewards:two words"])
 def test_names_of_no_known_form(spec):
     with pytest.raises(
-        UserError, match=r"allowed: accuracy, format, package.module:function or path/to/file.py:function"
+        UserError,
+        match=r"allowed: accuracy, format, soft_overlong_punishment, package.module:function or path/to/file.py:func",
     ):
         parse_name(spec)
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.calling import LARGEST, call
-from qerl_jax.rewards.functions import BUILTIN
-from qerl_jax.rewards.loading import RewardName, parse_name
+from qerl_jax.rewards.functions import RewardFunction, with_parameters
+from qerl_jax.rewards.loading import RewardName, parse_name, titles
 from qerl_jax.rewards.pool import Worker
 
 
@@ -32,6 +32,9 @@ class Options(Protocol):
 
     @property
     def timeout(self) -> float: ...
+
+    @property
+    def soft_punish_cache(self) -> int | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,12 @@ class Scores:
         return {"reward": float(self.total[index])} | {
             f"rewards/{name}": None if np.isnan(score) else score for name, score in scores.items()
         }
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of several batches, by the same functions, as those of one."""
+    each = {name: np.concatenate([part.each[name] for part in parts]) for name in parts[0].each}
+    return Scores(np.concatenate([part.total for part in parts]), each)
 
 
 def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> Scores:
@@ -98,17 +107,29 @@ class RewardFunctions:
         scores = rewards(examples, texts, ids, num_generations)
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, max_completion_length: int | None = None) -> None:
         """Starts the workers and waits until the user's modules are imported.
 
+        Args:
+          options: the functions, and what built-in ones take from the config.
+          max_completion_length: generation.max_completion_length, which some of them take too.
+
         Raises:
-          UserError: no functions, an unknown one, or one that cannot be imported.
+          UserError: no functions, an unknown one, one that cannot be imported, or a built-in one without a parameter
+            that it needs.
         """
         if not options.functions:
             raise UserError("reward.functions is empty; allowed: one function or more")
         names = [parse_name(entry.function) for entry in options.functions]
         self._weights = [entry.weight for entry in options.functions]
         self._names = dict(zip(_titles(names), names, strict=True))
+        parameters = {
+            "max_completion_length": max_completion_length,
+            "soft_punish_cache": options.soft_punish_cache,
+        }
+        self._builtin: dict[str, RewardFunction] = {
+            title: with_parameters(name.spec, parameters) for title, name in self._names.items() if name.builtin
+        }
         self._workers: dict[str, Worker] = {}
         try:
             for title, name in self._names.items():
@@ -144,9 +165,8 @@ class RewardFunctions:
         try:
             for worker in self._workers.values():
                 worker.submit(*batch)
-            for title, name in self._names.items():
-                if name.builtin:
-                    scores[title] = call(name.spec, BUILTIN[name.spec], *batch)
+            for title, function in self._builtin.items():
+                scores[title] = call(self._names[title].spec, function, *batch)
             for title, worker in self._workers.items():
                 scores[title] = worker.result()
         except BaseException:
@@ -164,9 +184,8 @@ class RewardFunctions:
         """
         prompts, completions, ids, columns = _batch(examples, [""] * len(examples), [[] for _ in examples])
         try:
-            for function in self._names.values():
-                if function.builtin:
-                    call(function.spec, BUILTIN[function.spec], prompts, completions, ids, columns)
+            for title, function in self._builtin.items():
+                call(self._names[title].spec, function, prompts, completions, ids, columns)
             for worker in self._workers.values():
                 worker.check(list(columns))
         except UserError as error:
@@ -200,10 +219,9 @@ def _batch(
 
 
 def _titles(names: list[RewardName]) -> list[str]:
-    """The names that metrics show: a function's own, or its whole spec where two functions share a name."""
-    short = [name.function for name in names]
-    titles = [name.spec if short.count(name.function) > 1 else name.function for name in names]
-    for title in titles:
-        if titles.count(title) > 1:
+    """The names that metrics show, of which each stands for one function."""
+    found = titles([name.spec for name in names])
+    for title in found:
+        if found.count(title) > 1:
             raise UserError(f"reward.functions names {title!r} twice; allowed: each function once, with one weight")
-    return titles
+    return found

@@ -3,11 +3,16 @@
 A reward function has the signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: one
 score for each completion, None where it does not apply. `columns` are the data set's other columns, one entry for each
 completion. For conversational prompts a completion is `[{"role": "assistant", "content": ...}]`.
+
+What a built-in function takes by position only, in front, are its parameters: options of the config of the same names,
+which `with_parameters` binds. So a column may have the name of a parameter.
 """
 
 import decimal
+import functools
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -100,4 +105,40 @@ def well_formed(text: str) -> bool:
     return len(head) < len(text) and _NUMBER.fullmatch(tail.strip()) is not None
 
 
-BUILTIN: dict[str, RewardFunction] = {"accuracy": accuracy, "format": format}
+def soft_overlong_punishment(
+    max_completion_length: int,
+    soft_punish_cache: int,
+    /,
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    **columns: Any,
+) -> list[float | None]:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4, equation 13), by the tokens of a completion.
+
+    0 up to max_completion_length - soft_punish_cache tokens, the EOS included, then falling linearly to -1 at
+    max_completion_length.
+    """
+    longest_free = max_completion_length - soft_punish_cache
+    return [min(0.0, max(-1.0, (longest_free - len(ids)) / soft_punish_cache)) for ids in completion_ids]
+
+
+BUILTIN: dict[str, RewardFunction] = {
+    "accuracy": accuracy,
+    "format": format,
+    "soft_overlong_punishment": soft_overlong_punishment,
+}
+
+
+def with_parameters(name: str, parameters: Mapping[str, int | None]) -> RewardFunction:
+    """The built-in function `name`, its parameters bound to those of `parameters`, which may hold more.
+
+    Raises:
+      UserError: a parameter of the function is None.
+    """
+    function = BUILTIN[name]
+    taken = [key for key, p in inspect.signature(function).parameters.items() if p.kind is p.POSITIONAL_ONLY]
+    for key in taken:
+        if parameters[key] is None:
+            raise UserError(f"{key} is null; allowed: a whole number >= 1, which reward function {name!r} needs")
+    return functools.partial(function, *(parameters[key] for key in taken)) if taken else function

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_jax.errors import UserError, nearest
@@ -53,6 +54,13 @@ def parse_name(spec: str) -> RewardName:
     if _is_file(location) and not Path(location).is_file():
         raise UserError(f"reward function {spec!r}: there is no file {Path(location).absolute()}")
     return RewardName(spec, location, function)
+
+
+def titles(specs: Sequence[str]) -> list[str]:
+    """The names that metrics show, one for each name in a config: a function's own, or all of the name where two
+    functions have the same."""
+    own = [spec.rpartition(":")[2] for spec in specs]
+    return [spec if own.count(name) > 1 else name for spec, name in zip(specs, own, strict=True)]
 
 
 def _is_file(location: str) -> bool:

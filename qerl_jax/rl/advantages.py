@@ -29,8 +29,7 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     Raises:
       ValueError: fewer than 2 completions per group, or an unknown `scale_rewards`.
     """
-    if rewards_NG.ndim != 2 or rewards_NG.shape[1] < 2:
-        raise ValueError(f"rewards must be [N, G] with num_generations G >= 2, got {rewards_NG.shape}")
+    _refuse_other_shapes("rewards", rewards_NG)
     centred_NG = rewards_NG - rewards_NG.mean(1, keepdims=True)
     if scale_rewards == "group":
         centred_NG /= rewards_NG.std(1, ddof=1, keepdims=True) + _EPSILON
@@ -41,6 +40,28 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     # A mean of equal numbers may be off by an ulp, and a division by 1e-4 would make a signal of it.
     equal_N1 = rewards_NG.max(1, keepdims=True) == rewards_NG.min(1, keepdims=True)
     return jnp.where(equal_N1, 0.0, centred_NG)
+
+
+def informative_groups(scores_NG: jax.Array) -> jax.Array:
+    """Whether at least two completions of a group have different scores, [N] bool: what DAPO's dynamic sampling keeps
+    (arXiv 2503.14476, section 3.2).
+
+    Args:
+      scores_NG: scores of N groups of G >= 2 completions; NaN, where a reward function does not apply, is left out of
+        the comparison.
+
+    Raises:
+      ValueError: fewer than 2 completions per group.
+    """
+    _refuse_other_shapes("scores", scores_NG)
+    left_out_NG = jnp.isnan(scores_NG)
+    highest_N = jnp.where(left_out_NG, -jnp.inf, scores_NG).max(1)
+    return highest_N > jnp.where(left_out_NG, jnp.inf, scores_NG).min(1)
+
+
+def _refuse_other_shapes(what: str, numbers_NG: jax.Array) -> None:
+    if numbers_NG.ndim != 2 or numbers_NG.shape[1] < 2:
+        raise ValueError(f"{what} must be [N, G] with num_generations G >= 2, got {numbers_NG.shape}")
 
 
 def advantages_by(scale_rewards: ScaleRewards) -> AdvantageFn:

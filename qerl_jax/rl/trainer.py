@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: prompts -> noisy rollout -> rewards -> updates -> metrics -> checkpoint.
+"""The training loop, top to bottom: experience (prompts, noisy rollout, rewards) -> updates -> metrics -> checkpoint.
 
 A run is a function of its config. All randomness comes from (seed, rollout number, a prompt's place in the data
 order), and checkpoints are written between rollouts, so a run that dies at any instant and is started again goes on
@@ -18,15 +18,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pallas_kernels
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.compiled import compiled_programs
 from qerl_jax.config import Config
-from qerl_jax.data.dataset import Dataset, prompt_indices
-from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
@@ -37,9 +34,10 @@ from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
-from qerl_jax.rl.assembly import Experiment, assemble, decode_completions, sampling_engine
+from qerl_jax.rl.assembly import Experiment, assemble
+from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.optimizer import learning_rate_schedule
-from qerl_jax.rl.step import DRAWS, make_batch, reward_metrics, rollout_norms, with_policies
+from qerl_jax.rl.step import make_batch, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state
 from qerl_jax.rl.update_program import compiled_update
 from qerl_jax.rollout import Prompts, Rollout
@@ -75,7 +73,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
             run_folder.open_run(config, fresh) as (folder, config),
             compiled_programs(folder / run_folder.COMPILED),
             interrupt_flag() as interrupt,
-            RewardFunctions(config.reward) as rewards,
+            RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
         ):
             return _Run(assemble(config, rewards), rewards, folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
@@ -92,17 +90,14 @@ class _Run:
     ) -> None:
         self.experiment, self.rewards, self.folder = experiment, rewards, folder
         self.interrupt, self.profile = interrupt, profile
+        self.collector = Collector(experiment, rewards)
         self.config = experiment.config
         settings = experiment.settings
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
-        self.norms_fn = jax.jit(functools.partial(rollout_norms, settings=settings))
-        slots = self.config.generation.max_slots
-        self.engine = sampling_engine(self.config, experiment.policy, settings.sampling, slots)
         advantage_fn = advantages_by(self.config.grpo.scale_rewards)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
-        self.metrics_fn = jax.jit(reward_metrics)
         self._begin_or_resume()
 
     def _begin_or_resume(self) -> None:
@@ -168,60 +163,41 @@ class _Run:
 
     def _one_rollout(self) -> list[dict[str, Any]]:
         """Samples, scores, updates; returns a metrics row per optimizer step."""
-        config, model, G = self.config, self.experiment.policy.model, self.config.generation.num_generations
-        number, cursor = self.progress["rollout"], self.progress["cursor"]
+        config, number = self.config, self.progress["rollout"]
         began = time.perf_counter()
-        dataset = self.experiment.dataset
-        places, examples = next_examples(dataset, config, cursor)
-        prompts = self._encode(examples, places)
         key = jax.random.fold_in(jax.random.fold_in(self.root, _ROLLOUTS), number)
-        start = self.state.step
-        norms, sigma = self.norms_fn(model, self.state.adapter, key, start)
-        completions = self.engine.rollout(self.state.adapter, prompts, jax.random.fold_in(key, DRAWS), G, norms)
-        texts, ids = decode_completions(self.experiment.policy.tokenizer, completions)
-        sampled = time.perf_counter()
-        scores = self.rewards(examples, texts, ids, G)
-        scored = time.perf_counter()
-        batch = self._batch(prompts, completions, jnp.asarray(scores.total, jnp.float32), jnp.copy(start))
-        shared = self.metrics_fn(batch.rewards.reshape(-1, G), completions)
-        shared = {name: float(value) for name, value in jax.device_get(shared).items()}
-        tokens = int(np.sum(jax.device_get(completions.lengths)) + G * np.sum(jax.device_get(prompts.lengths)))
-        shared |= {f"rewards/{name}/mean": mean for name, mean in scores.means.items()}
-        shared |= {"aqn/sigma": float(sigma)}
+        found = self.collector.collect(self.state, key, self.progress["cursor"])
+        batch = self._batch(found.prompts, found.completions, found.rewards, jnp.copy(self.state.step))
 
         rows = []
         for part in self._parts(batch):
             at = int(self.state.step)
-            self.state, metrics = self.update_fn(self.state, model, part)
+            self.state, metrics = self.update_fn(self.state, self.experiment.policy.model, part)
             row = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
-            rows.append(row | shared | {"step": at + 1, "learning_rate": float(self.schedule(at))})
+            rows.append(row | found.metrics | {"step": at + 1, "learning_rate": float(self.schedule(at))})
             # Refused updates leave rollouts and steps out of phase, so the last step may come amid a rollout.
             ended = int(self.state.step) == self.experiment.total_steps
             if ended or self.progress["nonfinite"] >= config.run.max_nonfinite_steps:
                 break
         self.progress |= {
             "rollout": number + 1,
-            "cursor": cursor + len(examples),
-            "num_tokens": self.progress["num_tokens"] + tokens,
+            "cursor": found.cursor,
+            "num_tokens": self.progress["num_tokens"] + found.num_tokens,
         }
-        updated = time.perf_counter()
-        new_tokens = float(np.sum(jax.device_get(completions.lengths)))
+        seconds = time.perf_counter() - began
         times = {
-            "step_time": (updated - began) / len(rows),
-            "perf/rollout_time": sampled - began,
-            "perf/reward_time": scored - sampled,
-            "perf/update_time": updated - scored,
-            "perf/throughput": new_tokens / (updated - began),
+            "step_time": seconds / len(rows),
+            "perf/rollout_time": found.rollout_time,
+            "perf/reward_time": found.reward_time,
+            "perf/update_time": seconds - found.rollout_time - found.reward_time,
+            "perf/throughput": found.completion_tokens / seconds,
             "perf/peak_memory": peak_memory(),
         }
-        epoch = self.progress["cursor"] / len(dataset)
+        epoch = self.progress["cursor"] / len(self.experiment.dataset)
         counts = {"rollout": number, "epoch": epoch, "num_tokens": self.progress["num_tokens"]}
         if config.run.log_completions:
-            self.writer.log_completions(
-                {"rollout": number, "prompt": examples[i // G]["prompt"], "completion": text, **scores.row(i)}
-                for i, text in enumerate(texts)
-            )
+            self.writer.log_completions({"rollout": number} | row for row in found.rows())
         return [row | counts | times for row in rows]
 
     def _batch(self, prompts: Prompts, completions: Rollout, rewards_B: jax.Array, step: jax.Array) -> Batch:
@@ -235,12 +211,6 @@ class _Run:
         for _ in range(self.config.grpo.num_iterations):
             for low in range(0, rows, size):
                 yield jax.tree.map(lambda leaf, low=low: leaf[low : low + size] if leaf.ndim else leaf, batch)
-
-    def _encode(self, examples: list[dict[str, Any]], places: list[int]) -> Prompts:
-        tokens, lengths = encode_prompts(
-            self.experiment.policy.tokenizer, [e["prompt"] for e in examples], self.config.data.max_prompt_length
-        )
-        return Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(places, jnp.int32))
 
     def _stop_if_interrupted(self) -> None:
         if self.interrupt:
@@ -303,14 +273,6 @@ class _Run:
         write_whole(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
         print(report(self.folder, summary))
         return self.folder
-
-
-def next_examples(dataset: Dataset, config: Config, cursor: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """Places in the data order and rows of the next rollout's prompts: a function of (seed, cursor)."""
-    order = prompt_indices(
-        config.run.seed, cursor, config.prompts_per_rollout, len(dataset), shuffle=config.data.shuffle
-    )
-    return [place for place, _ in order], [dataset[index] for _, index in order]
 
 
 def peak_memory() -> float:

@@ -12,7 +12,7 @@ from training_runs import config_in, reward_file, same_adapter, train
 
 from qerl_jax import evaluation
 from qerl_jax.errors import UserError
-from qerl_jax.rl import trainer, widths
+from qerl_jax.rl import experience, trainer, widths
 from qerl_jax.rl.assembly import sampling_engine
 
 ALWAYS = {
@@ -190,7 +190,7 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
         draws[of].add((settings.temperature, settings.top_p))
         return sampling_engine(config, policy, settings, *rest, **more)
 
-    monkeypatch.setattr(trainer, "sampling_engine", functools.partial(engine, "rollout"))
+    monkeypatch.setattr(experience, "sampling_engine", functools.partial(engine, "rollout"))
     monkeypatch.setattr(evaluation, "sampling_engine", functools.partial(engine, "evaluation"))
     run = train(config, tmp_path / "run", *words)
     narrow = "generation.kv_cache_dtype=fp8_values" in words

@@ -21,7 +21,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl import trainer
+from qerl_jax.rl import experience, trainer
 from qerl_jax.rl.assembly import Experiment
 
 COUNTED = """\
@@ -253,12 +253,13 @@ def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, 
 
 
 @pytest.mark.parametrize(
-    ("during", "call", "saved"), [("evaluate", 1, 0), ("next_examples", 1, 2), ("next_examples", 3, 6)]
+    ("module", "during", "call", "saved"),
+    [(trainer, "evaluate", 1, 0), (experience, "next_examples", 1, 2), (experience, "next_examples", 3, 6)],
 )
 def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
-    config, finished, tmp_path, monkeypatch, during, call, saved
+    config, finished, tmp_path, monkeypatch, module, during, call, saved
 ):
-    run, work, calls = tmp_path / "run", getattr(trainer, during), []
+    run, work, calls = tmp_path / "run", getattr(module, during), []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -267,7 +268,7 @@ def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
         return work(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, during, interrupted)
+        patch.setattr(module, during, interrupted)
         with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `qerl train .* continues it"):
             train(config, run)
     assert checkpoints(run)[-1] == len(rows(run)) == saved
