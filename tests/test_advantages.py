@@ -1,8 +1,9 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.rl.advantages import group_advantages
+from qerl_jax.rl.advantages import group_advantages, informative_groups
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]])
 
@@ -36,3 +37,18 @@ def test_one_completion_per_group_is_refused():
         group_advantages(jnp.ones((4, 1)))
     with pytest.raises(ValueError, match="allowed: group"):
         group_advantages(REWARDS, "std")
+
+
+def test_a_group_is_informative_if_two_of_its_scores_differ():
+    nan = jnp.nan
+    scores = jnp.array(
+        [[0, 0, 0], [1, 1, 1], [0, 0, 1], [0.1, 0.1, 0.1], [nan, nan, nan], [nan, 2, nan], [1, nan, 1], [nan, -1, -2]]
+    )
+    expected = [False, False, True, False, False, False, False, True]
+    assert informative_groups(scores).tolist() == jax.jit(informative_groups)(scores).tolist() == expected
+    assert informative_groups(jnp.array([[0, 0], [3, 4]])).tolist() == [False, True]
+
+
+def test_groups_of_one_completion_are_never_informative_and_so_refused():
+    with pytest.raises(ValueError, match=r"scores must be \[N, G\] with num_generations G >= 2, got \(4, 1\)"):
+        informative_groups(jnp.ones((4, 1)))

@@ -125,6 +125,8 @@ def test_overrides_are_yaml_1_2_values():
         ("generation.top_p=0", "generation.top_p is 0; allowed: a number from 1e-30 to 1"),
         ("generation.top_p=1e-308", "generation.top_p is 1e-308; allowed: a number from 1e-30 to 1"),
         ("generation.kv_cache_gb=1e308", "generation.kv_cache_gb is 1e+308; allowed: a number from 1e-30 to 1e30"),
+        ("grpo.dynamic_sampling.max_rounds=0", "grpo.dynamic_sampling.max_rounds is 0; allowed: a whole number >= 1"),
+        ("max_rounds=4", "it lives in grpo.dynamic_sampling.max_rounds"),
         ("grpo.beta=1e308", "grpo.beta is 1e+308; allowed: a number from 0 to 1e30"),
         ("grpo.loss_type=gspo", "grpo.loss_type is 'gspo'; allowed: grpo, bnpo, dapo, dr_grpo"),
         ("noise.sigma_start=", "noise.sigma_start is null; allowed: a number from 1e-30 to 1e30"),
@@ -158,6 +160,24 @@ def test_one_wrong_override(override, expected):
         (["grpo.num_iterations=2", "run.save_steps=5"], "run.save_steps is 5; allowed: a multiple of the 2"),
         (["grpo.num_iterations=2", "evaluation.eval_steps=5"], "evaluation.eval_steps is 5; allowed: a multiple of"),
         (["optimizer.num_train_epochs=1"], "optimizer.max_steps is 60 and optimizer.num_train_epochs is 1.0; allowed:"),
+        (
+            ["grpo.dynamic_sampling.metric=acuracy"],
+            "grpo.dynamic_sampling.metric is 'acuracy' (did you mean 'accuracy'?); allowed: the name of a function of "
+            "reward.functions (accuracy, format) or null",
+        ),
+        (
+            ["grpo.dynamic_sampling.metric=f", "reward.functions=[{function: 'a:f'}, {function: 'b:f'}]"],
+            "grpo.dynamic_sampling.metric is 'f'; allowed: the name of a function of reward.functions (a:f, b:f)",
+        ),
+        (
+            ["reward.functions=[{function: soft_overlong_punishment}]"],
+            "reward.soft_punish_cache is null; allowed with soft_overlong_punishment in reward.functions: a whole "
+            "number >= 1 and below generation.max_completion_length 48",
+        ),
+        (
+            ["reward.functions=[{function: soft_overlong_punishment}]", "reward.soft_punish_cache=48"],
+            "reward.soft_punish_cache is 48; allowed with",
+        ),
         (["optimizer.max_steps=null"], "optimizer.max_steps is null and optimizer.num_train_epochs is null"),
     ],
 )
@@ -182,6 +202,8 @@ def test_options_that_do_not_go_together(overrides, expected):
         ["lora.use_rslora=true", "lora.adapter=some/folder"],
         ["generation.max_slots=128"],
         ["optimizer.length_buckets=2"],
+        ["grpo.dynamic_sampling.max_rounds=4"],
+        ["reward.soft_punish_cache=8"],
     ],
 )
 def test_an_option_without_effect_is_an_error(overrides):
@@ -199,6 +221,9 @@ def test_an_option_without_effect_is_an_error(overrides):
         ["generation.max_slots=127"],
         ["optimizer.length_buckets=1"],
         ["optimizer.length_buckets=2", "generation.max_completion_length=200"],
+        ["grpo.dynamic_sampling={metric: accuracy, max_rounds: 1}"],
+        ["grpo.dynamic_sampling.metric=f", "reward.functions=[{function: 'm:f'}]"],
+        ["reward.soft_punish_cache=47", "reward.functions=[{function: soft_overlong_punishment}]"],
     ],
 )
 def test_the_same_option_with_effect_is_not(overrides):

@@ -5,13 +5,13 @@ import pytest
 
 from qerl_jax.config import RewardFunction, RewardOptions
 from qerl_jax.errors import UserError
-from qerl_jax.rewards.combine import RewardFunctions, combine
+from qerl_jax.rewards.combine import RewardFunctions, combine, joined
 
 EXAMPLES = [{"prompt": "p", "answer": "4"}, {"prompt": "q", "answer": "5"}]
 
 
-def options(*functions, timeout=10.0):
-    return RewardOptions(tuple(RewardFunction(name, weight) for name, weight in functions), timeout)
+def options(*functions, timeout=10.0, **parameters):
+    return RewardOptions(tuple(RewardFunction(name, weight) for name, weight in functions), timeout, **parameters)
 
 
 def test_the_weighted_sum_leaves_none_out():
@@ -120,3 +120,22 @@ def test_a_function_may_be_called_mean_length(tmp_path):
     (tmp_path / "mine.py").write_text("def mean_length(completions, **columns):\n    return [7] * len(completions)\n")
     with RewardFunctions(options((f"{tmp_path}/mine.py:mean_length", 1.0))) as rewards:
         assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {"mean_length": 7.0}
+
+
+def test_scores_of_several_batches_are_joined_in_order():
+    one, two = combine({"a": [1.0, None], "b": [1.0, 2.0]}, [1.0, 1.0]), combine({"a": [4.0], "b": [None]}, [1.0, 1.0])
+    both = joined([one, two])
+    np.testing.assert_array_equal(both.total, np.asarray([2, 2, 4], np.float32))
+    np.testing.assert_array_equal(both.each["a"], [1.0, np.nan, 4.0])
+    assert both.means == {"a": 2.5, "b": 1.5} and both.total.dtype == np.float32
+
+
+def test_the_soft_overlong_punishment_counts_tokens_with_its_weight():
+    functions = options(("accuracy", 1.0), ("soft_overlong_punishment", 0.5), soft_punish_cache=2)
+    with RewardFunctions(functions, max_completion_length=4) as rewards:
+        rewards.check(EXAMPLES, "rows")
+        scores = rewards(EXAMPLES, ["#### 4", "a longer text than any"], [[1, 2, 3], [1, 2]], 1)
+        np.testing.assert_array_equal(scores.each["soft_overlong_punishment"], [-0.5, 0.0])
+        np.testing.assert_array_equal(scores.total, [0.75, 0.0])
+    with pytest.raises(UserError, match="max_completion_length is null"):
+        RewardFunctions(functions)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rewards.functions import accuracy, final_number, format
+from qerl_jax.rewards.functions import accuracy, final_number, format, soft_overlong_punishment, with_parameters
 
 
 def score(completion, answer):
@@ -109,3 +109,30 @@ def test_final_number_is_exact():
 )
 def test_format(completion, expected):
     assert format(["p"], [completion], [[1]], answer=["9"]) == [expected]
+
+
+# What `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` of TRL 1.16.0 returns.
+@pytest.mark.parametrize(
+    ("longest", "cache", "expected"),
+    [
+        (20, 8, {0: 0.0, 1: 0.0, 12: 0.0, 13: -0.125, 14: -0.25, 16: -0.5, 19: -0.875, 20: -1.0, 21: -1.0}),
+        (64, 1, {62: 0.0, 63: 0.0, 64: -1.0, 65: -1.0}),
+        (10, 9, {0: 0.0, 1: 0.0, 2: -0.1111111111111111, 9: -0.8888888888888888, 10: -1.0}),
+        (48, 16, {31: 0.0, 32: 0.0, 33: -0.0625, 40: -0.5, 47: -0.9375, 48: -1.0}),
+    ],
+)
+def test_the_soft_overlong_punishment_is_trls(longest, cache, expected):
+    ids = [[7] * length for length in expected]
+    found = soft_overlong_punishment(longest, cache, ["p"] * len(ids), ["c"] * len(ids), ids)
+    assert found == list(expected.values())
+
+
+def test_parameters_come_by_name_and_leave_columns_of_these_names_alone():
+    bound = with_parameters("soft_overlong_punishment", {"soft_punish_cache": 8, "max_completion_length": 20})
+    assert bound(["p"], ["c"], completion_ids=[[7] * 14], max_completion_length=[3], soft_punish_cache=[4]) == [-0.25]
+    assert with_parameters("accuracy", {"soft_punish_cache": None}) is accuracy
+
+
+def test_a_parameter_that_is_missing_is_named():
+    with pytest.raises(UserError, match=r"soft_punish_cache is null; .* reward function 'soft_overlong_punishment'"):
+        with_parameters("soft_overlong_punishment", {"soft_punish_cache": None, "max_completion_length": 20})

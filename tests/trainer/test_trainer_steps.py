@@ -210,6 +210,23 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
     assert all(before[name].tobytes() != after[name].tobytes() for name in adapter)
 
 
+def test_long_completions_are_punished_in_training_and_in_evaluation(config, tmp_path):
+    short = ["optimizer.max_steps=2", "noise.num_stages=2"]
+    punished = "reward.functions=[{function: format}, {function: soft_overlong_punishment, weight: 0.5}]"
+    run = train(config, tmp_path / "run", *short, punished, "reward.soft_punish_cache=4")
+    completions = rows(run, "completions.jsonl")
+    found = {row["rewards/soft_overlong_punishment"] for row in completions}
+    assert found <= {0.0, -0.25, -0.5, -0.75, -1.0} and -1.0 in found and len(found) > 1
+    for row in completions:
+        assert row["reward"] == pytest.approx(row["rewards/format"] + 0.5 * row["rewards/soft_overlong_punishment"])
+    after = json.loads((run / "summary.json").read_text())["after"]
+    assert -1 <= after["sampled"]["soft_overlong_punishment"] < 0
+    measured = evaluation.evaluate_run(run, 0)
+    assert measured == {
+        f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in after[mode].items()
+    }
+
+
 def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
     short = ["optimizer.max_steps=2", "noise.num_stages=2", "generation.max_slots=3"]
     run = train(config, tmp_path / "run", *short)
