@@ -42,7 +42,7 @@ def test_one_completion_per_group_is_refused():
 def test_a_group_is_informative_if_two_of_its_scores_differ():
     nan = jnp.nan
     scores = jnp.array(
-        [[0, 0, 0], [1, 1, 1], [0, 0, 1], [0.1, 0.1, 0.1], [nan, nan, nan], [nan, 2, nan], [1, nan, 1], [nan, -1, -2]]
+        [[0, 0, 0], [1, 1, 1], [0, 0, 1], [0.1, 0.1, 0.1], [nan, nan, nan], [nan, 2, nan], [nan, -1, -1], [nan, -1, -2]]
     )
     expected = [False, False, True, False, False, False, False, True]
     assert informative_groups(scores).tolist() == jax.jit(informative_groups)(scores).tolist() == expected

@@ -14,6 +14,7 @@ from qerl_jax.rl.experience import choose_groups
         ([1, 1, 1, 0, 0, 0], 3, [0, 1, 2], 3),
         ([0, 0, 0, 0, 1, 1], 2, [4, 5], 6),
         ([0, 1, 0, 0, 1, 0], 3, [0, 1, 4], 6),  # filled up with the first of the others, in data order
+        ([1, 0, 0, 1, 0, 0], 4, [0, 1, 2, 3], 6),
         ([0, 0, 0, 0], 2, [0, 1], 4),
         ([0], 1, [0], 1),
     ],

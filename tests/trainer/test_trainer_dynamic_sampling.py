@@ -9,6 +9,7 @@ from run_harness import differences, leaves, rows
 from training_runs import config_in, reward_file, same_adapter, train
 
 from qerl_jax.data.dataset import load_dataset
+from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import trainer
@@ -49,7 +50,7 @@ def dynamic(policy, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(dynamic, tmp_path_factory):
-    """A run of `dynamic`, and its progress after every rollout beside the batches that it trained on."""
+    """A run of `dynamic`, and what each of its rollouts trained on, with the cursor after it."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "plot_runs", lambda *_: [])
@@ -57,7 +58,7 @@ def undisturbed(dynamic, tmp_path_factory):
 
         def watched(self):
             logged = rollout(self)
-            seen[-1] |= {"cursor": self.progress["cursor"], "num_tokens": self.progress["num_tokens"]}
+            seen[-1]["cursor"] = self.progress["cursor"]
             return logged
 
         def batched(self, prompts, completions, rewards, step):
@@ -89,6 +90,8 @@ def test_prompts_without_differences_are_replaced_by_the_next_ones(policy, undis
         logged = [row for row in completions if row["rollout"] == rollout]
         prompts = [problems[place]["prompt"] for place in SAMPLED[rollout] for _ in range(4)]
         assert [row["prompt"] for row in logged] == prompts
+        differing = [float(DIFFER[place] and sample == 0) for place in SAMPLED[rollout] for sample in range(4)]
+        assert [row["rewards/digits"] for row in logged] == differing
         trained_on = [place in CHOSEN[rollout] for place in SAMPLED[rollout] for _ in range(4)]
         assert [row["trained_on"] for row in logged] == trained_on
         kept = [row for row in logged if row["trained_on"]]
@@ -99,8 +102,8 @@ def test_prompts_without_differences_are_replaced_by_the_next_ones(policy, undis
     assert len(completions) == 4 * sum(map(len, SAMPLED))
 
 
-def test_the_metrics_count_everything_sampled(undisturbed):
-    run, batches = undisturbed
+def test_the_metrics_count_everything_sampled(policy, undisturbed):
+    run, _ = undisturbed
     logged, completions = rows(run)[::2], rows(run, "completions.jsonl")
     assert [row["dynamic_sampling/rounds"] for row in logged] == [2, 1, 2]
     assert [row["dynamic_sampling/informative"] for row in logged] == [0.5, 1.0, 0.75]
@@ -113,11 +116,13 @@ def test_the_metrics_count_everything_sampled(undisturbed):
         assert row["reward_std"] == pytest.approx(groups.std(1, ddof=1).mean(), abs=1e-6)
         assert row["frac_reward_zero_std"] == np.mean(groups.max(1) == groups.min(1))
         assert row["epoch"] == CURSORS[rollout] / len(DIFFER)
-    assert [row["num_tokens"] for row in logged] == [batch["num_tokens"] for batch in batches]
-    # 4 completions of 8 tokens at most per prompt, and each prompt counted as often.
-    new = np.diff([0, *(row["num_tokens"] for row in logged)])
-    of_batches = [int(batch["completions"].lengths.sum() + 4 * batch["prompts"].lengths.sum()) for batch in batches]
-    assert new[1] == of_batches[1] and new[0] > 1.5 * of_batches[0] and new[2] > 1.5 * of_batches[2]
+    problems = load_dataset("arithmetic", size=len(DIFFER))
+    _, lengths = encode_prompts(load_tokenizer(policy, 464), [problem["prompt"] for problem in problems], 48)
+    expected = [
+        4 * sum(lengths[place] for place in places) + round(4 * len(places) * row["completions/mean_length"])
+        for places, row in zip(SAMPLED, logged, strict=True)
+    ]
+    assert np.diff([0, *(row["num_tokens"] for row in logged)]).tolist() == expected
 
 
 def test_what_was_left_over_is_sampled_again_by_the_next_rollout(policy, undisturbed, tmp_path):
