@@ -156,6 +156,23 @@ def test_clipped_tokens_are_counted_by_side():
     assert "kl" not in metrics
 
 
+def test_a_row_is_clipped_once_by_the_mean_of_its_active_tokens():
+    """Rows of ratios 2, 2, 0.5, 1 and 0.5 with tokens far beyond; the correction has dropped the second's first token,
+    all of the fourth's and, with its gain, the fifth's."""
+    means = jnp.log(jnp.array([2.0, 2.0, 0.5, 1.0, 0.5]))[:, None]
+    logp = means + jnp.array([[3.0, -3.0, 9.0]])
+    advantages = jnp.array([[1, 1, 1], [0, 1, 1], [-1, -1, -1], [0, 0, 0], [0, 0, 1]])
+    parts = logp, jnp.zeros((5, 3)), None, advantages, jnp.broadcast_to(jnp.arange(3) < 2, (5, 3))
+    _, metrics = policy_loss(LossSpec(importance_sampling_level="sequence"), *parts)
+    shares = {"clip_ratio/low_mean": 1 / 5, "clip_ratio/high_mean": 2 / 5, "clip_ratio/region_mean": 3 / 5}
+    assert metrics.keys() == shares.keys()
+    for name, share in shares.items():
+        np.testing.assert_allclose(metrics[name], share, rtol=1e-6)
+    loss, _ = policy_loss(LossSpec("cispo", 0.0, 0.2, 1.5, "sequence"), *parts)
+    rows = 1.5 * 2 * means[0] + 1.5 * (means[1] - 3) - 0.5 * 2 * means[2]
+    np.testing.assert_allclose(loss, -rows[0] / 10, rtol=1e-5)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
 def test_a_row_without_active_tokens_adds_nothing(loss_type, level):
