@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ from pallas_kernels import has_kernels
 from qerl_jax.format_names import KV_CACHE_DTYPES
 from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.requests import Statistics
-from qerl_jax.rollout.tail import default_tail_sizes
+from qerl_jax.rollout.tail import WORTH, default_tail_sizes
 
 _WAVES = 4
 
@@ -52,14 +53,15 @@ def long_tailed(count: int, shortest: int, longest: int) -> list[int]:
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
-def compiling(prompts: int, num_generations: int, longest: int, tail_sizes: list[int]) -> list[int]:
-    """Short lengths with which all programs run: one completion's is worth the moves, and as many samples as each of
-    the sizes holds go on for a while."""
-    lengths = np.full(prompts, 2)
+def compiling(prompts: int, num_generations: int, slots: int, longest: int, tail_sizes: list[int]) -> list[int]:
+    """Short lengths with which all programs run: as many samples as each of the sizes holds go on for a while, and one
+    prompt's so long that every move is worth it, looked for a chunk late."""
+    lengths, needed = np.full(prompts, 2), 2
     for i, size in enumerate(sorted(tail_sizes, reverse=True), 1):
         lengths[prompts - size // num_generations :] = min(longest, 10 * i)
-    if tail_sizes:
-        lengths[-1] = min(longest, 512)
+        if 2 * size <= slots:
+            needed, slots = max(needed, 10 * i + 160 + math.ceil(WORTH / (slots - size))), size
+    lengths[-1] = max(lengths[-1], min(longest, needed))
     return lengths.tolist()
 
 
@@ -121,7 +123,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "longest": max(lengths),
         },
     }
-    run(engine, case, compiling(N, G, arguments.longest, arguments.tail_sizes))
+    run(engine, case, compiling(N, G, result["slots"], arguments.longest, arguments.tail_sizes))
     tail = result["long_tail"] = run(engine, case, lengths)
     yield result
     waiting = tail["while_some_wait"]
@@ -133,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
     yield result
     fewer = min(N, _WAVES * result["slots"] // G)  # prompts; as many completions may need programs of their own
-    run(engine, case, compiling(fewer, G, arguments.longest, arguments.tail_sizes))
+    run(engine, case, compiling(fewer, G, result["slots"], arguments.longest, arguments.tail_sizes))
     alike = run(engine, case, [at_work] * fewer)["while_some_wait"]
     yield result | {
         "equal_at_work": alike,

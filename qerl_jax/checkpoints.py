@@ -2,11 +2,8 @@
 
     <directory>/step_00000040/
       arrays/            orbax: one array per leaf, named by its place in the tree ("adapter.lora.0.q_proj.a")
-      manifest.json      progress, dtype + shape + sha256 of every leaf, length + sha256 of every file, versions
+      manifest.json      progress, and what the other files must be: see `manifest`
       manifest.sha256    digest of manifest.json; `sha256sum -c manifest.sha256` checks it
-
-Orbax alone restores flipped bits without a word (12 of 30 single-bit flips gave other arrays), hence the digests: of
-the files, so that damage is found wherever it sits, and of the leaves, so that what orbax reads is what was saved.
 
 A save goes to `.tmp-step_00000040`, is flushed to disk, and becomes visible by one rename. Where that step exists
 already, the old folder waits as `.old-step_00000040` until the new one is in place, and counts as long as it is not.
@@ -14,8 +11,6 @@ The arrays pass through host memory both ways, so a checkpoint does not depend o
 """
 
 import contextlib
-import hashlib
-import importlib.metadata
 import json
 import logging
 import operator
@@ -24,7 +19,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +29,17 @@ import orbax.checkpoint as ocp
 
 from qerl_jax.durable import flush, flush_tree
 from qerl_jax.errors import UserError
+from qerl_jax.manifest import Damaged, Progress, match_target, prng_of, read_manifest, verify_leaves, write_manifest
 
 __all__ = ["checkpoint_steps", "remove_partial", "restore_checkpoint", "save_checkpoint"]
 
-Progress = dict[str, Any]
-
-_ARRAYS, _MANIFEST, _DIGEST = "arrays", "manifest.json", "manifest.sha256"
+_ARRAYS = "arrays"
 _TEMP, _OLD = ".tmp-", ".old-"
-_LIBRARIES = ("jax", "numpy", "orbax-checkpoint", "qerl-jax")
 # What in a path orbax takes for a pattern, tensorstore for a /, or both for the scheme of a URL.
 _MISREAD = re.compile(r"[\[*?\\:]")
 # How orbax names the system's error in its own, a ValueError.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _logger = logging.getLogger(__name__)
-
-
-class _Damaged(Exception):
-    """A checkpoint's bytes are not those that were saved; the message says where."""
 
 
 def checkpoint_steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -145,26 +133,7 @@ def _write(temp: Path, step: int, leaves: dict[str, Any], progress: Mapping[str,
             checkpointer.save(directory / temp.name / _ARRAYS, args=ocp.args.PyTreeSave(stored))
     else:
         temp.mkdir()
-    with ThreadPoolExecutor() as pool:
-        leaf_digests = pool.map(_digest_array, host.values())
-        files = sorted(path for path in temp.rglob("*") if path.is_file())
-        file_digests = pool.map(_digest_file, files)
-        manifest = {
-            "step": step,
-            "progress": progress,
-            "leaves": {
-                name: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": digest, "prng": _prng(leaf)}
-                for (name, leaf), digest in zip(leaves.items(), leaf_digests, strict=True)
-            },
-            "files": {
-                path.relative_to(temp).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-                for path, digest in zip(files, file_digests, strict=True)
-            },
-            "versions": {name: _version(name) for name in _LIBRARIES},
-        }
-    text = json.dumps(manifest, indent=1).encode()
-    (temp / _MANIFEST).write_bytes(text)
-    (temp / _DIGEST).write_bytes(_digest_line(text))
+    write_manifest(temp, step, progress, leaves, host)
     flush_tree(temp)
 
 
@@ -222,10 +191,10 @@ def restore_checkpoint[Tree](
     for candidate in sorted(folders, reverse=True) if step is None else [step]:
         folder = folders[candidate]
         try:
-            manifest = _read_manifest(folder, candidate)
-            _match(folder, manifest["leaves"], _leaves(target))
+            manifest = read_manifest(folder, candidate)
+            match_target(folder, manifest["leaves"], _leaves(target))
             host = _read_arrays(folder, manifest["leaves"])
-        except _Damaged as damage:
+        except Damaged as damage:
             _logger.warning("checkpoint step %d is damaged and skipped: %s: %s", candidate, folder, damage)
             continue
         stored = manifest["leaves"]
@@ -259,13 +228,8 @@ def _leaves(tree: Any) -> dict[str, Any]:
     return leaves
 
 
-def _prng(leaf: Any) -> str | None:
-    """The algorithm of a typed PRNG key, None for other arrays."""
-    return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
-
-
 def _to_host(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _prng(leaf) else leaf)
+    return np.asarray(jax.random.key_data(leaf) if prng_of(leaf) else leaf)
 
 
 def _to_device(array: np.ndarray, target: Any, prng: str | None) -> Any:
@@ -277,42 +241,6 @@ def _to_device(array: np.ndarray, target: Any, prng: str | None) -> Any:
     # A copy of the memory: on CPU jax may share numpy's otherwise, and the next step donates it.
     placed = jax.device_put(array, None if prng else device, may_alias=False)
     return jax.device_put(jax.random.wrap_key_data(placed, impl=prng), device) if prng else placed
-
-
-def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """The manifest, after its own digest and every file's length and digest have been verified."""
-    try:
-        text = (folder / _MANIFEST).read_bytes()
-        if (folder / _DIGEST).read_bytes() != _digest_line(text):
-            raise _Damaged(f"{_MANIFEST} does not match {_DIGEST}")
-        manifest = json.loads(text)
-        if manifest["step"] != step:
-            raise _Damaged(f"{_MANIFEST} is of step {manifest['step']}")
-        files = {name: folder / name for name in manifest["files"]}
-        for name, path in files.items():
-            expected, found = manifest["files"][name]["bytes"], path.stat().st_size
-            if found != expected:
-                raise _Damaged(f"{name} has {found} bytes; expected {expected}")
-        with ThreadPoolExecutor() as pool:
-            for name, digest in zip(files, pool.map(_digest_file, files.values()), strict=True):
-                if digest != manifest["files"][name]["sha256"]:
-                    raise _Damaged(f"{name} has another sha256 than when it was written")
-    except OSError as error:
-        raise _Damaged(f"{error.filename or ''} cannot be read ({error.strerror})") from error
-    return manifest
-
-
-def _match(folder: Path, stored: dict[str, Any], target: dict[str, Any]) -> None:
-    """Raises UserError for the first leaf that differs between checkpoint and target."""
-    expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in target.items()}
-    found = {name: f"{leaf['dtype']}{leaf['shape']}" for name, leaf in stored.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise UserError(
-                f"{folder}: leaf {name}: expected {expected.get(name, 'no such leaf')}, found "
-                f"{found.get(name, 'no such leaf')}. The checkpoint is of another set-up (rank, target modules, "
-                "trained norms, optimizer or base); continue it with the one that wrote it, or start a new run."
-            )
 
 
 def _read_arrays(folder: Path, leaves: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -328,28 +256,5 @@ def _read_arrays(folder: Path, leaves: dict[str, Any]) -> dict[str, np.ndarray]:
             ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
         ):
             host |= checkpointer.restore(directory / _ARRAYS, args=args)
-    with ThreadPoolExecutor() as pool:
-        for name, digest in zip(host, pool.map(_digest_array, host.values()), strict=True):
-            if digest != leaves[name]["sha256"]:
-                raise _Damaged(f"leaf {name} has another sha256 than when it was saved")
+    verify_leaves(host, leaves)
     return host
-
-
-def _digest_array(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
-
-
-def _digest_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_line(text: bytes) -> bytes:
-    return f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # run from a checkout

@@ -136,10 +136,12 @@ class GrpoOptions:
     """The policy-gradient objective and how often a rollout is used. `beta` weighs the KL divergence from the base
     without any adapter, also where `lora.adapter` is what a run starts from."""
 
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = "dapo"
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # sequence: GSPO's, with loss_type grpo
     beta: NotNegative = 0.0
     epsilon: PositiveFraction = 0.2
-    epsilon_high: Positive = 0.28
+    epsilon_high: Positive = 0.28  # cispo: the largest ratio itself, usually 5
+    delta: Positive | None = None  # cuts the ratio at negative advantages too, above 1 + epsilon_high
     scale_rewards: Literal["group", "batch", "none"] = "group"
     mask_truncated_completions: Switch = False
     num_iterations: Count = 1

@@ -34,6 +34,17 @@ def conflicts(config: "Config") -> list[str]:
             f"optimizer.max_steps is {optimizer.max_steps or 'null'} and optimizer.num_train_epochs is "
             f"{optimizer.num_train_epochs or 'null'}; allowed: exactly one of them, the other one null"
         )
+    grpo = config.grpo
+    if grpo.loss_type == "cispo" and grpo.epsilon_high < 1:
+        problems.append(
+            f"grpo.epsilon_high is {grpo.epsilon_high}; allowed with grpo.loss_type cispo: a number >= 1, the largest "
+            "ratio itself (5 is usual)"
+        )
+    elif grpo.loss_type != "cispo" and grpo.delta is not None and grpo.delta <= 1 + grpo.epsilon_high:
+        problems.append(
+            f"grpo.delta is {grpo.delta}; allowed: above 1 + grpo.epsilon_high, which is {1 + grpo.epsilon_high:g}, "
+            "or null"
+        )
     batch = optimizer.per_device_train_batch_size * accumulation
     if batch % group:
         problems.append(
@@ -101,12 +112,24 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         add(f"with noise.num_stages {stages} no stage reaches it", cause, "noise.sigma_end")
     if stages <= 3:
         add(f"with noise.num_stages {stages} nothing lies between the two ends", cause, "noise.schedule")
+    kind, level = "grpo.loss_type", config.grpo.sampler_correction.level
+    cispo = config.grpo.loss_type == "cispo"
     if config.updates_per_rollout == 1 and config.grpo.old_logprobs == "learner":
-        why = "with one update per rollout and grpo.old_logprobs learner the ratio is exactly 1 and is never clipped"
-        causes = ("grpo.old_logprobs", "grpo.num_iterations", "grpo.steps_per_generation")
-        add(why, (*causes, "optimizer.gradient_accumulation_steps"), "grpo.epsilon", "grpo.epsilon_high")
+        why = "with one update per rollout and grpo.old_logprobs learner the ratio is exactly 1"
+        rest = ("grpo.steps_per_generation", "optimizer.gradient_accumulation_steps")
+        causes = ("grpo.old_logprobs", "grpo.num_iterations", *rest)
+        add(f"{why} and is never clipped", causes, "grpo.epsilon", "grpo.delta")
+        if not cispo:  # which is refused without an epsilon_high of its own: it has to be named, with effect or without
+            add(f"{why} and is never clipped", (*causes, kind), "grpo.epsilon_high")
+        # The gradient of a row's ratio is the mean over the row's tokens, of which all have the same unless the
+        # correction weighs them one by one; of cispo's loss the ratio has no part in the gradient.
+        if cispo or level != "token":
+            why += ", of tokens and of rows, and the gradient is the same"
+            add(why, (*causes, kind, "grpo.sampler_correction.level"), "grpo.importance_sampling_level")
+    if cispo:
+        add(f"with {kind} cispo only grpo.epsilon_high bounds the ratio", (kind,), "grpo.epsilon", "grpo.delta")
     prefix = "grpo.sampler_correction."
-    if config.grpo.sampler_correction.level == "none":
+    if level == "none":
         why = f"with {prefix}level none there is no correction"
         add(why, (f"{prefix}level",), f"{prefix}mode", f"{prefix}cap")
     elif config.grpo.old_logprobs == "sampler":

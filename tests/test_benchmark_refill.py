@@ -16,9 +16,13 @@ def test_lengths_have_a_long_tail():
 
 
 def test_what_compiles_goes_through_all_sizes_of_the_tail():
-    """With 8 completions of a prompt: 32 samples are left behind the second token, 8 behind the tenth."""
-    assert refill.compiling(64, 8, 4096, [8, 32]) == [2] * 60 + [10] * 3 + [512]
-    assert refill.compiling(4, 8, 4096, []) == [2] * 4
+    """With 8 completions of a prompt: 32 samples are left behind the second token, 8 behind the tenth. A move is worth
+    8192 slot-steps: from 32 to 8 slots 342 of the longest sample, from 16 to 8 1024."""
+    assert refill.compiling(64, 8, 64, 4096, [8, 32]) == [2] * 60 + [10] * 3 + [20 + 160 + 342]
+    assert refill.compiling(64, 8, 16, 4096, [8, 32])[-1] == 20 + 160 + 1024
+    assert refill.compiling(64, 8, 16, 600, [8, 32])[-1] == 600
+    assert refill.compiling(64, 8, 8, 4096, [8, 32])[-1] == 20  # no move
+    assert refill.compiling(4, 8, 64, 4096, []) == [2] * 4
 
 
 def test_both_runs_draw_what_they_should_and_long_tails_keep_slots_full(tmp_path):

@@ -265,7 +265,7 @@ def test_exchanged_checkpoints_are_found(two, caplog):
 
 
 def test_damage_the_files_do_not_show_is_found_in_the_leaves(two, caplog, monkeypatch):
-    read = checkpoints._read_manifest
+    read = checkpoints.read_manifest
 
     def with_other_leaf(folder, step):
         manifest = read(folder, step)
@@ -273,7 +273,7 @@ def test_damage_the_files_do_not_show_is_found_in_the_leaves(two, caplog, monkey
             manifest["leaves"]["half"]["sha256"] = "0" * 64
         return manifest
 
-    monkeypatch.setattr(checkpoints, "_read_manifest", with_other_leaf)
+    monkeypatch.setattr(checkpoints, "read_manifest", with_other_leaf)
     assert_falls_back(two, caplog, "leaf digest")
 
 

@@ -20,6 +20,8 @@ from qerl_jax.config import (
 from qerl_jax.config_errors import option_names
 from qerl_jax.errors import UserError
 
+CISPO = ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0"]
+
 
 def message(*overrides: str, recipe: str = "quickstart") -> str:
     with pytest.raises(UserError) as caught:
@@ -128,7 +130,10 @@ def test_overrides_are_yaml_1_2_values():
         ("grpo.dynamic_sampling.max_rounds=0", "grpo.dynamic_sampling.max_rounds is 0; allowed: a whole number >= 1"),
         ("max_rounds=4", "it lives in grpo.dynamic_sampling.max_rounds"),
         ("grpo.beta=1e308", "grpo.beta is 1e+308; allowed: a number from 0 to 1e30"),
-        ("grpo.loss_type=gspo", "grpo.loss_type is 'gspo'; allowed: grpo, bnpo, dapo, dr_grpo"),
+        ("grpo.loss_type=gspo", "grpo.loss_type is 'gspo'; allowed: grpo, bnpo, dapo, dr_grpo, cispo"),
+        ("grpo.importance_sampling_level=row", "grpo.importance_sampling_level is 'row'; allowed: token, sequence"),
+        ("importance_sampling_level=sequence", "it lives in grpo.importance_sampling_level"),
+        ("grpo.delta=0", "grpo.delta is 0; allowed: a number from 1e-30 to 1e30 or null"),
         ("noise.sigma_start=", "noise.sigma_start is null; allowed: a number from 1e-30 to 1e30"),
         ("noise.sigma_start=1e308", "noise.sigma_start is 1e+308; allowed: a number from 1e-30 to 1e30"),
         (
@@ -178,9 +183,15 @@ def test_one_wrong_override(override, expected):
             ["reward.functions=[{function: soft_overlong_punishment}]", "reward.soft_punish_cache=48"],
             "reward.soft_punish_cache is 48; allowed with",
         ),
+        (["grpo.loss_type=cispo"], "grpo.epsilon_high is 0.28; allowed with grpo.loss_type cispo: a number >= 1, the "
+                                   "largest ratio itself (5 is usual)"),
+        (["grpo.loss_type=cispo", "grpo.epsilon_high=0.99"], "grpo.epsilon_high is 0.99; allowed with grpo.loss_type"),
+        (["grpo.delta=1.28", "grpo.num_iterations=2"], "grpo.delta is 1.28; allowed: above 1 + grpo.epsilon_high, "
+                                                       "which is 1.28, or null"),
+        (["grpo.delta=2.0", "grpo.epsilon_high=1.5", "grpo.num_iterations=2"], "grpo.delta is 2.0; allowed: above 1 +"),
         (["optimizer.max_steps=null"], "optimizer.max_steps is null and optimizer.num_train_epochs is null"),
     ],
-)
+)  # fmt: skip
 def test_options_that_do_not_go_together(overrides, expected):
     assert expected in message(*overrides)
 
@@ -194,6 +205,14 @@ def test_options_that_do_not_go_together(overrides, expected):
         ["noise.schedule=linear", "noise.num_stages=3"],
         ["grpo.epsilon=0.1"],
         ["grpo.epsilon_high=0.3"],
+        ["grpo.delta=4.0"],
+        ["grpo.epsilon=0.1", *CISPO],
+        ["grpo.epsilon=0.1", *CISPO, "grpo.num_iterations=2"],
+        ["grpo.delta=9.0", *CISPO],
+        ["grpo.delta=9.0", *CISPO, "grpo.num_iterations=2"],
+        ["grpo.importance_sampling_level=sequence"],
+        ["grpo.importance_sampling_level=sequence", "grpo.sampler_correction.level=sequence"],
+        ["grpo.importance_sampling_level=sequence", "grpo.sampler_correction.level=token", *CISPO],
         ["grpo.sampler_correction.cap=3.0"],
         ["grpo.sampler_correction.mode=mask"],
         ["grpo.sampler_correction.level=token", "grpo.old_logprobs=sampler"],
@@ -214,6 +233,13 @@ def test_an_option_without_effect_is_an_error(overrides):
     "overrides",
     [
         ["grpo.epsilon=0.1", "grpo.num_iterations=2"],
+        ["grpo.delta=4.0", "grpo.num_iterations=2"],
+        CISPO,
+        [*CISPO, "grpo.num_iterations=2"],
+        ["grpo.importance_sampling_level=sequence", "grpo.num_iterations=2"],
+        ["grpo.importance_sampling_level=sequence", "grpo.old_logprobs=sampler"],
+        ["grpo.importance_sampling_level=sequence", "grpo.sampler_correction.level=token"],
+        ["grpo.importance_sampling_level=sequence", "grpo.num_iterations=2", *CISPO],
         ["grpo.epsilon=0.1", "grpo.old_logprobs=sampler"],
         ["grpo.epsilon=0.1", "grpo.steps_per_generation=8", "optimizer.per_device_train_batch_size=16"],
         ["grpo.sampler_correction={level: token, cap: 3.0}"],
@@ -246,6 +272,26 @@ def test_an_override_may_silence_options_of_the_file(tmp_path):
     assert f"{path}, line 3: noise.sigma_start has no effect" in message(recipe=str(path))
 
 
+def test_an_override_of_the_loss_may_silence_its_bounds(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "optimizer: {max_steps: 20}\nnoise: {num_stages: 5}\n"
+        "grpo: {num_iterations: 2, epsilon: 0.1, delta: 4.0, importance_sampling_level: sequence}\n"
+    )
+    plain = GrpoOptions(steps_per_generation=4)
+    cispo = load_config(str(path), CISPO).grpo
+    assert (cispo.epsilon, cispo.delta, cispo.importance_sampling_level) == (plain.epsilon, None, "sequence")
+    assert load_config(str(path), ["grpo.num_iterations=1"]).grpo == plain
+    path.write_text("optimizer: {max_steps: 20}\nnoise: {num_stages: 5}\ngrpo: {loss_type: cispo, epsilon_high: 5.0}\n")
+    assert load_config(str(path), ["grpo.loss_type=dapo"]).grpo == plain
+    assert load_config(str(path)).grpo.epsilon_high == 5.0
+    file = path.read_text().replace("5.0}", "5.0, delta: 9.0}")
+    path.write_text(file)
+    assert "grpo.delta has no effect in this run: with grpo.loss_type cispo only grpo.epsilon_high bounds" in message(
+        recipe=str(path)
+    )
+
+
 def test_all_problems_are_told_at_once_with_their_lines(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("optimizer:\n  max_steps: ten\n  lerning_rate: 3\nnosie: {}\n3: 4\n")
@@ -256,7 +302,7 @@ def test_all_problems_are_told_at_once_with_their_lines(tmp_path):
     assert "3 is not the name of an option; allowed: a mapping with the options model, lora" in rest[1]
 
 
-@pytest.mark.parametrize("options", [[], ["noise.num_stages=1"], ["lora.adapter=a/b", "grpo.num_iterations=2"]])
+@pytest.mark.parametrize("options", [[], ["noise.num_stages=1"], ["lora.adapter=a/b", "grpo.num_iterations=2"], CISPO])
 def test_saved_yaml_reads_back_as_the_same_config(tmp_path, options):
     config = load_config("quickstart", options)
     save_yaml(config, tmp_path / "config.yaml")

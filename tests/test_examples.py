@@ -1,6 +1,7 @@
 """The examples as a reader runs them, each in a program of its own, and what each of them claims."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -11,8 +12,13 @@ import jax
 import numpy as np
 import pytest
 
+from qerl_jax.config import load_config
+from qerl_jax.data.dataset import load_dataset
+from qerl_jax.rewards.combine import RewardFunctions
+
 ROOT = Path(__file__).parent.parent
 NAMES = ("train", "new_loss", "resume", "four_seeds")
+WITH_FILES = ("gsm8k_rows",)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def numbers(pattern, text):
 
 
 def test_every_example_is_run_here():
-    assert sorted(path.stem for path in (ROOT / "examples").glob("*.py")) == sorted(NAMES)
+    assert sorted(path.stem for path in (ROOT / "examples").glob("*.py")) == sorted(NAMES + WITH_FILES)
 
 
 def test_the_readme_shows_the_training_script_as_it_is():
@@ -96,3 +102,19 @@ def test_four_seeds_by_vmap_are_four_runs(printed):
     assert ends[:, 0].tolist() == [0, 1, 2, 3]
     assert (ends[:, 1] > 1e-3).all()
     assert (ends[:, 2] < 1e-2 * ends[:, 1]).all()
+
+
+def test_rows_of_gsm8k_are_what_its_recipe_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config("gsm8k-7b")
+    answer = "Two boxes hold 2*600=<<2*600=1200>>1,200 nails.\n#### 1,200"
+    Path("train.jsonl").write_text(json.dumps({"question": "A box holds 600 nails. And two?", "answer": answer}) + "\n")
+    command = [sys.executable, ROOT / "examples" / "gsm8k_rows.py", "train.jsonl", config.data.train_dataset]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "gsm8k_train.jsonl: 1 problems\n"
+    (row,) = load_dataset(config.data.train_dataset, split="train")
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    with RewardFunctions(config.reward) as rewards:
+        rewards.check([row], "train")
+        scores = rewards([row], ["1200", "It is\n#### 1200", "#### 12", "#### 1,200."], [[1]] * 4, 4)
+    np.testing.assert_allclose(scores.total, [0.0, 2.2, 0.2, 2.0])

@@ -1,5 +1,7 @@
-"""Losses against TRL 0.21.0's own values and gradients (tests/oracles/grpo_loss_oracle_trl0.21.0.npz)."""
+"""Losses against TRL's own values and gradients, of 0.21.0 (grpo_loss_oracle_trl0.21.0.npz in tests/oracles) and, for
+ratios of rows, cispo and delta, of 1.16.0 (by tests/oracles/grpo_loss_levels.py)."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -10,12 +12,15 @@ import pytest
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossSpec, policy_loss, token_weights
 
-ORACLE = np.load(Path(__file__).parent / "oracles" / "grpo_loss_oracle_trl0.21.0.npz")
+ORACLES = Path(__file__).parent / "oracles"
+ORACLE = np.load(ORACLES / "grpo_loss_oracle_trl0.21.0.npz")
 VARIANTS = sorted(key.removesuffix(".loss") for key in ORACLE.files if key.endswith(".loss"))
+LEVELS = dict(np.load(ORACLES / "grpo_loss_levels_trl1.16.0.npz"))
+LEVEL_VARIANTS = LEVELS["variants"].tolist()
 
 
-def test_every_variant_of_the_oracle_is_covered():
-    assert len(VARIANTS) == 12
+def test_every_variant_of_the_oracles_is_covered():
+    assert len(VARIANTS) == 12 and len(LEVEL_VARIANTS) == len(set(LEVEL_VARIANTS)) == 60
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -33,6 +38,59 @@ def test_value_gradient_and_metrics_equal_trl(variant):
     for name, key in (("clip_ratio/region_mean", ".clip_ratio/region_mean"), ("kl", ".kl")):
         if variant + key in ORACLE.files:
             np.testing.assert_allclose(metrics[name], ORACLE[variant + key], rtol=1e-5)
+
+
+def spec_of(loss_type, level, beta="0", extra="plain"):
+    """With the oracle's bounds."""
+    high = LEVELS["epsilon_high_cispo" if loss_type == "cispo" else "epsilon_high"]
+    delta = float(LEVELS["delta"]) if extra == "delta" else None
+    return LossSpec(loss_type, float(beta), float(LEVELS["epsilon"]), float(high), level, delta)
+
+
+def loss_and_gradient(spec, logp, old, ref, advantages, mask):
+    def loss(logp):
+        return policy_loss(spec, logp, jax.lax.stop_gradient(logp) if old is None else old, ref, advantages, mask)
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logp))
+    return value, metrics, gradient
+
+
+@pytest.mark.parametrize("variant", LEVEL_VARIANTS)
+def test_levels_cispo_and_delta_equal_trl(variant):
+    loss_type, level, beta, policy, extra = variant.split("/")
+    index = LEVEL_VARIANTS.index(variant)
+    advantages = LEVELS["advantages"][:, None] * (LEVELS["weights"] if extra == "weights" else 1)
+    old = None if policy == "on" else LEVELS["old"]
+    parts = LEVELS["new"], old, LEVELS["ref"], advantages, LEVELS["mask"]
+    loss, metrics, gradient = loss_and_gradient(spec_of(loss_type, level, beta, extra), *parts)
+    np.testing.assert_allclose(loss, LEVELS["loss"][index], rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose(gradient, LEVELS["dlogps"][index], rtol=1e-5, atol=1e-8)
+    logged = dict(zip(LEVELS["metric_names"].tolist(), LEVELS["metrics"][index], strict=True))
+    assert metrics.keys() == {name for name, value in logged.items() if not np.isnan(value)}
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, logged[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo"])
+def test_where_the_ratio_is_one_a_rows_ratio_matters_to_weighted_tokens_alone(loss_type):
+    """What the config's checks say of grpo.importance_sampling_level in runs of one update per rollout."""
+    for weights, differs in ((np.ones((12, 1), np.float32), False), (LEVELS["weights"], loss_type != "cispo")):
+        parts = LEVELS["new"], None, None, LEVELS["advantages"][:, None] * weights, LEVELS["mask"]
+        (value, _, tokens), (other, _, rows) = (loss_and_gradient(spec_of(loss_type, level), *parts) for level in
+                                                ("token", "sequence"))  # fmt: skip
+        np.testing.assert_allclose(value, other, rtol=1e-6)
+        np.testing.assert_allclose(tokens.sum(1), rows.sum(1), atol=1e-7)
+        assert np.allclose(tokens, rows, atol=1e-7) != differs
+
+
+def test_delta_bounds_what_no_ratio_exceeds_however_large():
+    """exp(200) is infinite in float32; the token below it shows that the rest of the row is not touched."""
+    logp, mask = jnp.array([[200.0, 0.1], [200.0, 0.1]]), jnp.ones((2, 2), bool)
+    parts = logp, jnp.zeros((2, 2)), None, jnp.array([[-1.0], [1.0]]), mask
+    loss, metrics, gradient = loss_and_gradient(LossSpec("dapo", delta=4.0), *parts)
+    np.testing.assert_allclose(loss, (4 - 1.28) / 4, rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.exp(0.1) / 4 * np.array([[0, 1], [0, -1]]), rtol=1e-6)
+    assert metrics["clip_ratio/high_mean"] == 0.25
 
 
 def test_dapo_is_bnpo_over_the_whole_batch():
@@ -59,9 +117,14 @@ def test_padding_values_never_reach_the_loss():
     assert jnp.isfinite(loss) and jnp.all(jnp.isfinite(grad)) and grad[0, 1] == 0
 
 
-@pytest.mark.parametrize("anything", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("anything", [jnp.nan, jnp.inf, -jnp.inf, 7.0])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_nothing_behind_a_rows_end_reaches_loss_gradient_or_metrics(place, anything):
+@pytest.mark.parametrize(
+    "spec",
+    [LossSpec("dapo", 0.1), LossSpec("grpo", 0.1, importance_sampling_level="sequence", delta=3.0),
+     LossSpec("cispo", 0.1, epsilon_high=5.0), LossSpec("cispo", 0.1, 0.2, 5.0, "sequence")],
+)  # fmt: skip
+def test_nothing_behind_a_rows_end_reaches_loss_gradient_or_metrics(spec, place, anything):
     mask = jnp.array([[True, False], [True, True]])
     clean = [jnp.array([[-1.0, 0.0], [-2.0, -3.0]]), jnp.zeros((2, 2)), jnp.full((2, 2), -0.5)]
     padded = [array.at[0, 1].set(anything) if i == place else array for i, array in enumerate(clean)]
@@ -69,7 +132,7 @@ def test_nothing_behind_a_rows_end_reaches_loss_gradient_or_metrics(place, anyth
     @jax.jit
     def run(arrays):
         def loss(logp):
-            return policy_loss(LossSpec("dapo", 0.1), logp, arrays[1], arrays[2], jnp.array([[1.0], [-1.0]]), mask)
+            return policy_loss(spec, logp, arrays[1], arrays[2], jnp.array([[1.0], [-1.0]]), mask)
 
         return jax.value_and_grad(loss, has_aux=True)(arrays[0])
 
@@ -93,7 +156,42 @@ def test_clipped_tokens_are_counted_by_side():
     assert "kl" not in metrics
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+def test_a_row_is_clipped_once_by_the_mean_of_its_active_tokens():
+    """Rows of ratios 2, 2, 0.5, 1 and 0.5 with tokens far beyond; the correction has dropped the second's first token,
+    all of the fourth's and, with its gain, the fifth's."""
+    means = jnp.log(jnp.array([2.0, 2.0, 0.5, 1.0, 0.5]))[:, None]
+    logp = means + jnp.array([[3.0, -3.0, 9.0]])
+    advantages = jnp.array([[1, 1, 1], [0, 1, 1], [-1, -1, -1], [0, 0, 0], [0, 0, 1]])
+    parts = logp, jnp.zeros((5, 3)), None, advantages, jnp.broadcast_to(jnp.arange(3) < 2, (5, 3))
+    _, metrics = policy_loss(LossSpec(importance_sampling_level="sequence"), *parts)
+    shares = {"clip_ratio/low_mean": 1 / 5, "clip_ratio/high_mean": 2 / 5, "clip_ratio/region_mean": 3 / 5}
+    assert metrics.keys() == shares.keys()
+    for name, share in shares.items():
+        np.testing.assert_allclose(metrics[name], share, rtol=1e-6)
+    loss, _ = policy_loss(LossSpec("cispo", 0.0, 0.2, 1.5, "sequence"), *parts)
+    rows = 1.5 * 2 * means[0] + 1.5 * (means[1] - 3) - 0.5 * 2 * means[2]
+    np.testing.assert_allclose(loss, -rows[0] / 10, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_a_row_without_active_tokens_adds_nothing(loss_type, level):
+    """But for grpo's mean over rows, and the share of clipped rows, which count it as TRL does."""
+    arrays = LEVELS["new"], LEVELS["old"], LEVELS["ref"], LEVELS["advantages"][:, None], LEVELS["mask"]
+    empty = int(np.flatnonzero(~LEVELS["mask"].any(1))[0])
+    spec = spec_of(loss_type, level, "0.1")
+    loss, metrics, gradient = loss_and_gradient(spec, *arrays)
+    without, fewer, rest = loss_and_gradient(spec, *(np.delete(array, empty, 0) for array in arrays))
+    assert not gradient[empty].any()
+    rows = 11 / 12 if loss_type == "grpo" else 1.0
+    np.testing.assert_allclose(loss, rows * without, rtol=1e-6)
+    np.testing.assert_allclose(np.delete(gradient, empty, 0), rows * rest, rtol=1e-6)
+    for name in metrics.keys() - {"kl"}:
+        assert fewer[name] > 0
+        np.testing.assert_allclose(metrics[name], fewer[name] * (11 / 12 if level == "sequence" else 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo"])
 def test_a_batch_without_active_tokens_weighs_nothing(loss_type):
     np.testing.assert_array_equal(token_weights(jnp.zeros((2, 3), bool), loss_type), np.zeros((2, 3)))
 
@@ -103,7 +201,8 @@ def test_token_weights_by_hand():
     np.testing.assert_allclose(token_weights(mask, "grpo").sum(1), [1 / 3, 1 / 3, 0])
     np.testing.assert_allclose(token_weights(mask, "dapo").sum(1), [2 / 3, 1 / 3, 0])
     np.testing.assert_allclose(token_weights(mask, "dr_grpo").sum(1), [2 / 12, 1 / 12, 0])
-    np.testing.assert_array_equal(token_weights(mask, LossSpec().loss_type), token_weights(mask, "dapo"))
+    for same in (LossSpec().loss_type, "bnpo", "cispo"):
+        np.testing.assert_array_equal(token_weights(mask, same), token_weights(mask, "dapo"))
 
 
 def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
@@ -112,9 +211,31 @@ def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
         policy_loss(LossSpec(), square, square, None, jnp.array([1.0, 2.0, 3.0]), square == 0)
 
 
-def test_unknown_loss_and_missing_reference_are_refused():
-    with pytest.raises(ValueError, match="allowed: grpo"):
-        LossSpec("ppo")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"loss_type": "ppo"}, "loss_type is 'ppo'; allowed: grpo, bnpo, dapo, dr_grpo, cispo"),
+        ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; allowed: token, sequence"),
+        ({"loss_type": "cispo"}, "epsilon_high is 0.28; allowed with loss_type cispo: a number >= 1, the largest ratio "
+                                 "itself (5 is usual)"),
+        ({"loss_type": "cispo", "epsilon_high": float("nan")}, "epsilon_high is nan; allowed with loss_type cispo"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 9.0}, "delta is 9.0; allowed with loss_type cispo: None"),
+        ({"delta": 1.28}, "delta is 1.28; allowed: above 1 + epsilon_high, which is 1.28, or None"),
+        ({"delta": -1.0, "epsilon_high": 0.5}, "delta is -1.0; allowed: above 1 + epsilon_high, which is 1.5, or None"),
+        ({"delta": float("nan")}, "delta is nan; allowed: above"),
+    ],
+)  # fmt: skip
+def test_a_spec_names_what_is_not_allowed(options, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        LossSpec(**options)
+
+
+def test_the_least_bounds_are_allowed():
+    assert LossSpec("cispo", epsilon_high=1.0).epsilon_high == 1.0
+    assert LossSpec(delta=float(np.nextafter(1.28, 2))).delta > 1.28
+
+
+def test_a_missing_reference_is_refused():
     one = jnp.ones((1, 1))
     with pytest.raises(ValueError, match="reference policy"):
         policy_loss(LossSpec(beta=0.1), one, one, None, one, one)

@@ -1,5 +1,6 @@
 """Micro-batches by length: every row once, never wider than asked for, never more of them, and the same update."""
 
+import dataclasses
 import functools
 
 import jax
@@ -133,6 +134,25 @@ def test_an_update_by_length_is_the_same_update(name):
         new, metrics = update(state, batch, settings_of(size, buckets, "sequence"), loss_fn)
         for a, b in zip(jax.tree.leaves((new, metrics)), jax.tree.leaves((whole, expected)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "buckets", "bounded"),
+    [(LossSpec("grpo", 0.05, 0.2, 0.28, "sequence", 3.0), 2, {"clip_ratio/low_mean", "clip_ratio/high_mean"}),
+     (LossSpec("dapo", 0.05, 0.2, 0.28, "sequence"), 1, {"clip_ratio/low_mean", "clip_ratio/high_mean"}),
+     (LossSpec("cispo", 0.0, 0.2, 2.0, "sequence"), 1, {"cispo_clip_ratio"})],
+)  # fmt: skip
+def test_ratios_of_rows_and_bounded_weights_are_the_same_in_micro_batches(loss, buckets, bounded):
+    """Off-policy, with rows beyond every bound, and with a correction per token."""
+    state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
+    batch = batch.replace(old_logps=batch.old_logps - jnp.tile(jnp.array([0.0, 1.5, 3.0]), 4)[:, None])
+    settings = dataclasses.replace(settings_of(12, 1, "token"), loss=loss)
+    whole, expected = update(state, batch, settings)
+    assert all(0 < float(expected[name]) < 1 for name in bounded)
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.adapter, state.adapter))) > 1e-3
+    cut = dataclasses.replace(settings, micro_batch_size=3, length_buckets=buckets)
+    for a, b in zip(jax.tree.leaves(update(state, batch, cut)), jax.tree.leaves((whole, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("buckets", [1, 3])

@@ -23,13 +23,13 @@ NUCLEUS = dataclasses.replace(SETTINGS, top_p=0.8, top_k=20)
 KEY = jax.random.key(7)
 # Most tokens of each prompt's completions: those that go on for long stand between others.
 LIMITS = [2, C, 5, 1, 9, 9]
-WORTH = tail._WORTH
+WORTH = tail.WORTH
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Worth a move where a single token may follow."""
-    monkeypatch.setattr(tail, "_WORTH", 1)
+    monkeypatch.setattr(tail, "WORTH", 1)
 
 
 def engine(sizes, settings=SETTINGS, slots=None):
@@ -132,7 +132,7 @@ def test_slots_become_fewer_when_no_sample_waits():
 
 
 def test_what_a_move_is_worth(monkeypatch):
-    monkeypatch.setattr(tail, "_WORTH", WORTH)
+    monkeypatch.setattr(tail, "WORTH", WORTH)
     sizes = (32, 8)
     assert worthwhile(sizes, 64, 256) == [32, 8]  # 32 x 256 and 56 x 256 slot-steps; at least 8192
     assert worthwhile(sizes, 64, 255) == [8]
@@ -144,7 +144,7 @@ def test_what_a_move_is_worth(monkeypatch):
 def test_nothing_moves_and_nothing_is_compiled_where_it_is_not_worth_it(monkeypatch):
     rolled_out(()), completed(engine((), SETTINGS, 16))
     before = programs().finished._cache_size(), programs().decode_queue._cache_size()
-    monkeypatch.setattr(tail, "_WORTH", WORTH)
+    monkeypatch.setattr(tail, "WORTH", WORTH)
     whole, queued = engine((8, 4)), engine((8, 4), SETTINGS, 16)
     whole.rollout(ADAPTER, prompts(), KEY, G, limits=LIMITS)
     completed(queued)

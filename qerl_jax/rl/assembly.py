@@ -212,7 +212,9 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
         temperature=config.generation.temperature,
         micro_batch_size=optimizer.per_device_train_batch_size,
         old_logprobs=grpo.old_logprobs,
-        loss=LossSpec(grpo.loss_type, grpo.beta, grpo.epsilon, grpo.epsilon_high),
+        loss=LossSpec(
+            grpo.loss_type, grpo.beta, grpo.epsilon, grpo.epsilon_high, grpo.importance_sampling_level, grpo.delta
+        ),
         correction=correction,
         gradient_checkpointing=optimizer.gradient_checkpointing,
         length_buckets=optimizer.length_buckets,

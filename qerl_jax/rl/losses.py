@@ -8,13 +8,15 @@ Dimension letters: B rows of the optimizer batch, C completion slots.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo"]
+LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
+ImportanceSamplingLevel = Literal["token", "sequence"]
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
@@ -26,21 +28,45 @@ class LossSpec:
     Attributes:
       loss_type: how token losses are averaged. `grpo`: mean over a row's tokens, then over rows (GRPO, arXiv
         2402.03300). `bnpo` and `dapo`: mean over all active tokens of the optimizer batch (DAPO, arXiv 2503.14476;
-        TRL's bnpo takes the mean per micro-batch, which is the same thing at one micro-batch; TRL's dapo also counts
-        the tokens of truncated completions that are masked, which are not active here). `dr_grpo`: sum over tokens /
-        (B * max_completion_length) (Dr. GRPO, arXiv 2503.20783).
-      beta: weight of the KL penalty towards the reference policy; 0 needs no reference.
-      epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high].
+        TRL's bnpo takes the mean per micro-batch, which is the same thing at one micro-batch). `dr_grpo`: sum over
+        tokens / (B * max_completion_length) (Dr. GRPO, arXiv 2503.20783). `cispo`: the mean of dapo, of another token
+        loss, in which the ratio is a constant weight and no token loses its gradient (MiniMax-M1, arXiv 2506.13585).
+      beta: weight of the KL penalty towards the reference policy; 0 needs no reference. The ratio does not multiply it,
+        as with TRL's use_bias_correction_kl false.
+      epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]. With cispo it is cut at
+        epsilon_high itself, which is 1 or more (5 is usual), and epsilon is not read.
+      importance_sampling_level: `token`, a ratio per token, or `sequence`, one per row, the geometric mean of its
+        active tokens' ratios (GSPO, arXiv 2507.18071, which goes with the mean of grpo; by the others a row weighs as
+        much as it has tokens).
+      delta: the ratio is cut at it also where a negative advantage leaves it unclipped (INTELLECT-2, arXiv
+        2505.07291); above 1 + epsilon_high, or None. Not with cispo.
+
+    Raises:
+      ValueError: a value that is not allowed, by name.
     """
 
     loss_type: LossType = "dapo"
     beta: float = 0.0
     epsilon: float = 0.2
     epsilon_high: float = 0.28
+    importance_sampling_level: ImportanceSamplingLevel = "token"
+    delta: float | None = None
 
     def __post_init__(self) -> None:
-        if self.loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo"):
-            raise ValueError(f"loss_type is {self.loss_type!r}; allowed: grpo, bnpo, dapo, dr_grpo")
+        for name, kinds in (("loss_type", LossType), ("importance_sampling_level", ImportanceSamplingLevel)):
+            if getattr(self, name) not in get_args(kinds):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(get_args(kinds))}")
+        cispo = self.loss_type == "cispo"
+        if cispo and not self.epsilon_high >= 1:
+            raise ValueError(
+                f"epsilon_high is {self.epsilon_high}; allowed with loss_type cispo: a number >= 1, the largest ratio "
+                "itself (5 is usual)"
+            )
+        if cispo and self.delta is not None:
+            raise ValueError(f"delta is {self.delta}; allowed with loss_type cispo: None, its bound is epsilon_high")
+        if self.delta is not None and not self.delta > 1 + self.epsilon_high:
+            bound = 1 + self.epsilon_high
+            raise ValueError(f"delta is {self.delta}; allowed: above 1 + epsilon_high, which is {bound:g}, or None")
 
 
 def token_weights(mask_BC: jax.Array, loss_type: LossType) -> jax.Array:
@@ -63,7 +89,13 @@ def policy_loss(
     mask_BC: jax.Array,
     weights_BC: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Clipped surrogate -min(r A, clip(r) A) with r = exp(logp - old_logp), plus beta times the k3 estimate of KL.
+    """The policy-gradient loss, plus beta times the k3 estimate of KL.
+
+    With r the ratio exp(logp - old_logp) of a token, or of its row (see `LossSpec`), and A the token's advantage, the
+    loss of a token is
+
+        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+        -min(r, epsilon_high) A logp, with a constant r                     for cispo
 
     Args:
       spec: the loss.
@@ -74,8 +106,9 @@ def policy_loss(
       weights_BC: `token_weights` of the batch of which these are some rows; None where they are the batch.
 
     Returns:
-      The scalar loss, and the metrics kl (if beta != 0), clip_ratio/low_mean, clip_ratio/high_mean,
-      clip_ratio/region_mean: means over active tokens.
+      The scalar loss, and the metrics kl (if beta != 0), a mean over active tokens, and clip_ratio/low_mean,
+      clip_ratio/high_mean, clip_ratio/region_mean or, for cispo, cispo_clip_ratio (TRL's: where A > 0). These are
+      shares of active tokens or, at level sequence, of all B rows, where one is clipped that has such a token.
 
     Raises:
       ValueError: advantages that are neither [B, C] nor [B, 1], or a missing reference.
@@ -84,22 +117,37 @@ def policy_loss(
     if advantages_BC.shape not in ((B, C), (B, 1)):
         raise ValueError(f"advantages have the shape {advantages_BC.shape}; allowed: {(B, C)} or {(B, 1)}")
     mask_BC = mask_BC.astype(bool)
+    by_row = spec.importance_sampling_level == "sequence"
     # Padding may hold anything, and 0 * inf is NaN: it is selected away, here and in the gradient.
     log_ratio_BC = jnp.where(mask_BC, logp_BC - old_logp_BC, 0.0)
+    if by_row:
+        means_B1 = log_ratio_BC.sum(1, keepdims=True) / jnp.maximum(mask_BC.sum(1, keepdims=True), 1)
+        log_ratio_BC = jnp.broadcast_to(means_B1, (B, C))
+    if spec.delta is not None:
+        # Above 1 + epsilon_high the cut changes nothing of the clipped term. Here it also keeps exp from overflowing.
+        log_ratio_BC = jnp.minimum(log_ratio_BC, math.log(spec.delta))
     ratio_BC = jnp.exp(log_ratio_BC)
-    clipped_BC = jnp.clip(ratio_BC, 1 - spec.epsilon, 1 + spec.epsilon_high)
-    token_loss_BC = -jnp.minimum(ratio_BC * advantages_BC, clipped_BC * advantages_BC)
 
     def mean(values_BC: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(mask_BC, values_BC, 0.0)) / jnp.maximum(mask_BC.sum(), 1)
 
-    low_BC = (ratio_BC < 1 - spec.epsilon) & (advantages_BC < 0)
-    high_BC = (ratio_BC > 1 + spec.epsilon_high) & (advantages_BC > 0)
-    metrics = {
-        "clip_ratio/low_mean": mean(low_BC),
-        "clip_ratio/high_mean": mean(high_BC),
-        "clip_ratio/region_mean": mean(low_BC | high_BC),
-    }
+    def share(of_BC: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.any(of_BC & mask_BC, 1)) if by_row else mean(of_BC)
+
+    if spec.loss_type == "cispo":
+        weight_BC = jax.lax.stop_gradient(jnp.minimum(ratio_BC, spec.epsilon_high))
+        token_loss_BC = -weight_BC * advantages_BC * jnp.where(mask_BC, logp_BC, 0.0)
+        metrics = {"cispo_clip_ratio": share((ratio_BC > spec.epsilon_high) & (advantages_BC > 0))}
+    else:
+        clipped_BC = jnp.clip(ratio_BC, 1 - spec.epsilon, 1 + spec.epsilon_high)
+        token_loss_BC = -jnp.minimum(ratio_BC * advantages_BC, clipped_BC * advantages_BC)
+        low_BC = (ratio_BC < 1 - spec.epsilon) & (advantages_BC < 0)
+        high_BC = (ratio_BC > 1 + spec.epsilon_high) & (advantages_BC > 0)
+        metrics = {
+            "clip_ratio/low_mean": share(low_BC),
+            "clip_ratio/high_mean": share(high_BC),
+            "clip_ratio/region_mean": share(low_BC | high_BC),
+        }
     if spec.beta != 0:
         if ref_logp_BC is None:
             raise ValueError(

@@ -32,7 +32,7 @@ from qerl_jax.rollout.slots import Slots
 # Slot-steps that must be there to be saved. At 7B on an H200 (4.1 ms a step with 64 slots, 3.0 with 32, 2.1 with 8) a
 # slot less saves some 32 us of each step: 8192 are 0.26 s. A move is a look at the host and a copy, some 10 ms by its
 # parts, and a program's compilation, once for each size in a run, 20 s: within 80 rollouts they have come back.
-_WORTH = 8192
+WORTH = 8192
 
 
 def default_tail_sizes() -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def default_tail_sizes() -> tuple[int, ...]:
 def worthwhile(sizes: Sequence[int], slots: int, left: int) -> list[int]:
     """Those of the sizes that are worth a move from so many slots, if a sample may draw `left` more tokens: at most
     half of them, so that what is copied has room, see `plan_slots`."""
-    return [size for size in sizes if 2 * size <= slots and (slots - size) * left >= _WORTH]
+    return [size for size in sizes if 2 * size <= slots and (slots - size) * left >= WORTH]
 
 
 def moved[T: (Slots, QueuedSlots)](slots: T, rows: np.ndarray, *shared: str) -> T:

@@ -11,9 +11,12 @@ from run_harness import checkpoints, leaves, rows
 from training_runs import config_in, reward_file, same_adapter, train
 
 from qerl_jax import evaluation
+from qerl_jax.config import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import experience, trainer, widths
-from qerl_jax.rl.assembly import sampling_engine
+from qerl_jax.rl.assembly import assemble, sampling_engine
+from qerl_jax.rl.losses import LossSpec
 
 ALWAYS = {
     "step", "rollout", "epoch", "num_tokens", "learning_rate", "aqn/sigma", "reward", "reward_std",
@@ -156,7 +159,16 @@ def arithmetic_rows(folder, count):
 @pytest.mark.parametrize(
     ("words", "metrics"),
     [
-        (["lora.train_norms=true", "grpo.beta=0.1", "optimizer.gradient_checkpointing=true"], {"kl"}),
+        (
+            [
+                "lora.train_norms=true",
+                "grpo.beta=0.1",
+                "grpo.importance_sampling_level=sequence",
+                "grpo.delta=4.0",
+                "optimizer.gradient_checkpointing=true",
+            ],
+            {"kl"},
+        ),
         (
             [
                 "grpo.sampler_correction.level=token",
@@ -174,8 +186,10 @@ def arithmetic_rows(folder, count):
                 "evaluation.temperature=0.6",
                 "evaluation.top_p=0.95",
                 "optimizer.length_buckets=2",
+                "grpo.loss_type=cispo",
+                "grpo.epsilon_high=5.0",
             ],
-            set(),
+            {"cispo_clip_ratio"},
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -201,8 +215,9 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
     logged = rows(run)
     assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
     assert [row["rollout"] for row in logged] == [0, 0, 1, 1, 2, 2]
+    always = {name for name in ALWAYS if not (name.startswith("clip_ratio/") and "cispo_clip_ratio" in metrics)}
     for row in logged:
-        assert row.keys() == ALWAYS | metrics | {"rewards/digits/mean", "rewards/format/mean"}
+        assert row.keys() == always | metrics | {"rewards/digits/mean", "rewards/format/mean"}
         assert all(value is not None and np.isfinite(value) for value in row.values())
     before, after = leaves(run, 0)[0], leaves(run, 6)[0]
     adapter = [name for name in before if name.startswith("train.adapter")]
@@ -225,6 +240,16 @@ def test_long_completions_are_punished_in_training_and_in_evaluation(config, tmp
     assert measured == {
         f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in after[mode].items()
     }
+
+
+def test_the_options_of_the_loss_reach_the_update(config):
+    names = {
+        "loss_type": "grpo", "beta": 0.1, "epsilon": 0.15, "epsilon_high": 0.4, "importance_sampling_level": "sequence",
+        "delta": 3.5,
+    }  # fmt: skip
+    options = load_config(str(config), [f"grpo.{name}={value}" for name, value in names.items()])
+    with RewardFunctions(options.reward) as rewards:
+        assert assemble(options, rewards).settings.update.loss == LossSpec(**names)
 
 
 def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):

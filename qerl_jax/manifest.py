@@ -1,0 +1,126 @@
+"""The manifest of a checkpoint: progress, and digests that tell whether its bytes are those that were saved.
+
+    manifest.json      progress, dtype + shape + sha256 of every leaf, length + sha256 of every file, versions
+    manifest.sha256    digest of manifest.json; `sha256sum -c manifest.sha256` checks it
+
+Orbax alone restores flipped bits without a word (12 of 30 single-bit flips gave other arrays), hence the digests: of
+the files, so that damage is found wherever it sits, and of the leaves, so that what orbax reads is what was saved.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.errors import UserError
+
+Progress = dict[str, Any]
+
+_MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
+_LIBRARIES = ("jax", "numpy", "orbax-checkpoint", "qerl-jax")
+
+
+class Damaged(Exception):
+    """A checkpoint's bytes are not those that were saved; the message says where."""
+
+
+def prng_of(leaf: Any) -> str | None:
+    """The algorithm of a typed PRNG key, None for other arrays."""
+    return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
+
+
+def write_manifest(
+    folder: Path, step: int, progress: Mapping[str, Any], leaves: dict[str, Any], host: dict[str, np.ndarray]
+) -> None:
+    """Writes both files, of all that lies in `folder`; `host` are the leaves' arrays, as they are stored."""
+    with ThreadPoolExecutor() as pool:
+        leaf_digests = pool.map(_digest_array, host.values())
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        file_digests = pool.map(_digest_file, files)
+        manifest = {
+            "step": step,
+            "progress": progress,
+            "leaves": {
+                name: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": digest, "prng": prng_of(leaf)}
+                for (name, leaf), digest in zip(leaves.items(), leaf_digests, strict=True)
+            },
+            "files": {
+                path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+                for path, digest in zip(files, file_digests, strict=True)
+            },
+            "versions": {name: _version(name) for name in _LIBRARIES},
+        }
+    text = json.dumps(manifest, indent=1).encode()
+    (folder / _MANIFEST).write_bytes(text)
+    (folder / _DIGEST).write_bytes(_digest_line(text))
+
+
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
+    """The manifest, after its own digest and every file's length and digest have been verified."""
+    try:
+        text = (folder / _MANIFEST).read_bytes()
+        if (folder / _DIGEST).read_bytes() != _digest_line(text):
+            raise Damaged(f"{_MANIFEST} does not match {_DIGEST}")
+        manifest = json.loads(text)
+        if manifest["step"] != step:
+            raise Damaged(f"{_MANIFEST} is of step {manifest['step']}")
+        files = {name: folder / name for name in manifest["files"]}
+        for name, path in files.items():
+            expected, found = manifest["files"][name]["bytes"], path.stat().st_size
+            if found != expected:
+                raise Damaged(f"{name} has {found} bytes; expected {expected}")
+        with ThreadPoolExecutor() as pool:
+            for name, digest in zip(files, pool.map(_digest_file, files.values()), strict=True):
+                if digest != manifest["files"][name]["sha256"]:
+                    raise Damaged(f"{name} has another sha256 than when it was written")
+    except OSError as error:
+        raise Damaged(f"{error.filename or ''} cannot be read ({error.strerror})") from error
+    return manifest
+
+
+def match_target(folder: Path, stored: dict[str, Any], target: dict[str, Any]) -> None:
+    """Raises UserError for the first leaf that differs between checkpoint and target."""
+    expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in target.items()}
+    found = {name: f"{leaf['dtype']}{leaf['shape']}" for name, leaf in stored.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise UserError(
+                f"{folder}: leaf {name}: expected {expected.get(name, 'no such leaf')}, found "
+                f"{found.get(name, 'no such leaf')}. The checkpoint is of another set-up (rank, target modules, "
+                "trained norms, optimizer or base); continue it with the one that wrote it, or start a new run."
+            )
+
+
+def verify_leaves(host: dict[str, np.ndarray], leaves: dict[str, Any]) -> None:
+    """Raises Damaged for the first array that is not the leaf that was saved."""
+    with ThreadPoolExecutor() as pool:
+        for name, digest in zip(host, pool.map(_digest_array, host.values()), strict=True):
+            if digest != leaves[name]["sha256"]:
+                raise Damaged(f"leaf {name} has another sha256 than when it was saved")
+
+
+def _digest_array(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_line(text: bytes) -> bytes:
+    return f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from a checkout
