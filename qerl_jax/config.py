@@ -1,24 +1,21 @@
 """Every option of a run: frozen dataclasses, one per section of the YAML file, which check themselves.
 
 Names are TRL's where TRL has the option. A dataclass field is one option; its annotation says what is allowed and its
-default is what a file that leaves it out gets. `load_config` reads a file and command-line overrides; `Config(...)`
-makes one in a script. Batch sizes count completions. A `~` at the beginning of a path is the home folder.
+default is what a file that leaves it out gets. `config_files.load_config` reads a file and command-line overrides;
+`Config(...)` makes one in a script. Batch sizes count completions. A `~` at the beginning of a path is the home folder.
 """
 
 import dataclasses
 import math
 import os
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from qerl_jax.config_checks import conflicts, options_without_effect
-from qerl_jax.config_errors import render_validation_error
+from qerl_jax.config_checks import conflicts
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import FormatName, KVCacheDtype
-from qerl_jax.recipes import Recipe, Source, read_recipe, write_yaml
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
 CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
@@ -282,90 +279,3 @@ class Config:
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-
-def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config:
-    """Reads a YAML file, or a shipped recipe by its name, with `section.option=value` overrides (values are YAML).
-
-    Null values with a meaning are filled in: run.output_dir becomes runs/<name of the file>, and
-    grpo.steps_per_generation becomes gradient_accumulation_steps. The config.yaml of a run folder, which has that run's
-    checkpoints beside it, means the folder that it lies in, however the folder was called when the run began; only an
-    override of run.output_dir names another.
-
-    Raises:
-      UserError: the file cannot be read, or one line for each option that is unknown, has a value that is not
-        allowed, does not go with another, or would have no effect. An option of the file that an override has made
-        ineffective falls back to its default in silence: the override is the later word.
-    """
-    recipe = read_recipe(path_or_name, overrides or [])
-    config = config_from_dict(recipe.values, recipe.sources)
-    problems = []
-    for option, (why, causes) in options_without_effect(config).items():
-        source = recipe.sources.get(option)
-        later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
-        if source is not None and (source.override or not later):
-            problems.append(f"{source}{option} has no effect in this run: {why}; leave it out")
-    if problems:
-        raise UserError("\n".join(problems))
-    run = dataclasses.replace(config.run, output_dir=_output_dir(config, recipe))
-    return settled_config(dataclasses.replace(config, run=run))
-
-
-def settled_config(config: Config) -> Config:
-    """The one Config of all that describe the same run: what `load_config` gives, also of one made in a script.
-
-    grpo.steps_per_generation is filled in, and options without effect are at their defaults.
-    """
-    values = _effective(config)
-    values["grpo"]["steps_per_generation"] = config.steps_per_generation
-    return config_from_dict(values)
-
-
-def _output_dir(config: Config, recipe: Recipe) -> str:
-    given = recipe.sources.get("run.output_dir")
-    if recipe.run is not None and not (given is not None and given.override):
-        return str(recipe.run)
-    return config.run.output_dir or str(Path("runs") / recipe.name)
-
-
-def config_from_dict(values: dict[str, Any], sources: dict[str, Source] | None = None) -> Config:
-    """A Config from nested dictionaries; `sources` says where each option was set, for the messages.
-
-    Raises:
-      UserError: one line for each option that is unknown or has a value that is not allowed.
-    """
-    try:
-        return pydantic.TypeAdapter(Config).validate_python(values)
-    except pydantic.ValidationError as error:
-        raise UserError(render_validation_error(error, Config, sources or {})) from None
-
-
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Nested dictionaries, lists and scalars with every option; `config_from_dict` reads it back as an equal Config."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return plain(dataclasses.asdict(config))
-
-
-def save_yaml(config: Config, path: Path) -> None:
-    """Writes every option in force to `path`, replacing it whole; `load_config` reads it back.
-
-    Options that have no effect in this run are left out, since naming them would be an error when it is read.
-    """
-    write_yaml(_effective(config), path)
-
-
-def _effective(config: Config) -> dict[str, Any]:
-    """Nested dictionaries of the options that have an effect."""
-    values = config_to_dict(config)
-    for option in options_without_effect(config):
-        *parents, last = option.split(".")
-        section = values
-        for parent in parents:
-            section = section[parent]
-        del section[last]
-    return values

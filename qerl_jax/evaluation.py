@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import run_folder
-from qerl_jax.config import Config, load_config
+from qerl_jax.config import Config
+from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint
-from qerl_jax.config import Config, load_config
+from qerl_jax.config import Config
+from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint

@@ -2,7 +2,7 @@
 
 An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
 config that differs from the stored one in anything the run's course depends on is refused with both values. A run
-folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config.load_config`).
+folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config_files.load_config`).
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
-from qerl_jax.config import Config, config_to_dict, load_config, save_yaml, settled_config
+from qerl_jax.config import Config
+from qerl_jax.config_files import config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.durable import make_folder, named
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID

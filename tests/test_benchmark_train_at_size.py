@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import train_at_size
 from benchmarks.even_share import even_share
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 
 TINY = [
     "--model",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qerl_jax.cli import main
-from qerl_jax.config import load_config, save_yaml
+from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.errors import UserError
 
 

@@ -6,18 +6,9 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from qerl_jax.config import (
-    Config,
-    GenerationOptions,
-    GrpoOptions,
-    NoiseOptions,
-    OptimizerOptions,
-    config_from_dict,
-    config_to_dict,
-    load_config,
-    save_yaml,
-)
+from qerl_jax.config import Config, GenerationOptions, GrpoOptions, NoiseOptions, OptimizerOptions
 from qerl_jax.config_errors import option_names
+from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml
 from qerl_jax.errors import UserError
 
 CISPO = ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0"]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rewards.combine import RewardFunctions
 

@@ -16,7 +16,7 @@ from folders import NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, w
 
 from qerl_jax.checkpoints import save_checkpoint
 from qerl_jax.cli import main
-from qerl_jax.config import load_config, save_yaml
+from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.errors import UserError
 from qerl_jax.export import export_model
 from qerl_jax.models.fingerprint import fingerprint

@@ -6,7 +6,7 @@ import pytest
 from folders import V4, random_arrays, write_folder, write_tokenizer
 from tiny import tiny_adapter
 
-from qerl_jax.config import config_from_dict
+from qerl_jax.config_files import config_from_dict
 from qerl_jax.export import export_model
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.peft import save_adapter

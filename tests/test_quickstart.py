@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.data.arithmetic import check_split
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rl.trainer import train

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from qerl_jax import run_folder
-from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions, load_config
+from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions
+from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 
 
@@ -152,7 +153,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 
 def test_a_second_process_is_refused(tmp_path):
     script = (
-        "import sys; from qerl_jax import run_folder; from qerl_jax.config import load_config\n"
+        "import sys; from qerl_jax import run_folder; from qerl_jax.config_files import load_config\n"
         f"c = load_config('quickstart', ['run.output_dir={tmp_path / 'run'}'])\n"
         "try:\n    run_folder.open_run(c).__enter__()\n"
         "except Exception as e: print(e); sys.exit(3)\n"

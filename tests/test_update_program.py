@@ -7,7 +7,7 @@ import pytest
 from run_harness import checkpoints, one_layer_policy, rows, small_config
 from tiny import Device
 
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rl import trainer
 from qerl_jax.rl.update_program import refuse_what_does_not_fit

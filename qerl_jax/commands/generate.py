@@ -211,8 +211,9 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
 
     import pydantic
 
-    from qerl_jax.config import GenerationOptions, load_config
+    from qerl_jax.config import GenerationOptions
     from qerl_jax.config_errors import render_validation_error
+    from qerl_jax.config_files import load_config
 
     sampling = ("temperature", "top_p", "top_k", "min_p")
     unused = [name for name in (*sampling, "seed") if getattr(arguments, name) is not None]

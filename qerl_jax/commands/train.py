@@ -39,7 +39,7 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Trains, or continues a run."""
-    from qerl_jax.config import load_config
+    from qerl_jax.config_files import load_config
 
     configs = [word for word in arguments.words if not _is_override(word)]
     if len(configs) > 1:

@@ -58,7 +58,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
     """Trains to the end, or from where an earlier run of the same config stopped.
 
     Args:
-      config: see `qerl_jax.config.load_config`.
+      config: see `qerl_jax.config_files.load_config`.
       fresh: start over in a folder beside an existing one.
       profile: folder for a JAX profiler trace of the second rollout of this process (the only one, if one is left).
 

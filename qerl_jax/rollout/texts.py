@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from qerl_jax import run_folder
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import trained_adapter

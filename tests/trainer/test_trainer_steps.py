@@ -11,7 +11,7 @@ from run_harness import checkpoints, leaves, rows
 from training_runs import config_in, reward_file, same_adapter, train
 
 from qerl_jax import evaluation
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import experience, trainer, widths

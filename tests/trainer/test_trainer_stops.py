@@ -16,7 +16,7 @@ from run_harness import TrainingProcess, checkpoints, differences, leaves, rows
 from training_runs import config_in, reward_file, train
 
 from qerl_jax import cli
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors

@@ -4,7 +4,7 @@ import json
 
 from run_harness import leaves, small_config
 
-from qerl_jax.config import load_config
+from qerl_jax.config_files import load_config
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rl import trainer
 
