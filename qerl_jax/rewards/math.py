@@ -1,0 +1,89 @@
+"""Answers that are mathematics and not only numbers, compared by math-verify: `qerl_jax.rewards.math:accuracy`.
+
+    reward:
+      functions: [{function: "qerl_jax.rewards.math:accuracy"}]
+
+Needs the package math-verify (`pip install .[math]`). Like a user's function it runs in a program of its own, there in
+the main thread: math-verify ends what sympy does not finish by a signal, which no other thread gets (elsewhere every
+answer was scored 0 for that reason), and `reward.timeout` bounds the whole call.
+"""
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_jax.errors import UserError
+from qerl_jax.rewards.functions import MARKER, completion_text
+
+try:
+    from math_verify import LatexExtractionConfig, parse, verify
+except ModuleNotFoundError as error:
+    raise UserError("qerl_jax.rewards.math needs the package math-verify: pip install math-verify") from error
+
+_BOX = "\\boxed{"
+# Boxes alone: without them the first number of any text would be an answer.
+_BOXES = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
+_SECONDS = 5  # for one text, or one comparison
+
+
+def accuracy(
+    prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any], **columns: Any
+) -> list[float | None]:
+    """1 where the completion's last \\boxed{} holds what is mathematically equal to column `answer`, else 0.
+
+    `answer` is LaTeX or a number: alone, between $ signs, in a text's last \\boxed{}, or behind the last `####` of one.
+    Where it is None the function does not apply. What math-verify cannot read, or not within 5 seconds, equals the same
+    text only.
+
+    Raises:
+      UserError: an entry of `answer` that is neither a text nor a number, or is empty; or another thread than the
+        program's main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("qerl_jax.rewards.math:accuracy runs in a program's main thread alone, where signals arrive")
+    scores: list[float | None] = []
+    for row, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
+        if expected is None:
+            scores.append(None)
+            continue
+        wanted, found = _expected(expected, row), _last_box(completion_text(completion))
+        scores.append(float(found is not None and (found == wanted or _equal(wanted, found))))
+    return scores
+
+
+def _expected(answer: Any, row: int) -> str:
+    """The LaTeX of an entry of column `answer`."""
+    found: str | None = None
+    if isinstance(answer, str | int | float) and not isinstance(answer, bool):
+        text = str(answer)
+        found = _last_box(text) if _BOX in text else text.rpartition(MARKER)[2].strip().strip("$").strip()
+    if not found:
+        raise UserError(
+            f"reward accuracy: column answer of row {row} is {answer!r}; expected LaTeX or a number, or a text with it "
+            f"in {_BOX}}} or behind '{MARKER}'"
+        )
+    return found
+
+
+def _last_box(text: str) -> str | None:
+    """What stands in the last box, None where there is none, or where it is not closed."""
+    _, box, rest = text.rpartition(_BOX)
+    depth = 1
+    for i, letter in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[:i].strip()
+    return None
+
+
+def _equal(wanted: str, found: str) -> bool:
+    both = _parsed(wanted), _parsed(found)
+    return all(both) and verify(*both, timeout_seconds=_SECONDS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(latex: str) -> Sequence[Any]:
+    """What math-verify makes of it; nothing where it cannot read it."""
+    found: Sequence[Any] = parse(f"{_BOX}{latex}}}", _BOXES, extraction_mode="first_match", parsing_timeout=_SECONDS)
+    return found

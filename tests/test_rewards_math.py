@@ -1,0 +1,107 @@
+"""Answers compared as mathematics."""
+
+import importlib
+import sys
+import threading
+
+import pytest
+
+from qerl_jax.config import RewardFunction, RewardOptions
+from qerl_jax.errors import UserError
+from qerl_jax.rewards import math
+from qerl_jax.rewards.combine import RewardFunctions
+
+
+def score(completion, answer):
+    (found,) = math.accuracy(["p"], [completion], [[1]], [answer])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion"),
+    [
+        ("\\frac{1}{2}", "so it is \\boxed{0.5}."),
+        ("$\\frac12$", "\\boxed{\\dfrac{2}{4}}"),
+        ("Half, $\\boxed{\\frac{1}{2}}$.", "\\boxed{1/2}"),
+        ("\\boxed{2} is wrong, \\boxed{3} is right", "\\boxed{3}"),
+        ("x^2+1", "\\boxed{1 + x^2}"),
+        ("3\\sqrt{2}", "\\boxed{\\sqrt{18}}"),
+        ("\\{1, 2\\}", "\\boxed{\\{2, 1\\}}"),
+        ("(1, 2)", "\\boxed{(1,2)}"),
+        ("\\text{A}", "\\boxed{A}"),
+        ("50\\%", "\\boxed{0.5}"),
+        ("Two boxes hold 1,200 nails.\n#### 1,200", "\\boxed{1200}"),
+        (7, "\\boxed{7.0}"),
+        (0.5, "\\boxed{\\frac{1}{2}}"),
+        ("7", "\\boxed{8}, no: \\boxed{7}"),
+        ("7", [{"role": "assistant", "content": "\\boxed{7}"}]),
+        ("9^{9^{9^9}}", "\\boxed{9^{9^{9^9}}}"),  # which sympy does not finish
+    ],
+)
+def test_equal_answers(answer, completion):
+    assert score(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion"),
+    [
+        ("\\frac{1}{2}", "\\boxed{0.51}"),
+        ("7", "7"),  # no box
+        ("7", "\\boxed{7"),
+        ("7", "\\boxed{}"),
+        ("7", ""),
+        ("7", "\\boxed{7}, no: \\boxed{8}"),
+        ("7", "\\boxed{7, 8}"),
+        ("A", "\\boxed{B}"),
+        ("12", "\\boxed{1}"),
+        ("x^2+1", "\\boxed{x^2-1}"),
+    ],
+)
+def test_other_answers(answer, completion):
+    assert score(completion, answer) == 0.0
+
+
+def test_a_row_without_an_answer_has_no_score():
+    assert score("\\boxed{7}", None) is None
+
+
+@pytest.mark.parametrize("answer", ["", " ", "$$", "####", "\\boxed{7", True, [7], {"a": 1}])
+def test_an_entry_that_is_no_answer_is_named(answer):
+    with pytest.raises(UserError, match=r"column answer of row 1 is .*; expected LaTeX or a number"):
+        math.accuracy(["p"] * 2, ["\\boxed{7}"] * 2, [[1]] * 2, ["7", answer])
+
+
+def test_what_sympy_does_not_finish_is_another_answer(monkeypatch):
+    monkeypatch.setattr(math, "_SECONDS", 1)
+    assert score("\\boxed{9^{9^{9^9}}}", "9^{9^9}") == 0.0
+    assert score("\\boxed{7}", "7") == 1.0
+
+
+def test_another_thread_is_refused_and_not_scored_0():
+    found = []
+
+    def run():
+        try:
+            found.append(score("\\boxed{7}", "7"))
+        except UserError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == ["qerl_jax.rewards.math:accuracy runs in a program's main thread alone, where signals arrive"]
+
+
+def test_a_run_names_it_by_its_module():
+    options = RewardOptions((RewardFunction("qerl_jax.rewards.math:accuracy", 2.0),))
+    with RewardFunctions(options) as rewards:
+        rewards.check([{"prompt": "p", "answer": "1/2"}], "rows")
+        scores = rewards([{"prompt": "p", "answer": "1/2"}], ["\\boxed{0.5}", "0.5"], [[1], [1]], 2)
+    assert scores.means == {"accuracy": 0.5} and scores.total.tolist() == [2.0, 0.0]
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, "qerl_jax.rewards.math")
+    with pytest.raises(UserError, match="needs the package math-verify: pip install"):
+        importlib.import_module("qerl_jax.rewards.math")
