@@ -181,10 +181,12 @@ class NoiseOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class EvaluationOptions:
-    """Accuracy on held-out problems, sampled and greedy: before and after the run, and every eval_steps if given."""
+    """Accuracy on held-out problems, sampled and greedy: before and after the run, and every eval_steps if given. With
+    several sampled completions of each problem also pass@k."""
 
     eval_dataset: Location = "arithmetic"
     num_problems: Count = 512  # the first of them; all, where there are fewer
+    num_generations_eval: Count = 1  # completions sampled of each
     eval_steps: Count | None = None
     temperature: Positive = 1.0
     top_p: PositiveFraction = 1.0

@@ -4,6 +4,8 @@ Its randomness is a stream of its own, so that evaluating more or less often cha
 before and after a run gives the same problems and the same draws.
 """
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ STREAM = 2
 
 
 def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFunctions, seed: int) -> dict[str, Any]:
-    """Means of every reward function over the held-out problems, one completion each, sampled and greedy.
+    """Means of every reward function over the held-out problems, num_generations_eval completions of each sampled, and
+    one greedy.
 
     Args:
       config: `evaluation`, `generation` (lengths) and `data` (prompt limit) are read.
@@ -49,7 +52,8 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
 
     Returns:
       {"sampled": {name: mean}, "greedy": {name: mean}, "samples": the first greedy completions with their prompts}.
-      Beside the functions' names stands "completions/mean_length", in tokens.
+      Beside the functions' names stands "completions/mean_length", in tokens, and with several completions sampled
+      and a function `accuracy` "pass@k" for k = 2, 4, .. and all of them.
     """
     options = config.evaluation
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
@@ -65,10 +69,13 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
         settings = sampling_settings(config, policy, top_k=0, min_p=0.0, kv_cache_dtype="auto", **sampling)
         # One rollout does not give back what compiling programs for its last samples takes.
         engine = sampling_engine(config, policy, settings, options.batch_size, tail_sizes=())
-        out = engine.rollout(adapter, batch, key, 1)
+        count = options.num_generations_eval if mode == "sampled" else 1
+        out = engine.rollout(adapter, batch, key, count)
         texts, ids = decode_completions(policy.tokenizer, out)
-        scores = rewards(examples, texts, ids, 1)
+        scores = rewards(examples, texts, ids, count)
         results[mode] = scores.means | {_MEAN_LENGTH: float(np.mean([len(row) for row in ids]))}
+        if count > 1 and "accuracy" in scores.each:
+            results[mode] |= pass_at_k(scores.each["accuracy"].reshape(-1, count))
     results["samples"] = [
         {"prompt": example["prompt"], "completion": text}
         for example, text in zip(examples[:_SAMPLES], texts, strict=False)
@@ -76,15 +83,38 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     return results
 
 
-def evaluate_run(run: Path, seed: int) -> dict[str, Any]:
+def pass_at_k(scores_NG: np.ndarray) -> dict[str, float]:
+    """The chance that one of k completions of a problem is right, k = 2, 4, .. and G: the unbiased estimate
+    1 - C(G - c, k) / C(G, k) of c right ones (Chen et al., arXiv 2107.03374, equation 1), mean over problems.
+
+    Args:
+      scores_NG: 1 where a completion is right; problems that have no score (NaN) are left out.
+    """
+    scores_NG = scores_NG[~np.isnan(scores_NG).any(1)]
+    G = scores_NG.shape[1]
+    wrong_N = G - np.sum(scores_NG == 1, 1)
+    sizes = [k for k in (2**i for i in range(1, G.bit_length())) if k < G] + [G]
+    if not len(wrong_N):
+        return {}
+    return {
+        f"pass@{k}": float(np.mean([1 - math.comb(int(wrong), k) / math.comb(G, k) for wrong in wrong_N]))
+        for k in sizes
+    }
+
+
+def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) -> dict[str, Any]:
     """Measures a finished run's adapter anew, on the problems and draws of `seed`; the run is not changed.
 
-    The seed of the run itself gives the numbers of its summary.json again.
+    The seed of the run itself gives the numbers of its summary.json again, unless `num_generations_eval` replaces the
+    run's own.
 
     Raises:
       UserError: the run has no adapter yet, or something it names is gone.
     """
     config = load_config(str(run / run_folder.CONFIG))
+    if num_generations_eval is not None:
+        options = dataclasses.replace(config.evaluation, num_generations_eval=num_generations_eval)
+        config = dataclasses.replace(config, evaluation=options)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         rewards.check(held_out(config, evaluation_data(config, seed)), config.evaluation.eval_dataset)
         policy = configured_policy(config)

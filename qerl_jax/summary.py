@@ -45,7 +45,7 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
 def _number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if name in ("accuracy", "format"):
+    if name in ("accuracy", "format") or name.startswith("pass@"):
         return f"{value:.1%}"
     return f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3g}"
 

@@ -110,6 +110,7 @@ def test_train_without_a_config_is_the_quickstart(calls):
         (["evaluate", "missing", "--seed", "4294967296"], "--seed is 4294967296; allowed: a whole number from 0"),
         (["generate", "m", "--prompt", "p", "--top-p", "2"], "top_p is 2.0; allowed: a number from 1e-30 to 1"),
         (["evaluate", "missing"], "missing: no such run folder"),
+        (["evaluate", ".", "--n", "0"], "--n is 0; allowed: a whole number >= 1"),
         (["plot", "."], ".: holds no metrics.jsonl"),
     ],
 )
@@ -302,8 +303,9 @@ def test_prompts_takes_a_text(text, calls, tmp_path, monkeypatch):
 
 def test_evaluate_prints_what_it_measured(calls, run, capsys):
     assert main(["evaluate", str(run), "--seed", "7"]) == 0
-    assert calls.seen == [("evaluate_run", (run, 7), {})]
     assert capsys.readouterr().out == "eval/arithmetic/pass@1: 0.6543\nproblems: 512\n"
+    assert main(["evaluate", str(run), "--n", "4"]) == 0
+    assert calls.seen == [("evaluate_run", (run, 7, None), {}), ("evaluate_run", (run, 0, 4), {})]
 
 
 def test_plot_writes_beside_one_run_and_elsewhere_for_several(calls, run, capsys):

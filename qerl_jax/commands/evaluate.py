@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command, check_seed, run_folder
+from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -15,6 +16,7 @@ not changed; its summary.json holds what was measured when it ended.
 _EXAMPLES = """\
 example:
   qerl evaluate runs/quickstart --seed 7
+  qerl evaluate runs/quickstart --n 16        # pass@2, 4, 8 and 16 too
 """
 
 
@@ -23,15 +25,23 @@ def add(commands: "Commands") -> None:
     parser = add_command(commands, "evaluate", "measure a run", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="the run folder")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses problems and samples (default: 0)")
+    parser.add_argument(
+        "--n",
+        type=int,
+        metavar="N",
+        help="completions sampled of each problem, more than one for pass@k (default: the run's num_generations_eval)",
+    )
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints what it measured."""
     check_seed(arguments.seed)
+    if arguments.n is not None and not 1 <= arguments.n < 2**31:
+        raise UserError(f"--n is {arguments.n}; allowed: a whole number >= 1")
     folder = run_folder(arguments.run, "config.yaml")
 
     from qerl_jax.evaluation import evaluate_run
 
-    for name, value in evaluate_run(folder, arguments.seed).items():
+    for name, value in evaluate_run(folder, arguments.seed, arguments.n).items():
         print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

@@ -1,0 +1,57 @@
+"""What an evaluation measures of several completions of a problem."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.config_files import load_config
+from qerl_jax.evaluation import evaluate, pass_at_k
+from qerl_jax.models.init import init_adapter
+from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rl.assembly import configured_policy
+
+
+def test_pass_at_k_by_hand():
+    """Of 4 completions 1, 0, 4 and 2 are right: two of them are all wrong in 3, 6, 0 and 1 of 6 cases."""
+    scores = np.array([[0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]], np.float32)
+    found = pass_at_k(scores)
+    assert found == {"pass@2": pytest.approx((3 + 0 + 6 + 5) / 24), "pass@4": pytest.approx(3 / 4)}
+    with_gap = np.concatenate([scores, np.full((1, 4), np.nan, np.float32)])
+    assert pass_at_k(with_gap) == found
+    assert pass_at_k(with_gap[-1:]) == {}
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k():
+    scores = np.random.default_rng(0).integers(0, 2, (5, 6)).astype(np.float32)
+    found = pass_at_k(scores)
+    assert list(found) == ["pass@2", "pass@4", "pass@6"]
+    for name, value in found.items():
+        chosen = itertools.combinations(range(6), int(name.removeprefix("pass@")))
+        assert value == pytest.approx(np.mean([scores[:, columns].max(1).mean() for columns in map(list, chosen)]))
+
+
+def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
+    seen = []
+
+    class Watched(RewardFunctions):
+        def __call__(self, examples, texts, ids, num_generations):
+            seen.append((texts, num_generations))
+            return super().__call__(examples, texts, ids, num_generations)
+
+    words = ["evaluation.num_problems=12", "evaluation.batch_size=8"]
+    config = load_config("quickstart", [*words, "evaluation.num_generations_eval=3"])
+    policy = configured_policy(config)
+    adapter = init_adapter(jnp.zeros(2, jnp.uint32), policy.model, 4, 8)
+    with Watched(config.reward) as rewards:
+        several = evaluate(config, policy, adapter, rewards, 0)
+        single = evaluate(load_config("quickstart", words), policy, adapter, rewards, 0)
+    (texts, count), (greedy, one), (alone, _), (greedy_again, _) = seen
+    assert (count, one, len(texts)) == (3, 1, 36)
+    assert texts[::3] == alone and greedy == greedy_again
+    assert len(set(texts[1::3]) - set(alone)) > 3
+    assert several["sampled"].keys() - single["sampled"].keys() == {"pass@2", "pass@3"}
+    assert several["greedy"] == single["greedy"] and several["samples"] == single["samples"]
+    sampled = several["sampled"]
+    assert sampled["accuracy"] <= sampled["pass@2"] <= sampled["pass@3"] <= 1 and sampled["pass@3"] > 0
