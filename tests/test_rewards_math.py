@@ -100,6 +100,16 @@ def test_a_run_names_it_by_its_module():
     assert scores.means == {"accuracy": 0.5} and scores.total.tolist() == [2.0, 0.0]
 
 
+def test_every_row_is_checked_before_a_run_and_a_users_function_is_not_called(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions, **columns):\n    raise AssertionError('called')\n")
+    rows = [{"prompt": "p", "answer": answer} for answer in ("1/2", None, "$$")]
+    functions = RewardFunction("qerl_jax.rewards.math:accuracy"), RewardFunction(f"{tmp_path}/mine.py:f")
+    with RewardFunctions(RewardOptions(functions)) as rewards:
+        rewards.check(rows[:2], "rows.jsonl")
+        with pytest.raises(UserError, match=r"rows\.jsonl: reward accuracy: column answer of row 2 is '\$\$'"):
+            rewards.check(rows, "rows.jsonl")
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.delitem(sys.modules, "qerl_jax.rewards.math")

@@ -177,7 +177,7 @@ class RewardFunctions:
 
     def check(self, examples: Sequence[dict[str, Any]], name: str) -> None:
         """Refuses a data set that the functions cannot score, before anything is sampled: the columns by the
-        functions' signatures, and every row by the built-in functions.
+        functions' signatures, and every row by the functions that come with this package.
 
         Raises:
           UserError: naming the data set `name`, and the row (from 0) where it is one.
@@ -186,8 +186,11 @@ class RewardFunctions:
         try:
             for title, function in self._builtin.items():
                 call(self._names[title].spec, function, prompts, completions, ids, columns)
-            for worker in self._workers.values():
+            for title, worker in self._workers.items():
                 worker.check(list(columns))
+                if self._names[title].shipped:
+                    worker.submit(prompts, completions, ids, columns)
+                    worker.result()
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
 

@@ -36,6 +36,11 @@ class RewardName:
     def builtin(self) -> bool:
         return not self.location
 
+    @property
+    def shipped(self) -> bool:
+        """Whether it comes with this package, built in or in a module of its own."""
+        return self.builtin or self.location.startswith(f"{__package__}.")
+
 
 def parse_name(spec: str) -> RewardName:
     """Splits the name of a reward function.
