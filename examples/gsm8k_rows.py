@@ -13,9 +13,11 @@ from pathlib import Path
 
 SYSTEM = "Solve the problem step by step. End with a line of its own: #### and then the answer as a plain number."
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 source, target = map(Path, sys.argv[1:])
-rows = [json.loads(line) for line in source.read_text().splitlines()]
-with target.open("w") as file:
+rows = [json.loads(line) for line in source.read_text("utf-8").split("\n") if line]
+with target.open("w", encoding="utf-8") as file:
     for row in rows:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["question"]}]
         file.write(json.dumps({"prompt": messages, "answer": row["answer"]}) + "\n")

@@ -21,7 +21,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.models.source import read_json
-from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
     Policy,
     configured_policy,
@@ -72,7 +72,7 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
         count = options.num_generations_eval if mode == "sampled" else 1
         out = engine.rollout(adapter, batch, key, count)
         texts, ids = decode_completions(policy.tokenizer, out)
-        scores = rewards(examples, texts, ids, count)
+        scores = _scores(rewards, examples, texts, ids, count, config.completions_per_rollout)
         results[mode] = scores.means | {_MEAN_LENGTH: float(np.mean([len(row) for row in ids]))}
         if count > 1 and "accuracy" in scores.each:
             results[mode] |= pass_at_k(scores.each["accuracy"].reshape(-1, count))
@@ -83,12 +83,28 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
     return results
 
 
+def _scores(
+    rewards: RewardFunctions,
+    examples: list[dict[str, Any]],
+    texts: list[str],
+    ids: list[list[int]],
+    count: int,
+    longest_call: int,
+) -> Scores:
+    """Of `count` completions of each example, in calls no larger than training's, for which reward.timeout is made."""
+    step, parts = max(1, longest_call // count), []
+    for low in range(0, len(examples), step):
+        rows = slice(low * count, (low + step) * count)
+        parts.append(rewards(examples[low : low + step], texts[rows], ids[rows], count))
+    return joined(parts)
+
+
 def pass_at_k(scores_NG: np.ndarray) -> dict[str, float]:
     """The chance that one of k completions of a problem is right, k = 2, 4, .. and G: the unbiased estimate
     1 - C(G - c, k) / C(G, k) of c right ones (Chen et al., arXiv 2107.03374, equation 1), mean over problems.
 
     Args:
-      scores_NG: 1 where a completion is right; problems that have no score (NaN) are left out.
+      scores_NG: 1 where a completion is right; a problem is left out if one of its completions has no score (NaN).
     """
     scores_NG = scores_NG[~np.isnan(scores_NG).any(1)]
     G = scores_NG.shape[1]

@@ -45,8 +45,10 @@ class NoiseSchedule:
                 f"num_stages is {self.num_stages} and total_steps {self.total_steps}; "
                 "allowed: 1 <= num_stages <= total_steps, so that every stage lasts a step or more"
             )
-        if self.sigma_end <= 0 or self.sigma_start <= 0:
-            raise ValueError(f"sigma_start {self.sigma_start} and sigma_end {self.sigma_end} must be positive")
+        if not (0 < self.sigma_end < math.inf and 0 < self.sigma_start < math.inf):
+            raise ValueError(
+                f"sigma_start {self.sigma_start} and sigma_end {self.sigma_end} must be positive and finite"
+            )
         if self.schedule not in get_args(Schedule):
             raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(get_args(Schedule))}")
 

@@ -367,6 +367,19 @@ def test_an_adapter_of_another_depth_is_named(change):
         logits(MODEL, tokens, adapter=other)
 
 
+def test_no_sequence_goes_beyond_the_networks_positions():
+    """The tiny network has 128; what may end at the last one runs."""
+    far = Engine(MODEL, SamplingSettings(125, (3,), 0), max_prompt_length=8)
+    tokens, places = jnp.ones((1, 4), jnp.int32), jnp.arange(1)
+    match = "prompt 0 has 4 tokens and may get 125 more; the network has 128 positions"
+    with pytest.raises(ValueError, match=match):
+        far.rollout(ADAPTER, Prompts(tokens, jnp.array([4]), places), KEY, 1)
+    (refused,) = far.generate(ADAPTER, [Request([1] * 4)], KEY)
+    assert match.removeprefix("prompt 0 ") in refused.error
+    (done,) = far.generate(ADAPTER, [Request([1] * 4, max_completion_length=124)], KEY)
+    assert done.error is None
+
+
 def test_numbers_of_slots_and_steps_begin_at_one():
     with pytest.raises(ValueError, match="max_slots is 0; allowed: 1 or more"):
         engine(max_slots=0)

@@ -12,6 +12,8 @@ from qerl_jax.models.init import init_adapter
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import configured_policy
 
+SMALL = ["optimizer.per_device_train_batch_size=8", "optimizer.gradient_accumulation_steps=2"]
+
 
 def test_pass_at_k_by_hand():
     """Of 4 completions 1, 0, 4 and 2 are right: two of them are all wrong in 3, 6, 0 and 1 of 6 cases."""
@@ -40,15 +42,17 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
             seen.append((texts, num_generations))
             return super().__call__(examples, texts, ids, num_generations)
 
-    words = ["evaluation.num_problems=12", "evaluation.batch_size=8"]
+    words = ["evaluation.num_problems=12", "evaluation.batch_size=8", *SMALL]
     config = load_config("quickstart", [*words, "evaluation.num_generations_eval=3"])
     policy = configured_policy(config)
     adapter = init_adapter(jnp.zeros(2, jnp.uint32), policy.model, 4, 8)
     with Watched(config.reward) as rewards:
         several = evaluate(config, policy, adapter, rewards, 0)
         single = evaluate(load_config("quickstart", words), policy, adapter, rewards, 0)
-    (texts, count), (greedy, one), (alone, _), (greedy_again, _) = seen
-    assert (count, one, len(texts)) == (3, 1, 36)
+    # No call is larger than one of training, with 16 completions: 5 problems of 3, and 16 of one.
+    assert [(len(texts), count) for texts, count in seen] == [(15, 3), (15, 3), (6, 3), (12, 1), (12, 1), (12, 1)]
+    texts = [text for part, _ in seen[:3] for text in part]
+    (greedy, _), (alone, _), (greedy_again, _) = seen[3:]
     assert texts[::3] == alone and greedy == greedy_again
     assert len(set(texts[1::3]) - set(alone)) > 3
     assert several["sampled"].keys() - single["sampled"].keys() == {"pass@2", "pass@3"}

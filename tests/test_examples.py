@@ -108,10 +108,15 @@ def test_rows_of_gsm8k_are_what_its_recipe_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config("gsm8k-7b")
     answer = "Two boxes hold 2*600=<<2*600=1200>>1,200 nails.\n#### 1,200"
-    Path("train.jsonl").write_text(json.dumps({"question": "A box holds 600 nails. And two?", "answer": answer}) + "\n")
+    Path("train.jsonl").write_text(
+        json.dumps({"question": "A box\u2028holds 600 nails. And two?", "answer": answer}, ensure_ascii=False) + "\n",
+        "utf-8",
+    )
     command = [sys.executable, ROOT / "examples" / "gsm8k_rows.py", "train.jsonl", config.data.train_dataset]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "gsm8k_train.jsonl: 1 problems\n"
+    wrong = subprocess.run(command[:2], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 1 and "python examples/gsm8k_rows.py train.jsonl gsm8k_train.jsonl" in wrong.stderr
     (row,) = load_dataset(config.data.train_dataset, split="train")
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     with RewardFunctions(config.reward) as rewards:

@@ -218,7 +218,12 @@ def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
         ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row'; allowed: token, sequence"),
         ({"loss_type": "cispo"}, "epsilon_high is 0.28; allowed with loss_type cispo: a number >= 1, the largest ratio "
                                  "itself (5 is usual)"),
-        ({"loss_type": "cispo", "epsilon_high": float("nan")}, "epsilon_high is nan; allowed with loss_type cispo"),
+        ({"loss_type": "cispo", "epsilon_high": float("nan")}, "epsilon_high is nan; allowed: above 0"),
+        ({"epsilon": -0.5}, "epsilon is -0.5; allowed: above 0, to 1"),
+        ({"epsilon": 0.0}, "epsilon is 0.0; allowed: above 0, to 1"),
+        ({"epsilon_high": -0.5}, "epsilon_high is -0.5; allowed: above 0"),
+        ({"beta": -1.0}, "beta is -1.0; allowed: 0 or more"),
+        ({"beta": float("nan")}, "beta is nan; allowed: 0 or more"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 9.0}, "delta is 9.0; allowed with loss_type cispo: None"),
         ({"delta": 1.28}, "delta is 1.28; allowed: above 1 + epsilon_high, which is 1.28, or None"),
         ({"delta": -1.0, "epsilon_high": 0.5}, "delta is -1.0; allowed: above 1 + epsilon_high, which is 1.5, or None"),
@@ -233,6 +238,15 @@ def test_a_spec_names_what_is_not_allowed(options, expected):
 def test_the_least_bounds_are_allowed():
     assert LossSpec("cispo", epsilon_high=1.0).epsilon_high == 1.0
     assert LossSpec(delta=float(np.nextafter(1.28, 2))).delta > 1.28
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("epsilon", "epsilon_high"), [(1e-9, 0.28), (0.2, 1e-9), (1e-9, 1e-9)])
+def test_a_ratio_of_one_has_its_whole_gradient_however_near_the_bounds_are(epsilon, epsilon_high, advantage):
+    """1 - 1e-9 is 1 in float32."""
+    spec, one = LossSpec(epsilon=epsilon, epsilon_high=epsilon_high), jnp.ones((1, 1))
+    _, _, gradient = loss_and_gradient(spec, -one, None, None, advantage * one, one > 0)
+    np.testing.assert_allclose(gradient, -advantage)
 
 
 def test_a_missing_reference_is_refused():

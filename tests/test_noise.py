@@ -51,6 +51,12 @@ def test_fewer_steps_than_stages_is_an_error():
         NoiseSchedule(10, 1e-2, 1e-4, 9)
 
 
+@pytest.mark.parametrize("sigmas", [(float("nan"), 1e-4), (1e-2, float("inf")), (0.0, 1e-4), (1e-2, -1e-4)])
+def test_a_sigma_that_is_no_positive_number_is_an_error(sigmas):
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        NoiseSchedule(4, *sigmas, 8)
+
+
 def test_sigma_is_traced_so_no_stage_recompiles():
     schedule = NoiseSchedule(4, 1e-2, 1e-4, 8)
     step = jax.jit(lambda norms, t, key: perturb_norms(norms, sigma_at(schedule, t), key))

@@ -77,9 +77,20 @@ def test_the_recipes_values_are_the_defaults():
 
 @pytest.mark.parametrize(
     ("wrong", "allowed"),
-    [({"total_steps": 0}, "1 or more"), ({"warmup_ratio": 10}, "0 to 1"), ({"warmup_ratio": -0.1}, "0 to 1")],
+    [
+        ({"total_steps": 0}, "1 or more"),
+        ({"warmup_ratio": 10}, "0 to 1"),
+        ({"warmup_ratio": -0.1}, "0 to 1"),
+        ({"learning_rate": -1.0}, "above 0"),
+        ({"learning_rate": float("nan")}, "above 0"),
+        ({"weight_decay": -0.1}, "0 or more"),
+        ({"adam_beta1": 1.5}, "0 to below 1"),
+        ({"adam_beta2": 1.0}, "0 to below 1"),
+        ({"adam_epsilon": 0.0}, "above 0"),
+        ({"max_grad_norm": 0.0}, "above 0"),
+    ],
 )
-def test_a_schedule_that_cannot_be(wrong, allowed):
+def test_an_optimizer_that_cannot_be(wrong, allowed):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value}; allowed: {allowed}"):
         OptimizerSpec(**{"learning_rate": 1e-5, "total_steps": 100} | wrong)

@@ -139,3 +139,18 @@ def test_the_soft_overlong_punishment_counts_tokens_with_its_weight():
         np.testing.assert_array_equal(scores.total, [0.75, 0.0])
     with pytest.raises(UserError, match="max_completion_length is null"):
         RewardFunctions(functions)
+
+
+def test_a_row_that_no_function_can_score_is_refused_before_a_run(tmp_path):
+    rows = [{"prompt": "p", "answer": "1"}, {"prompt": "What is it?", "answer": None}]
+    expected = (
+        "rows.jsonl: row 1, whose prompt begins 'What is it?', has no reward: every function (accuracy) returned None"
+    )
+    with RewardFunctions(options(("accuracy", 1.0))) as rewards, pytest.raises(UserError) as caught:
+        rewards.check(rows, "rows.jsonl")
+    assert expected in str(caught.value)
+    with RewardFunctions(options(("accuracy", 1.0), ("format", 1.0))) as rewards:
+        rewards.check(rows, "rows.jsonl")
+    (tmp_path / "mine.py").write_text("def f(completions, **columns):\n    return [1.0] * len(completions)\n")
+    with RewardFunctions(options(("accuracy", 1.0), (f"{tmp_path}/mine.py:f", 1.0))) as rewards:
+        rewards.check(rows, "rows.jsonl")

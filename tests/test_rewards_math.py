@@ -65,7 +65,33 @@ def test_a_row_without_an_answer_has_no_score():
     assert score("\\boxed{7}", None) is None
 
 
-@pytest.mark.parametrize("answer", ["", " ", "$$", "####", "\\boxed{7", True, [7], {"a": 1}])
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (5e-05, "0.00005", "0.00004"),
+        (1e-05, "10^{-5}", "e-5"),
+        (2.5e-07, "2.5e-7", "2.4e-7"),
+        (1e22, "10^{22}", "10^{21}"),
+        ("1e-5", "0.00001", "0.00002"),
+        ("0.0000003", "3e-7", "0.0000001"),
+        ("0.000001", "1/1000000", "0.0000012"),
+    ],
+)
+def test_plain_numbers_are_the_numbers_that_are_written(answer, right, wrong):
+    assert score(f"\\boxed{{{right}}}", answer) == 1.0
+    assert score(f"\\boxed{{{wrong}}}", answer) == 0.0
+
+
+def test_what_a_group_agrees_on_is_compared_once(monkeypatch):
+    compared = []
+    monkeypatch.setattr(math, "verify", lambda *both, **_: compared.append(both) is not None)
+    assert math.accuracy(["p"] * 8, ["\\boxed{x+3}"] * 7 + ["\\boxed{x+4}"], [[1]] * 8, ["y+2"] * 8) == [0.0] * 8
+    assert len(compared) == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [float("nan"), float("inf"), "", " ", "$$", "####", "\\boxed{7", True, [7], {"a": 1}]
+)
 def test_an_entry_that_is_no_answer_is_named(answer):
     with pytest.raises(UserError, match=r"column answer of row 1 is .*; expected LaTeX or a number"):
         math.accuracy(["p"] * 2, ["\\boxed{7}"] * 2, [[1]] * 2, ["7", answer])

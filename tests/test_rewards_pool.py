@@ -10,6 +10,8 @@ from qerl_jax.rewards import pool
 from qerl_jax.rewards.loading import parse_name
 from qerl_jax.rewards.pool import Worker
 
+# What a folder may hold beside a user's rewards; the worker, and what it imports, need Python's own.
+NAMESAKES = ("math", "random", "types")
 SOURCE = """
 import os, subprocess, sys, threading, time
 
@@ -155,3 +157,19 @@ def test_closing_ends_the_process(source):
     worker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def test_files_in_the_current_folder_do_not_replace_pythons_modules(tmp_path, monkeypatch):
+    for name in NAMESAKES:
+        (tmp_path / f"{name}.py").write_text(
+            "def score(completions, **columns):\n    return [2.0] * len(completions)\n"
+        )
+    (tmp_path / "mine.py").write_text("def score(completions, **columns):\n    return [3.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    for spec, expected in (("math.py:score", 2.0), ("mine:score", 3.0)):
+        worker = Worker(parse_name(spec), 10.0)
+        try:
+            worker.submit(["p"], ["c"], [[1]], {})
+            assert worker.result() == [expected]
+        finally:
+            worker.close()

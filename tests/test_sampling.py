@@ -129,6 +129,8 @@ def test_a_row_draws_from_its_own_key():
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1e-40}, "temperature is 1e-40; allowed: 0 \\(greedy\\), or 1e-30 or more"),
         ({"max_completion_length": 0}, "max_completion_length is 0; allowed: 1 or more"),
+        ({"max_completion_length": 8.0}, "max_completion_length is 8.0; allowed: 1 or more"),
+        ({"pad_token_id": None}, "pad_token_id is None; allowed: a token id"),
         ({"eos_token_ids": ()}, r"eos_token_ids is \(\); allowed: one token id or more"),
         ({"eos_token_ids": None}, r"eos_token_ids is \(None,\); allowed: one token id or more"),
         ({"eos_token_ids": [2, -1]}, r"eos_token_ids is \(2, -1\); allowed: one token id or more"),

@@ -140,13 +140,15 @@ def init_adapter(
       train_norms: also train input and post-attention norm scales, starting from the base's.
 
     Raises:
-      UserError: an unknown projection name, or a rank below 1.
+      UserError: an unknown projection name, none, or a rank below 1.
     """
     names = tuple(target_modules)
     for name in names:
         if name not in PROJECTIONS:
             hint = nearest(name, PROJECTIONS)
             raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{hint}")
+    if not names:
+        raise UserError("lora_target_modules is empty; allowed: one projection or more")
     if lora_r < 1:
         raise UserError(f"lora_r is {lora_r}; allowed: 1 or more")
 

@@ -35,6 +35,12 @@ def completion_text(completion: str | Sequence[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def number_value(text: str) -> Fraction | None:
+    """The exact value of a text that is one number as `final_number` knows it, None where it is none, or has no value
+    (x/0, or absurdly long)."""
+    return _value(text) if _NUMBER.fullmatch(text) else None
+
+
 def _value(text: str) -> Fraction | None:
     """The exact value of a matched number, None where it has none (x/0, or absurdly long)."""
     if len(text) > _MOST_DIGITS or any(abs(int(power)) > _MOST_DIGITS for power in re.findall(_EXPONENT, text)):
@@ -65,7 +71,7 @@ def _expected(answer: Any, row: int) -> Fraction:
         number = Fraction(repr(answer)) if abs(answer) < float("inf") else None
     elif isinstance(answer, str):
         text = _SIGNED_DOLLARS.sub(r"\1", answer.rpartition(MARKER)[2]).strip().removeprefix("$")
-        number = _value(text) if _NUMBER.fullmatch(text) else None
+        number = number_value(text)
     if number is None:
         raise UserError(
             f"reward accuracy: column answer of row {row} is {answer!r}; expected a number, a text such as '1,234.5', "

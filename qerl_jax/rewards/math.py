@@ -11,20 +11,22 @@ answer was scored 0 for that reason), and `reward.timeout` bounds the whole call
 import functools
 import threading
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from qerl_jax.errors import UserError
-from qerl_jax.rewards.functions import MARKER, completion_text
+from qerl_jax.rewards.functions import MARKER, completion_text, number_value
 
 try:
     from math_verify import LatexExtractionConfig, parse, verify
 except ModuleNotFoundError as error:
     raise UserError("qerl_jax.rewards.math needs the package math-verify: pip install math-verify") from error
 
+_NO_NUMBERS = ("nan", "inf", "-inf")
 _BOX = "\\boxed{"
 # Boxes alone: without them the first number of any text would be an answer.
 _BOXES = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
-_SECONDS = 5  # for one text, or one comparison
+_SECONDS = 2  # for one text, or one comparison
 
 
 def accuracy(
@@ -33,12 +35,14 @@ def accuracy(
     """1 where the completion's last \\boxed{} holds what is mathematically equal to column `answer`, else 0.
 
     `answer` is LaTeX or a number: alone, between $ signs, in a text's last \\boxed{}, or behind the last `####` of one.
-    Where it is None the function does not apply. What math-verify cannot read, or not within 5 seconds, equals the same
-    text only.
+    Where it is None the function does not apply. Two plain numbers (`1,200`, `-3/4`, `1e-5`) are compared exactly,
+    other ones by math-verify to 6 decimals, so that 10^{-7} equals 0; to it 50\\% is 0.5 and 50. What it cannot read,
+    or not within 2 seconds, equals the same text only. A call with many different ones of these needs a longer
+    reward.timeout.
 
     Raises:
-      UserError: an entry of `answer` that is neither a text nor a number, or is empty; or another thread than the
-        program's main one.
+      UserError: an entry of `answer` that is neither a text nor a finite number, or is empty; or another thread than
+        the program's main one.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError("qerl_jax.rewards.math:accuracy runs in a program's main thread alone, where signals arrive")
@@ -55,7 +59,7 @@ def accuracy(
 def _expected(answer: Any, row: int) -> str:
     """The LaTeX of an entry of column `answer`."""
     found: str | None = None
-    if isinstance(answer, str | int | float) and not isinstance(answer, bool):
+    if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer) not in _NO_NUMBERS:
         text = str(answer)
         found = _last_box(text) if _BOX in text else text.rpartition(MARKER)[2].strip().strip("$").strip()
     if not found:
@@ -77,13 +81,21 @@ def _last_box(text: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)  # completions of a group often agree, and a timeout is not to be waited for again
 def _equal(wanted: str, found: str) -> bool:
+    numbers = number_value(wanted), number_value(found)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
     both = _parsed(wanted), _parsed(found)
     return all(both) and verify(*both, timeout_seconds=_SECONDS)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _parsed(latex: str) -> Sequence[Any]:
     """What math-verify makes of it; nothing where it cannot read it."""
+    if (
+        number_value(latex) is not None and "e" in latex.lower() and "/" not in latex
+    ):  # 1e-5, which LaTeX reads as e - 5
+        latex = format(Decimal(latex.replace(",", "").replace("\u2212", "-")), "f")
     found: Sequence[Any] = parse(f"{_BOX}{latex}}}", _BOXES, extraction_mode="first_match", parsing_timeout=_SECONDS)
     return found

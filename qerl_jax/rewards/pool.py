@@ -54,7 +54,8 @@ class Worker:
         # The training process holds the accelerator's memory.
         env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "qerl_jax.rewards.worker", str(self._stack.fileno())],
+            # -P: else the current folder would come first, and a `math.py` in it replace Python's.
+            [sys.executable, "-P", "-m", "qerl_jax.rewards.worker", str(self._stack.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,

@@ -56,6 +56,13 @@ class LossSpec:
         for name, kinds in (("loss_type", LossType), ("importance_sampling_level", ImportanceSamplingLevel)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(get_args(kinds))}")
+        for name, fine, allowed in (
+            ("beta", 0 <= self.beta < math.inf, "0 or more"),
+            ("epsilon", 0 < self.epsilon <= 1, "above 0, to 1"),
+            ("epsilon_high", 0 < self.epsilon_high < math.inf, "above 0"),
+        ):
+            if not fine:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
         cispo = self.loss_type == "cispo"
         if cispo and not self.epsilon_high >= 1:
             raise ValueError(
@@ -108,7 +115,8 @@ def policy_loss(
     Returns:
       The scalar loss, and the metrics kl (if beta != 0), a mean over active tokens, and clip_ratio/low_mean,
       clip_ratio/high_mean, clip_ratio/region_mean or, for cispo, cispo_clip_ratio (TRL's: where A > 0). These are
-      shares of active tokens or, at level sequence, of all B rows, where one is clipped that has such a token.
+      shares of active tokens or, at level sequence, of all B rows, where one is clipped that has such a token. A token
+      with an advantage of 0, as the sampler correction's mode mask makes it, is not clipped.
 
     Raises:
       ValueError: advantages that are neither [B, C] nor [B, 1], or a missing reference.
@@ -139,7 +147,9 @@ def policy_loss(
         token_loss_BC = -weight_BC * advantages_BC * jnp.where(mask_BC, logp_BC, 0.0)
         metrics = {"cispo_clip_ratio": share((ratio_BC > spec.epsilon_high) & (advantages_BC > 0))}
     else:
-        clipped_BC = jnp.clip(ratio_BC, 1 - spec.epsilon, 1 + spec.epsilon_high)
+        # Not jnp.clip, which halves the gradient at a bound: one may be so near to 1 that it is 1 in float32.
+        low, high = 1 - spec.epsilon, 1 + spec.epsilon_high
+        clipped_BC = jnp.where(ratio_BC < low, low, jnp.where(ratio_BC > high, high, ratio_BC))
         token_loss_BC = -jnp.minimum(ratio_BC * advantages_BC, clipped_BC * advantages_BC)
         low_BC = (ratio_BC < 1 - spec.epsilon) & (advantages_BC < 0)
         high_BC = (ratio_BC > 1 + spec.epsilon_high) & (advantages_BC > 0)

@@ -19,7 +19,7 @@ class OptimizerSpec:
     linearly from 0 to `learning_rate`.
 
     Raises:
-      ValueError: fewer steps than 1, a share that is none, or an unknown schedule.
+      ValueError: a value outside its range, by name.
     """
 
     learning_rate: float
@@ -34,8 +34,14 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         for name, fine, allowed in (
+            ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
             ("total_steps", self.total_steps >= 1, "1 or more"),
             ("warmup_ratio", 0 <= self.warmup_ratio <= 1, "0 to 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("adam_beta1", 0 <= self.adam_beta1 < 1, "0 to below 1"),
+            ("adam_beta2", 0 <= self.adam_beta2 < 1, "0 to below 1"),
+            ("adam_epsilon", 0 < self.adam_epsilon < math.inf, "above 0"),
+            ("max_grad_norm", self.max_grad_norm > 0, "above 0 (infinity clips nothing)"),
             ("lr_scheduler_type", self.lr_scheduler_type in get_args(Schedule), ", ".join(get_args(Schedule))),
         ):
             if not fine:

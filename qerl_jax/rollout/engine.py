@@ -87,8 +87,8 @@ class Engine:
         `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length.
 
         Raises:
-          ValueError: a prompt is empty, too long or has a token id outside the vocabulary; `prompts` are wider than
-            max_prompt_length; wrong limits.
+          ValueError: a prompt is empty, too long, has a token id outside the vocabulary or, with its completion, more
+            tokens than the network has positions; `prompts` are wider than max_prompt_length; wrong limits.
         """
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
@@ -217,4 +217,7 @@ class Engine:
             return f"has the place {request.place}; allowed: an int32"
         if limit is not None and not 1 <= limit <= C:
             return f"asks for {limit} tokens; allowed: 1 to the engine's {C}"
+        most, positions = limit or C, self.model.config.max_position_embeddings
+        if length + most > positions:
+            return f"has {length} tokens and may get {most} more; the network has {positions} positions"
         return None

@@ -44,8 +44,13 @@ class SamplingSettings:
         ids = tuple(self.eos_token_ids) if isinstance(self.eos_token_ids, Iterable) else (self.eos_token_ids,)
         object.__setattr__(self, "eos_token_ids", ids)
         for name, fine, allowed in (
-            ("max_completion_length", self.max_completion_length >= 1, "1 or more"),
+            (
+                "max_completion_length",
+                _is_id(self.max_completion_length) and self.max_completion_length >= 1,
+                "1 or more",
+            ),
             ("eos_token_ids", bool(ids) and all(map(_is_id, ids)), "one token id or more"),
+            ("pad_token_id", _is_id(self.pad_token_id), "a token id"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-30, "0 (greedy), or 1e-30 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 1e-30 <= self.top_p <= 1, "1e-30 to 1 (off)"),
