@@ -272,7 +272,8 @@ def test_slots_stay_full_when_lengths_have_a_long_tail():
     random = np.random.default_rng(1)
     lengths = np.clip(8 * (1 - random.random(120)) ** -1.0, 8, 512).astype(int)
     assert np.median(lengths) < 20 and (lengths > 100).sum() >= 5
-    many = engine(SamplingSettings(512, ENDLESS, 0), max_slots=8)
+    model = MODEL.replace(config=dataclasses.replace(CONFIG, max_position_embeddings=1024))
+    many = Engine(model, SamplingSettings(512, ENDLESS, 0), max_prompt_length=P, max_slots=8)
     waiting = [Request([20, 21], 1, i, int(length)) for i, length in enumerate(lengths)]
     found = {}
     for done in many.generate(ADAPTER, waiting, KEY):
