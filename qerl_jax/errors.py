@@ -17,6 +17,13 @@ def shown(value: object, length: int = 200) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
+def check_fields(settings: object, *checks: tuple[str, bool, str]) -> None:
+    """Raises UserError for the first field that is not as it should be: (its name, whether it is, what is allowed)."""
+    for name, fine, allowed in checks:
+        if not fine:
+            raise UserError(f"{name} is {getattr(settings, name)!r}; allowed: {allowed}")
+
+
 def beginning(prompt: object) -> str:
     """How a prompt, a text or messages, begins; of messages the last one."""
     text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt

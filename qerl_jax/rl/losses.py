@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.errors import check_fields
+
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 Metrics = dict[str, jax.Array]
@@ -53,16 +55,15 @@ class LossSpec:
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds in (("loss_type", LossType), ("importance_sampling_level", ImportanceSamplingLevel)):
-            if getattr(self, name) not in get_args(kinds):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(get_args(kinds))}")
-        for name, fine, allowed in (
+        types, levels = get_args(LossType), get_args(ImportanceSamplingLevel)
+        check_fields(
+            self,
+            ("loss_type", self.loss_type in types, ", ".join(types)),
             ("beta", 0 <= self.beta < math.inf, "0 or more"),
             ("epsilon", 0 < self.epsilon <= 1, "above 0, to 1"),
             ("epsilon_high", 0 < self.epsilon_high < math.inf, "above 0"),
-        ):
-            if not fine:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+            ("importance_sampling_level", self.importance_sampling_level in levels, ", ".join(levels)),
+        )
         cispo = self.loss_type == "cispo"
         if cispo and not self.epsilon_high >= 1:
             raise ValueError(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from qerl_jax.errors import check_fields
 from qerl_jax.models.params import Adapter
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -33,7 +34,8 @@ class OptimizerSpec:
     max_grad_norm: float = 0.2
 
     def __post_init__(self) -> None:
-        for name, fine, allowed in (
+        check_fields(
+            self,
             ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
             ("total_steps", self.total_steps >= 1, "1 or more"),
             ("warmup_ratio", 0 <= self.warmup_ratio <= 1, "0 to 1"),
@@ -43,9 +45,7 @@ class OptimizerSpec:
             ("adam_epsilon", 0 < self.adam_epsilon < math.inf, "above 0"),
             ("max_grad_norm", self.max_grad_norm > 0, "above 0 (infinity clips nothing)"),
             ("lr_scheduler_type", self.lr_scheduler_type in get_args(Schedule), ", ".join(get_args(Schedule))),
-        ):
-            if not fine:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        )
 
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:

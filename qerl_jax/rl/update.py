@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from qerl_jax.errors import check_fields
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
@@ -101,15 +102,14 @@ class UpdateSettings:
     length_buckets: int = 1
 
     def __post_init__(self) -> None:
-        for name, fine, allowed in (
+        check_fields(
+            self,
             ("num_generations", self.num_generations >= 1, "1 or more"),
             ("temperature", self.temperature >= 1e-30, "1e-30 or more"),
             ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
             ("length_buckets", self.length_buckets >= 1, "1 or more"),
             ("old_logprobs", self.old_logprobs in ("learner", "sampler"), "learner, sampler"),
-        ):
-            if not fine:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        )
         if self.old_logprobs == "sampler" and self.correction.level != "none":
             raise ValueError(
                 f"correction.level is {self.correction.level!r}; allowed with old_logprobs 'sampler': 'none', since "

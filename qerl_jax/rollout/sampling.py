@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_fields
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
@@ -43,7 +43,8 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         ids = tuple(self.eos_token_ids) if isinstance(self.eos_token_ids, Iterable) else (self.eos_token_ids,)
         object.__setattr__(self, "eos_token_ids", ids)
-        for name, fine, allowed in (
+        check_fields(
+            self,
             (
                 "max_completion_length",
                 _is_id(self.max_completion_length) and self.max_completion_length >= 1,
@@ -56,9 +57,7 @@ class SamplingSettings:
             ("top_p", 1e-30 <= self.top_p <= 1, "1e-30 to 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
             ("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, ", ".join(KV_CACHE_DTYPES)),
-        ):
-            if not fine:
-                raise UserError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
+        )
         if self.temperature == 0 and self.truncated:
             raise UserError("temperature 0 is greedy: top_k, top_p and min_p would have no effect; leave them out")
 
