@@ -37,6 +37,12 @@ def check_seed(seed: int) -> None:
         raise UserError(f"--seed is {seed}; allowed: a whole number from 0 to 2^32 - 1")
 
 
+def check_n(n: int) -> None:
+    """Refuses a number of completions that cannot be."""
+    if not 1 <= n < 2**31:
+        raise UserError(f"--n is {n}; allowed: a whole number >= 1")
+
+
 def run_folder(name: str, file: str) -> Path:
     """The folder of a run, which must hold `file`."""
     folder = Path(name)

@@ -3,8 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, check_seed, run_folder
-from qerl_jax.errors import UserError
+from qerl_jax.commands.command import add_command, check_n, check_seed, run_folder
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -37,8 +36,8 @@ def add(commands: "Commands") -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Prints what it measured."""
     check_seed(arguments.seed)
-    if arguments.n is not None and not 1 <= arguments.n < 2**31:
-        raise UserError(f"--n is {arguments.n}; allowed: a whole number >= 1")
+    if arguments.n is not None:
+        check_n(arguments.n)
     folder = run_folder(arguments.run, "config.yaml")
 
     from qerl_jax.evaluation import evaluate_run

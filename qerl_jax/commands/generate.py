@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl_jax.commands.command import add_command, check_seed
+from qerl_jax.commands.command import add_command, check_n, check_seed
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     options, length = _generation_options(arguments)
     if arguments.greedy and arguments.n > 1:
         raise UserError(f"--n is {arguments.n}; allowed with --greedy: 1, since all completions would be the same")
-    if arguments.n < 1:
-        raise UserError(f"--n is {arguments.n}; allowed: a whole number >= 1")
+    check_n(arguments.n)
     if "" in arguments.stop:
         raise UserError("--stop is empty; expected a text")
     if arguments.output is not None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qerl_jax.errors import UserError, beginning
+from qerl_jax.errors import UserError
 from qerl_jax.rewards.calling import LARGEST, call
 from qerl_jax.rewards.functions import RewardFunction, with_parameters
 from qerl_jax.rewards.loading import RewardName, parse_name, titles
@@ -183,23 +183,19 @@ class RewardFunctions:
           UserError: naming the data set `name`, and the row (from 0) where it is one.
         """
         prompts, completions, ids, columns = _batch(examples, [""] * len(examples), [[] for _ in examples])
-        scores = []
+        scores: dict[str, list[float | None]] = {}
         try:
             for title, function in self._builtin.items():
-                scores.append(call(self._names[title].spec, function, prompts, completions, ids, columns))
+                scores[title] = call(self._names[title].spec, function, prompts, completions, ids, columns)
             for title, worker in self._workers.items():
                 worker.check(list(columns))
                 if self._names[title].shipped:
                     worker.submit(prompts, completions, ids, columns)
-                    scores.append(worker.result())
+                    scores[title] = worker.result()
+            if len(scores) == len(self._names):
+                combine(scores, self._weights)  # whether a function applies to each row depends on the row alone
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        for row, of_row in enumerate(zip(*scores, strict=True)):
-            if len(of_row) == len(self._names) and set(of_row) == {None}:
-                raise UserError(
-                    f"{name}: row {row}, whose prompt begins {beginning(prompts[row])}, has no reward: every function "
-                    f"({', '.join(self._names)}) returned None; at least one must apply"
-                )
 
     def close(self) -> None:
         """Ends the workers."""

@@ -22,7 +22,6 @@ try:
 except ModuleNotFoundError as error:
     raise UserError("qerl_jax.rewards.math needs the package math-verify: pip install math-verify") from error
 
-_NO_NUMBERS = ("nan", "inf", "-inf")
 _BOX = "\\boxed{"
 # Boxes alone: without them the first number of any text would be an answer.
 _BOXES = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
@@ -59,9 +58,10 @@ def accuracy(
 def _expected(answer: Any, row: int) -> str:
     """The LaTeX of an entry of column `answer`."""
     found: str | None = None
-    if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer) not in _NO_NUMBERS:
-        text = str(answer)
-        found = _last_box(text) if _BOX in text else text.rpartition(MARKER)[2].strip().strip("$").strip()
+    if isinstance(answer, str):
+        found = _last_box(answer) if _BOX in answer else answer.rpartition(MARKER)[2].strip().strip("$").strip()
+    elif isinstance(answer, int | float) and not isinstance(answer, bool) and abs(answer) < float("inf"):
+        found = str(answer)
     if not found:
         raise UserError(
             f"reward accuracy: column answer of row {row} is {answer!r}; expected LaTeX or a number, or a text with it "
