@@ -6,6 +6,7 @@ before and after a run gives the same problems and the same draws.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import run_folder
+from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import encode_prompts
@@ -31,7 +33,7 @@ from qerl_jax.rl.assembly import (
     sampling_engine,
     sampling_settings,
 )
-from qerl_jax.rollout import Prompts
+from qerl_jax.rollout import Engine, Prompts
 
 _SAMPLES = 3
 # As TRL calls it. A slash without a colon is in no name of a reward function, so none has this one.
@@ -55,21 +57,12 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
       Beside the functions' names stands "completions/mean_length", in tokens, and with several completions sampled
       and a function `accuracy` "pass@k" for k = 2, 4, .. and all of them.
     """
-    options = config.evaluation
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
     examples = held_out(config, evaluation_data(config, seed))
     prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
     batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
-    modes = (
-        ("sampled", {"temperature": options.temperature, "top_p": options.top_p}),
-        ("greedy", {"temperature": 0.0, "top_p": 1.0}),
-    )
-    for mode, sampling in modes:
-        settings = sampling_settings(config, policy, top_k=0, min_p=0.0, kv_cache_dtype="auto", **sampling)
-        # One rollout does not give back what compiling programs for its last samples takes.
-        engine = sampling_engine(config, policy, settings, options.batch_size, tail_sizes=())
-        count = options.num_generations_eval if mode == "sampled" else 1
+    for mode, engine, count in _engines(config, policy):
         out = engine.rollout(adapter, batch, key, count)
         texts, ids = decode_completions(policy.tokenizer, out)
         scores = _scores(rewards, examples, texts, ids, count, config.completions_per_rollout)
@@ -81,6 +74,25 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
         for example, text in zip(examples[:_SAMPLES], texts, strict=False)
     ]
     return results
+
+
+def _engines(config: Config, policy: Policy) -> Iterator[tuple[str, Engine, int]]:
+    """Of each mode the engine, and how many completions of a problem it samples."""
+    options = config.evaluation
+    modes: tuple[tuple[str, dict[str, float], int], ...] = (
+        ("sampled", {"temperature": options.temperature, "top_p": options.top_p}, options.num_generations_eval),
+        ("greedy", {"temperature": 0.0, "top_p": 1.0}, 1),
+    )
+    for mode, sampling, count in modes:
+        settings = sampling_settings(config, policy, top_k=0, min_p=0.0, kv_cache_dtype="auto", **sampling)
+        # One rollout does not give back what compiling programs for its last samples takes.
+        yield mode, sampling_engine(config, policy, settings, options.batch_size, tail_sizes=()), count
+
+
+def lowered_evaluation(config: Config, policy: Policy, adapter: Adapter, problems: int) -> Iterator[jax.stages.Lowered]:
+    """The programs that `evaluate` samples with for so many problems; see `Engine.lowered`."""
+    for _, engine, count in _engines(config, policy):
+        yield from engine.lowered(adapter, problems, jax.random.key(0), count)
 
 
 def _scores(
@@ -134,7 +146,11 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         rewards.check(held_out(config, evaluation_data(config, seed)), config.evaluation.eval_dataset)
         policy = configured_policy(config)
-        measured = evaluate(config, policy, trained_adapter(run, policy), rewards, seed)
+        adapter = trained_adapter(run, policy)
+        compiled_together(
+            lowered_evaluation(config, policy, adapter, len(held_out(config, evaluation_data(config, seed))))
+        )
+        measured = evaluate(config, policy, adapter, rewards, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 

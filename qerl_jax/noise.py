@@ -91,15 +91,19 @@ def perturb_norms(norms: Norms, sigma: jax.Array | float, key: jax.Array, *, fin
       TypeError: a scale in 16 bits, in which small noise would vanish.
     """
 
+    scales = [*norms.input, *norms.post_attention, norms.final]
+    if (narrow := next((w.dtype for w in scales if w.dtype not in (jnp.float32, jnp.float64)), None)) is not None:
+        raise TypeError(f"norm scales must be float32 when noise is added, got {narrow}")
+    # One draw for all places: one of each would be most of what compiles, 12 s for 57 norms on an H200's host.
+    L, w_D = len(norms.input), norms.final
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2 * L + 1))
+    z_ND = jax.vmap(lambda key: jax.random.normal(key, w_D.shape, w_D.dtype))(keys)
+
     def noisy(w_D: jax.Array, place: int) -> jax.Array:
-        if w_D.dtype not in (jnp.float32, jnp.float64):
-            raise TypeError(f"norm scales must be float32 when noise is added, got {w_D.dtype}")
-        return w_D + jnp.asarray(sigma, w_D.dtype) * jax.random.normal(
-            jax.random.fold_in(key, place), w_D.shape, w_D.dtype
-        )
+        return w_D + jnp.asarray(sigma, w_D.dtype) * z_ND[place].astype(w_D.dtype)
 
     return Norms(
         input=tuple(noisy(w, 2 * i) for i, w in enumerate(norms.input)),
         post_attention=tuple(noisy(w, 2 * i + 1) for i, w in enumerate(norms.post_attention)),
-        final=noisy(norms.final, 2 * len(norms.input)) if final_norm else norms.final,
+        final=noisy(norms.final, 2 * L) if final_norm else norms.final,
     )

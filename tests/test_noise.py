@@ -81,7 +81,7 @@ def test_noise_is_a_function_of_the_key_and_sigma_zero_is_clean():
 
 
 def test_noise_has_the_stated_standard_deviation():
-    norms = Norms((jnp.ones(20000),), (jnp.ones(20000),), jnp.ones(4))
+    norms = Norms((jnp.ones(20000),), (jnp.ones(20000),), jnp.ones(20000))
     noise = perturb_norms(norms, 1e-3, jax.random.key(0)).input[0] - 1
     assert abs(float(noise.std()) - 1e-3) < 3e-5 and abs(float(noise.mean())) < 3e-5
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,14 @@ class Collector:
         self.informative_fn = jax.jit(informative_groups)
         self.metrics_fn = jax.jit(reward_metrics)
 
+    def lowered(self, state: TrainState, key: jax.Array) -> Iterator[jax.stages.Lowered]:
+        """The programs that `collect` samples with, for arguments like these; see `Engine.lowered`."""
+        config, model = self.experiment.config, self.experiment.policy.model
+        noise = self.norms_fn.lower(model, state.adapter, key, state.step)
+        N, G = config.prompts_per_rollout, config.generation.num_generations
+        yield from self.engine.lowered(state.adapter, N, key, G, noise.out_info[0])
+        yield noise
+
     def collect(self, state: TrainState, key: jax.Array, cursor: int) -> Experience:
         """The rollout of `key` by the policy of `state`, from the prompt `cursor` of the data order on.
 
@@ -163,6 +171,21 @@ class Collector:
             # The next round has the device's memory to itself, as the first one.
             prompts, completions = jax.device_get((prompts, completions))
         return _Round(examples, prompts, completions, texts, scores, informative_N, reward_time)
+
+
+def shapes_of_a_rollout(config: Config) -> tuple[Prompts, Rollout, jax.Array]:
+    """Shapes and dtypes of what a rollout leaves to an update: prompts, completions and rewards."""
+    P, C, G = config.data.max_prompt_length, config.generation.max_completion_length, config.generation.num_generations
+    N, shape = config.prompts_per_rollout, cast(Any, jax.ShapeDtypeStruct)
+    prompts = Prompts(shape((N, P), jnp.int32), shape((N,), jnp.int32), shape((N,), jnp.int32))
+    completions = Rollout(
+        tokens=shape((N * G, C), jnp.int32),
+        lengths=shape((N * G,), jnp.int32),
+        terminated=shape((N * G,), jnp.bool),
+        logps=shape((N * G, C), jnp.float32),
+        truncated_logps=None,
+    )
+    return prompts, completions, shape((N * G,), jnp.float32)
 
 
 def choose_groups(informative: np.ndarray, count: int) -> tuple[np.ndarray, int]:

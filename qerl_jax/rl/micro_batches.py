@@ -3,11 +3,12 @@
 Dimension letters: B rows of the batch, R rows of a micro-batch, T token slots of the longest possible row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qerl_jax.rl.widths import widths_of
 
@@ -47,14 +48,13 @@ def in_micro_batches(
 
         return jax.lax.fori_loop(0, B // size, in_order, carry)
 
-    counts = [min(B, size * 2**k) for k in range(len(widths))]
+    counts = _counts(B, size, widths)
     order = jnp.argsort(-lengths_B, stable=True)
     places_filled = jnp.concatenate([order, jnp.full(counts[-1], B)])
 
     def of_width(k: int, at: jax.Array, carry: Any) -> Any:
         places_R = jax.lax.dynamic_slice_in_dim(places_filled, at, counts[k])
-        part = jax.tree.map(lambda leaf: leaf.at[places_R].get(mode="fill", fill_value=0), rows)
-        return body(carry, part, places_R, widths[k])
+        return body(carry, taken(rows, places_R), places_R, widths[k])
 
     def step(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         at, carry = state
@@ -63,6 +63,35 @@ def in_micro_batches(
         return at + jnp.array(counts, jnp.int32)[k], jax.lax.switch(k, branches, at, carry)
 
     return jax.lax.while_loop(lambda state: state[0] < B, step, (jnp.int32(0), carry))[1]
+
+
+def micro_batches(lengths_B: np.ndarray, *, size: int, longest: int, buckets: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The places [R] and the width of each micro-batch that `in_micro_batches` would make, for a loop on the host."""
+    B, widths = len(lengths_B), widths_of(longest, buckets)
+    counts = _counts(B, size, widths)
+    order = np.arange(B) if len(widths) == 1 else np.argsort(-lengths_B, kind="stable")
+    places_filled = np.concatenate([order, np.full(counts[-1], B)]).astype(np.int32)
+    at = 0
+    while at < B:
+        k = sum(int(lengths_B[order[at]]) <= width for width in widths[1:])
+        yield places_filled[at : at + counts[k]], widths[k]
+        at += counts[k]
+
+
+def sizes_of(rows: int, *, size: int, longest: int, buckets: int) -> dict[int, int]:
+    """Of a batch of so many rows, the rows of a micro-batch by its width."""
+    widths = widths_of(longest, buckets)
+    return dict(zip(widths, _counts(rows, size, widths), strict=True))
+
+
+def _counts(B: int, size: int, widths: tuple[int, ...]) -> list[int]:
+    """The rows of a micro-batch of each width."""
+    return [min(B, size * 2**k) for k in range(len(widths))]
+
+
+def taken(rows: Any, places_R: jax.Array) -> Any:
+    """A micro-batch's rows [R, ...], zeros where there are none."""
+    return jax.tree.map(lambda leaf: leaf.at[places_R].get(mode="fill", fill_value=0), rows)
 
 
 def put(whole: Any, places_R: jax.Array, part: Any) -> Any:

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import pallas_kernels
 from qerl_jax import run_folder
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
-from qerl_jax.compiled import compiled_programs
+from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
 from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation import evaluate
+from qerl_jax.evaluation import evaluate, lowered_evaluation
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
@@ -34,13 +34,14 @@ from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
-from qerl_jax.rl.assembly import Experiment, assemble
-from qerl_jax.rl.experience import Collector
+from qerl_jax.rl.assembly import Experiment, assemble, held_out
+from qerl_jax.rl.experience import Collector, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import make_batch, with_policies
 from qerl_jax.rl.update import Batch, TrainState, init_state
-from qerl_jax.rl.update_program import compiled_update
+from qerl_jax.rl.update_program import Update, refuse_what_does_not_fit
 from qerl_jax.rollout import Prompts, Rollout
+from qerl_jax.rollout.memory import nbytes
 from qerl_jax.summary import report
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
@@ -96,6 +97,7 @@ class _Run:
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
         advantage_fn = advantages_by(self.config.grpo.scale_rewards)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
+        self.update = Update(experiment)
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
         self._begin_or_resume()
@@ -131,9 +133,8 @@ class _Run:
             self.writer, self.live = writer, live
             if isinstance(self.experiment.policy.model.base.layers[0].q_proj, KernelNVFP4):
                 live.note(pallas_kernels.describe())
-            if int(self.state.step) < total:
-                live.note("compiling an update")
-                self.update_fn = compiled_update(self.experiment, self.state, self._batch)
+            live.note("compiling")
+            self._compile()
             if self.progress["before"] is None:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:
@@ -161,6 +162,24 @@ class _Run:
             after = self._evaluate("after training")
         return self._finish(after)
 
+    def _compile(self) -> None:
+        """Compiles what is left to be called, before anything is sampled; an update that does not fit in memory is
+        refused then."""
+        experiment, state = self.experiment, self.state
+        policy, problems = experiment.policy, len(held_out(self.config, experiment.evaluation_data))
+        of_evaluation = lowered_evaluation(self.config, policy, state.adapter, problems)
+        if int(state.step) == experiment.total_steps:
+            compiled_together(of_evaluation)
+            return
+        batch = self.batch_fn.lower(*shapes_of_a_rollout(self.config), state.step).out_info
+        of_batch = self.policies_fn.lower(policy.model, state.adapter, batch)
+        part = jax.eval_shape(lambda batch: next(self._parts(batch)), of_batch.out_info)
+        of_update, *_ = compiled_together(
+            self.update.lowered(state, part), [of_batch], self.collector.lowered(state, self.root), of_evaluation
+        )
+        kept = nbytes((policy.model, state, state.adapter))  # the adapter once more for its gradients
+        refuse_what_does_not_fit(of_update, kept, self.config)
+
     def _one_rollout(self) -> list[dict[str, Any]]:
         """Samples, scores, updates; returns a metrics row per optimizer step."""
         config, number = self.config, self.progress["rollout"]
@@ -172,7 +191,7 @@ class _Run:
         rows = []
         for part in self._parts(batch):
             at = int(self.state.step)
-            self.state, metrics = self.update_fn(self.state, self.experiment.policy.model, part)
+            self.state, metrics = self.update(self.state, self.experiment.policy.model, part)
             row = {name: float(value) for name, value in jax.device_get(metrics).items()}
             self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
             rows.append(row | found.metrics | {"step": at + 1, "learning_rate": float(self.schedule(at))})

@@ -12,7 +12,7 @@ Dimension letters: B rows of the optimizer batch, N groups of G completions, P p
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -38,8 +38,29 @@ from qerl_jax.rl.widths import widths_of
 _LARGEST_DLOGP = 4
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-# What the loss needs of them besides: sampled, old and reference log-probabilities, advantages [B, 1], mask.
-Constants = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array]
+# What the loss needs of them besides: sampled, old and reference log-probabilities, advantages [B, 1], mask, and
+# whether the policy is still that of the rollout [B, 1].
+Constants = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array, jax.Array]
+
+
+class Given(NamedTuple):
+    """What micro-batches are given of an optimizer batch: rows [B, ...], of which each takes its own.
+
+    known [B, C] is what each has to know of the whole: its tokens' weights, or the loss's gradient with respect to its
+    log-probabilities; None where one micro-batch is the whole, in its order.
+    """
+
+    rows: Rows
+    constants: Constants
+    known: jax.Array | None
+
+
+class Gathered(NamedTuple):
+    """What micro-batches gather: the sum of the adapter's gradients, log-probabilities and entropies [B, C]."""
+
+    grads: Adapter
+    logps_BC: jax.Array
+    entropies_BC: jax.Array
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -210,70 +231,97 @@ def update_step(
     Raises:
       ValueError: the batch cannot be cut into groups or micro-batches, or brings advantages beside `advantage_fn`.
     """
+    given, gathered = begin_update(state, model, batch, settings=settings, loss_fn=loss_fn, advantage_fn=advantage_fn)
+
+    def accumulate(gathered: Gathered, part: Given, places: jax.Array, width: int) -> Gathered:
+        return accumulate_part(gathered, state.adapter, model, part, places, width, settings, loss_fn)
+
+    gathered = _in_micro_batches(accumulate, gathered, given, batch, settings)
+    return end_update(state, given, gathered, optimizer=optimizer, settings=settings, loss_fn=loss_fn)
+
+
+def begin_update(
+    state: TrainState,
+    model: Model,
+    batch: Batch,
+    *,
+    settings: UpdateSettings,
+    loss_fn: LossFn | None = None,
+    advantage_fn: AdvantageFn | None = None,
+) -> tuple[Given, Gathered]:
+    """The first part of `update_step`: what its micro-batches take, and what they have gathered before the first."""
     _check_multiple(batch, "num_generations", settings)
     B = batch.completion.shape[0]
     mask_BC = batch.mask.astype(bool)
+    on_policy_B1 = jnp.full((B, 1), state.step == batch.rollout_step)
     if batch.advantages is not None and advantage_fn is not None:
         raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
     advantages = batch.advantages
     if advantages is None:
         advantages = (advantage_fn or group_advantages)(batch.rewards.reshape(-1, settings.num_generations))
-    advantages_B1 = advantages.reshape(B, 1)
-    on_policy = state.step == batch.rollout_step
-
-    def loss_of(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
-        sampled, old, ref, advantages, mask = of_rows
-        now = jax.lax.stop_gradient(logp)
-        # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
-        learner = now if old is None else jnp.where(on_policy, now, old)
-        old = sampled if settings.old_logprobs == "sampler" else learner
-        weights, metrics = correction_weights(settings.correction, old, sampled, mask)
-        loss, loss_metrics = loss_fn(logp, old, ref, advantages * weights, mask)
-        return loss, gap_metrics(learner, sampled, mask) | metrics | loss_metrics
-
-    def gradient(logp: jax.Array, of_rows: Constants, loss_fn: LossFn) -> jax.Array:
-        return jax.grad(loss_of, has_aux=True)(logp, of_rows, loss_fn)[0]
-
-    # `known` is what a micro-batch is given of the whole: its tokens' weights, or its gradient; nothing where it is the
-    # whole, in its order.
-    constants: Constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages_B1, mask_BC
-    known: jax.Array | None
+    constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages.reshape(B, 1), mask_BC, on_policy_B1
+    given = Given(_rows(batch), constants, None)
     if loss_fn is None:
-        known = token_weights(mask_BC, settings.loss.loss_type)
-    elif settings.micro_batch_size == B and len(widths_of(_slots(batch), settings.length_buckets)) == 1:
-        known = None
-    else:
-        known = gradient(score(model, state.adapter, batch, settings)[0], constants, loss_fn)
-
-    def dlogp_of(logp: jax.Array, of_rows: Constants, known: jax.Array | None) -> jax.Array:
-        if loss_fn is None:
-            return gradient(logp, of_rows, functools.partial(policy_loss, settings.loss, weights_BC=known))
-        return gradient(logp, of_rows, loss_fn) if known is None else known
-
-    def accumulate(carry: Any, part: tuple[Rows, Constants, jax.Array | None], places: jax.Array, width: int) -> Any:
-        total, found = carry
-        rows, of_rows, known = part
-
-        def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
-            checkpoints = settings.gradient_checkpointing
-            return completion_logps(model, adapter, *rows, settings.temperature, checkpoints, width)
-
-        logp, backward, entropy = jax.vjp(learner, state.adapter, has_aux=True)
-        grads = _carried_back(backward, dlogp_of(logp, of_rows, known), model.base.embed.dtype)
-        return jax.tree.map(jnp.add, total, grads), put(found, places, (logp, entropy))
-
+        given = given._replace(known=token_weights(mask_BC, settings.loss.loss_type))
+    elif settings.micro_batch_size != B or len(widths_of(_slots(batch), settings.length_buckets)) > 1:
+        logps_BC = score(model, state.adapter, batch, settings)[0]
+        given = given._replace(known=_gradient(logps_BC, given, settings, loss_fn))
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
-    none_yet = jax.tree.map(jnp.zeros_like, state.adapter), (zeros_BC, zeros_BC)
-    gathered = _in_micro_batches(accumulate, none_yet, (_rows(batch), constants, known), batch, settings)
-    grads, (logp_BC, entropy_BC) = gathered
+    return given, Gathered(jax.tree.map(jnp.zeros_like, state.adapter), zeros_BC, zeros_BC)
+
+
+def accumulate_part(
+    gathered: Gathered,
+    adapter: Adapter,
+    model: Model,
+    part: Given,
+    places: jax.Array,
+    width: int,
+    settings: UpdateSettings,
+    loss_fn: LossFn | None = None,
+) -> Gathered:
+    """What has been gathered with one more micro-batch, which goes through the network once, forward and back.
+
+    Args:
+      part: the micro-batch's rows [R, ...].
+      places: [R], where they stand in the batch; B where there is none.
+      width: static, the token slots that are computed; no row is longer.
+    """
+
+    def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
+        checkpoints = settings.gradient_checkpointing
+        return completion_logps(model, adapter, *part.rows, settings.temperature, checkpoints, width)
+
+    logp, backward, entropy = jax.vjp(learner, adapter, has_aux=True)
+    if loss_fn is None:
+        dlogp = _gradient(logp, part, settings, functools.partial(policy_loss, settings.loss, weights_BC=part.known))
+    else:
+        dlogp = _gradient(logp, part, settings, loss_fn) if part.known is None else part.known
+    grads = _carried_back(backward, dlogp, model.base.embed.dtype)
+    found = put((gathered.logps_BC, gathered.entropies_BC), places, (logp, entropy))
+    return Gathered(jax.tree.map(jnp.add, gathered.grads, grads), *found)
+
+
+def end_update(
+    state: TrainState,
+    given: Given,
+    gathered: Gathered,
+    *,
+    optimizer: optax.GradientTransformation,
+    settings: UpdateSettings,
+    loss_fn: LossFn | None = None,
+) -> tuple[TrainState, Metrics]:
+    """The last part of `update_step`: the optimizer's step, and the metrics of the whole batch."""
+    grads, logp_BC, entropy_BC = gathered
     of_whole = functools.partial(policy_loss, settings.loss) if loss_fn is None else loss_fn
-    loss, metrics = loss_of(logp_BC, constants, of_whole)
+    loss, metrics = _loss_of(logp_BC, given, settings, of_whole)
 
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.adapter)
     updated = TrainState(state.step + 1, optax.apply_updates(state.adapter, updates), opt_state)
     # A token drawn from logits that are not numbers has been recorded with NaN, whatever the learner makes of it.
-    drawn = jnp.isfinite(batch.sampled_logps) | ~mask_BC
+    sampled_BC, *_, mask_BC, _ = given.constants
+    drawn = jnp.isfinite(sampled_BC) | ~mask_BC
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & drawn.all()
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
     active = jnp.maximum(mask_BC.sum(), 1)
@@ -284,3 +332,19 @@ def update_step(
         "nonfinite": (~finite).astype(jnp.int32),
     }
     return state, metrics
+
+
+def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
+    """The loss of rows with these log-probabilities, and its metrics."""
+    sampled, old, ref, advantages, mask, on_policy = given.constants
+    now = jax.lax.stop_gradient(logp)
+    # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
+    learner = now if old is None else jnp.where(on_policy, now, old)
+    old = sampled if settings.old_logprobs == "sampler" else learner
+    weights, metrics = correction_weights(settings.correction, old, sampled, mask)
+    loss, loss_metrics = loss_fn(logp, old, ref, advantages * weights, mask)
+    return loss, gap_metrics(learner, sampled, mask) | metrics | loss_metrics
+
+
+def _gradient(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> jax.Array:
+    return jax.grad(_loss_of, has_aux=True)(logp, given, settings, loss_fn)[0]

@@ -7,6 +7,7 @@ depends on the weights, the key, its request and its number alone, whatever ran 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,10 @@ from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
-from qerl_jax.rollout.refilling import Batch
+from qerl_jax.rollout.refilling import Batch, lowered_batch
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.tail import decode_to_the_end, default_tail_sizes
+from qerl_jax.rollout.tail import decode_to_the_end, default_tail_sizes, worthwhile
 
 
 class Engine:
@@ -108,7 +109,7 @@ class Engine:
         for number, request in enumerate(requests):
             if (error := self._refusal(request)) is not None:
                 raise ValueError(f"prompt {number} {error}")
-        if fewest_rows() <= N * G and self.plan(N * G, N, adapter).slots == N * G:
+        if self._at_once(self.plan(N * G, N, adapter), N * G):
             began = time.perf_counter()
             slots, new = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
             model, adapter = prepared(self.model, adapter, new)
@@ -138,6 +139,36 @@ class Engine:
             logps=jnp.asarray(logps[0]),
             truncated_logps=jnp.asarray(logps[1]) if self.settings.truncated else None,
         )
+
+    def _at_once(self, plan: Plan, samples: int) -> bool:
+        """Whether a rollout of so many samples is one whole, and not a queue."""
+        return fewest_rows() <= samples == plan.slots
+
+    def lowered(
+        self, adapter: Adapter | None, prompts: int, key: jax.Array, num_generations: int, norms: Norms | None = None
+    ) -> Iterator[jax.stages.Lowered]:
+        """The programs that `rollout` begins with for so many prompts, all as wide as max_prompt_length, the largest
+        first; what is compiled of them is ready for the call. Those for the last samples in fewer slots are not among
+        them. Arrays may be ShapeDtypeStructs."""
+        N, G, C = prompts, num_generations, self.settings.max_completion_length
+        plan, model = self.plan(N * G, N, adapter), self.model
+        if not self._at_once(plan, N * G):
+            made = programs().made.lower(model, adapter)
+            model, adapter = prepared(model, adapter, made.out_info)
+            norms = norms_of(model, adapter) if norms is None else norms
+            yield from lowered_batch(model, adapter, norms, self.settings, plan, self.max_prompt_length, key)
+            yield made
+            return
+        shape: Any = jax.ShapeDtypeStruct
+        each_N = shape((N,), jnp.int32)
+        of_prompts = Prompts(shape((N, self.max_prompt_length), jnp.int32), each_N, each_N)
+        begun = programs().begun.lower(model, adapter, of_prompts, key, self.settings, G, norms, each_N)
+        slots, new = begun.out_info
+        model, adapter = prepared(model, adapter, new)
+        norms = norms_of(model, adapter) if norms is None else norms
+        leave = max(worthwhile(self.tail_sizes, N * G, C - 1), default=0)
+        yield begun
+        yield programs().finished.lower(slots, model, adapter, norms, C, leave, self.settings, group=G)
 
     def generate(
         self,

@@ -116,11 +116,12 @@ def _device_bytes(model: Model, max_prompt_length: int, resident: Any) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return _CPU_BYTES
-    kept = _nbytes(model) + dequantized_bytes(model) + _nbytes(resident)
+    kept = nbytes(model) + dequantized_bytes(model) + nbytes(resident)
     return int(_SHARE * stats["bytes_limit"]) - kept - _prefill_bytes(model.config, max_prompt_length, model)
 
 
-def _nbytes(tree: Any) -> int:
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

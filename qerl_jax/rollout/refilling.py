@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,33 @@ class _Sample:
     # Tokens, log-probabilities and, where sampling is truncated, the renormalised ones; made with the first of them.
     kept: tuple[np.ndarray, ...] = ()
     length: int = 0
+
+
+def _prompts_at_once(plan: Plan) -> int:
+    """Prompts of a prefill. One size, so that one program is compiled: on a GPU what the pool holds ahead, since larger
+    ones are faster. On a CPU they are not, and small ones have less padding."""
+    ahead = plan.slots // (16 if jax.default_backend() == "cpu" else 2)
+    return max(fewest_rows(), min(ahead, plan.rows))
+
+
+def lowered_batch(
+    model: Model,
+    adapter: Adapter | None,
+    norms: Norms,
+    settings: SamplingSettings,
+    plan: Plan,
+    max_prompt_length: int,
+    key: jax.Array,
+) -> Iterator[jax.stages.Lowered]:
+    """The programs that a `Batch` without `every` begins with; arrays may be ShapeDtypeStructs."""
+    sizes = {"rows": plan.rows, "max_prompt_length": max_prompt_length, "slots": plan.allocated, "used": plan.slots}
+    slots = jax.eval_shape(lambda key: empty_slots(model, settings, key, **sizes), key)
+    size, places = _prompts_at_once(plan), _QUEUE * plan.slots
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size, max_prompt_length), (size,), (size,))]
+    yield programs().admit.lower(slots, model, adapter, norms, *arrays)
+    in_queue: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(places,)] * 5 + [()]]
+    queue = Queue(*in_queue)
+    yield programs().decode_queue.lower(slots, queue, key, model, adapter, norms, _CHUNK, 1, settings, log_steps=_CHUNK)
 
 
 class Batch:
@@ -92,10 +120,7 @@ class Batch:
     def _fill_queue(self) -> None:
         """Prefills prompts while the queue has places. A program runs with fewer prompts than it takes only with the
         last ones, or where no sample would be ready otherwise."""
-        # One size, so that one program is compiled: on a GPU what the pool holds ahead, since larger ones are faster.
-        # On a CPU they are not, and small ones have less padding.
-        ahead = self.plan.slots // (16 if jax.default_backend() == "cpu" else 2)
-        size = max(fewest_rows(), min(ahead, self.plan.rows))
+        size = _prompts_at_once(self.plan)
         while self.waiting and len(self.ready) < _QUEUE * self.plan.slots:
             fit = min(len(self.waiting), len(self.free_rows), size)
             if fit == 0 or (self.ready and fit < min(len(self.waiting), size)):

@@ -77,21 +77,15 @@ def test_equal_rewards_are_counted_and_give_no_gradient(policy, tmp_path):
 
 def poison_batches(patch, rollouts):
     """Makes NaN of the advantages that the updates of these rollouts get, and so of their losses and gradients."""
-    begin = trainer._Run._begin_or_resume
+    assemble = trainer._Run._batch
 
-    def begun(self):
-        begin(self)
-        assemble = self.batch_fn
+    def assembled(self, *arguments):
+        batch = assemble(self, *arguments)
+        if self.progress["rollout"] not in rollouts:
+            return batch
+        return batch.replace(advantages=batch.advantages * jnp.nan)
 
-        def assembled(*arguments):
-            batch = assemble(*arguments)
-            return (
-                batch.replace(advantages=batch.advantages * jnp.nan) if self.progress["rollout"] in rollouts else batch
-            )
-
-        self.batch_fn = assembled
-
-    patch.setattr(trainer._Run, "_begin_or_resume", begun)
+    patch.setattr(trainer._Run, "_batch", assembled)
 
 
 def test_updates_that_are_never_finite_are_refused_and_stop_the_run(config, tmp_path, monkeypatch, capsys):
@@ -126,20 +120,14 @@ def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_st
 
 
 def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_path, monkeypatch, capsys):
-    compiled = trainer.compiled_update
-
-    def with_a_bad_update(*arguments):
-        update = compiled(*arguments)
-
-        def refuse_the_second(state, model, batch):
+    class RefusesTheSecond(trainer.Update):
+        def __call__(self, state, model, batch):
             if int(state.step) != 1 or int(batch.rollout_step) != 0:
-                return update(state, model, batch)
-            _, metrics = update(jax.tree.map(jnp.copy, state), model, batch)
+                return super().__call__(state, model, batch)
+            _, metrics = super().__call__(jax.tree.map(jnp.copy, state), model, batch)
             return state, metrics | {"nonfinite": 1}
 
-        return refuse_the_second
-
-    monkeypatch.setattr(trainer, "compiled_update", with_a_bad_update)
+    monkeypatch.setattr(trainer, "Update", RefusesTheSecond)
     run = train(config, tmp_path / "run")
     assert [(row["rollout"], row["step"], row["nonfinite"]) for row in rows(run)] == [
         (0, 1, 0), (0, 2, 1), (1, 2, 0), (1, 3, 0), (2, 4, 0), (2, 5, 0), (3, 6, 0)
