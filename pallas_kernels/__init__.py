@@ -6,6 +6,7 @@ from .attention import (
     PromptKV,
     decode_attention,
     decode_attention_reference,
+    marked,
     stored,
     takes_decode_attention,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "has_kernels",
     "in_unit_order",
     "lora_inside",
+    "marked",
     "padded_rank",
     "reads_units",
     "repack",

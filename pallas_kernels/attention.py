@@ -164,6 +164,20 @@ def _normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
+def marked(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """New keys and values [..., E] as the cache gets them: where a float16 value is not finite, since the network has
+    overflowed, it is 0 and its key NaN.
+
+    A position that a sample does not see has a weight of 0, and 0 times such a value is NaN: it would spoil the slot's
+    next sample, and in the kernel the one that shares a tile. Its score, though, is not looked at. Of the sample itself
+    all that follows is NaN, as before.
+    """
+    if v.dtype != jnp.float16:
+        return k, v
+    finite = jnp.isfinite(v).all(-1, keepdims=True)
+    return jnp.where(finite, k, jnp.asarray(jnp.nan, k.dtype)), jnp.where(finite, v, 0)
+
+
 def decode_attention_reference(
     q: jax.Array,
     k: jax.Array,
@@ -180,6 +194,7 @@ def decode_attention_reference(
     if norms is not None:
         q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
     q, k = (rotated(x, cos[:, None], sin[:, None]) for x in (q, k))
+    k, v = marked(k, v)
     place = jnp.maximum(own.lengths, 0)
     here = (jnp.arange(C) == place[:, None]) & (own.lengths >= 0)[:, None]
     own_k, own_v = (

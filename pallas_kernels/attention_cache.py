@@ -140,11 +140,16 @@ class Values(Kept):
         mem.store_shared_f32x2(p.add(at, 64 * block), first)
         mem.store_shared_f32x2(p.add(at, 64 * block + 32), second)
 
-    def write(self, address, t, source):
-        """A 16-bit row in memory to the cache."""
-        source, to = (mem.offset(a, p.mul(t, 16)) for a in (source, address))
-        for chunk in range(self.E // 32):
-            mem.store_global_v4(to, mem.load_global_v4(source, 64 * chunk), 64 * chunk)
+    def pieces(self, address, t):
+        """This lane's share of a 16-bit row in memory, for `write`."""
+        at = mem.offset(address, p.mul(t, 16))
+        return [mem.load_global_v4(at, 64 * chunk) for chunk in range(self.E // 32)]
+
+    def write(self, address, t, pieces):
+        """A row to the cache."""
+        to = mem.offset(address, p.mul(t, 16))
+        for chunk, four in enumerate(pieces):
+            mem.store_global_v4(to, four, 64 * chunk)
 
 
 class NarrowValues(Values):
@@ -186,7 +191,7 @@ class NarrowValues(Values):
         at = p.add(row, p.mul(t, 16))
         mem.store_shared_f32x4(at, [first[0], second[0], first[1], second[1]], 64 * block)
 
-    def write(self, address, t, source):
-        source, to = mem.offset(source, p.mul(t, 16)), mem.offset(address, p.mul(t, 8))
-        for chunk in range(self.E // 32):
-            mem.store_global_v2(to, fp8.row_in_e4m3(mem.load_global_v4(source, 64 * chunk)), 32 * chunk)
+    def write(self, address, t, pieces):
+        to = mem.offset(address, p.mul(t, 8))
+        for chunk, four in enumerate(pieces):
+            mem.store_global_v2(to, fp8.row_in_e4m3(four), 32 * chunk)

@@ -45,12 +45,21 @@ class AttentionTiles(AttentionInputs):
             row = p.add(p.mul(sample, plan.K), self.head)
             at_k, at_v = (mem.wide_offset(self.at[name], row, plan.row_bytes) for name in "kv")
             words = self.prepared(self.row_of(at_k), "k_norm", self.angles[i])
+            row = self.values.new_row(at_v, self.g)
+            marked = self.infinite(at_v) if p.half_dtype() == "float16" else None  # see `attention.marked`
+            if marked is not None:
+                words = [[p.select(marked, 0x7FFF7FFF, word) for word in chunk] for chunk in words]
+                row = [p.select(marked, 0, word) for word in row]
             keys.append([[self.keys.rounded(word) for word in chunk] for chunk in words])
-            values.append(self.values.new_row(at_v, self.g))
+            values.append(row)
 
-            def write(i=i, words=words, at_v=at_v):
-                for kept, start, new in zip((self.keys, self.values), self.regions[1 + i], (words, at_v), strict=True):
-                    kept.write(mem.offset(start, p.mul(self.own_lengths[i], plan.K * kept.row_bytes)), self.t, new)
+            def write(i=i, words=words, at_v=at_v, marked=marked):
+                pieces = self.values.pieces(at_v, self.t)
+                if marked is not None:
+                    pieces = [[p.select(marked, 0, word) for word in piece] for piece in pieces]
+                new = (words, pieces)
+                for kept, start, row in zip((self.keys, self.values), self.regions[1 + i], new, strict=True):
+                    kept.write(mem.offset(start, p.mul(self.own_lengths[i], plan.K * kept.row_bytes)), self.t, row)
 
             p.when(p.eq(p.add(p.xor(self.live[i], 1), self.g), 0), write)
         scores = [p.f32(0.0)] * 4
@@ -81,6 +90,16 @@ class AttentionTiles(AttentionInputs):
             at = slice(4 * d, 4 * d + 4)
             sums[at] = self.values.product(sums[at], [*weights[0], zero, zero], b[d], zero)
         return [*state[: 2 * c.slots], *sums]
+
+    def infinite(self, address):
+        """Whether a float16 row in memory has a number that is not finite; lanes look at a share each, and all know."""
+        words = self.plan.E // 64  # of a lane
+        at = mem.offset(address, p.mul(self.lane, 4 * words))
+        found = [
+            p.eq(p.and_(mem.load_global_b32(at, 4 * i), exponent), exponent)
+            for i in range(words) for exponent in (0x7C00, 0x7C000000)
+        ]  # fmt: skip
+        return p.any_lane(functools.reduce(arith.ori, found))
 
     # ---- one tile -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
 
 METRICS = "metrics.jsonl"
@@ -248,7 +249,7 @@ class _WeightsAndBiases:
             raise _missing("wandb", "wandb") from None
         kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
+            write_whole(kept, uuid.uuid4().hex[:12])
         self._run = wandb.init(
             project="qerl-jax", name=run_dir.name, id=kept.read_text(), resume="allow", dir=str(run_dir)
         )

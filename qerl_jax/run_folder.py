@@ -131,7 +131,11 @@ def _forget(folder: Path) -> None:
     """Removes what a run of another config would inherit; the trainer itself empties the JSONL files."""
     (folder / WANDB_RUN_ID).unlink(missing_ok=True)
     shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
-    shutil.rmtree(folder / CHECKPOINTS)
+    # As a whole: with checkpoints removed in part, the folder would be taken for one whose checkpoints are damaged.
+    if (gone := folder / f".old-{CHECKPOINTS}").exists():
+        shutil.rmtree(gone)
+    (folder / CHECKPOINTS).rename(gone)
+    shutil.rmtree(gone)
 
 
 def continuing(folder: Path) -> str:

@@ -238,6 +238,11 @@ def test_a_long_prompt_beside_another_one_leaves_it_its_length(prompts):
     assert cut.finish_reason == "length" and len(cut.ids) == 2
 
 
+def test_an_empty_stop_text_is_refused(prompts):
+    with pytest.raises(UserError, match="stop holds an empty text"):
+        list(texts.generate_texts(MODEL, prompts, stop=("!", "")))
+
+
 @pytest.mark.parametrize("length", [0, 128])
 def test_a_length_that_leaves_nothing_is_refused(prompts, length):
     with pytest.raises(UserError, match=f"max_completion_length is {length}; allowed: 1 or more, and less than"):

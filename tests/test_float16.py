@@ -12,9 +12,10 @@ from tiny import CONFIG, tiny_adapter, tiny_model
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.params import norms_of
 from qerl_jax.rl import update as update_module
+from qerl_jax.rl import widths
 from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, sample_rollout
-from qerl_jax.rl.update import UpdateSettings, init_state, update_step
-from qerl_jax.rollout import Prompts, SamplingSettings
+from qerl_jax.rl.update import Batch, UpdateSettings, init_state, update_step
+from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 from qerl_jax.rollout.attention import empty_kv
 from qerl_jax.rollout.decode import prefill
 
@@ -144,3 +145,66 @@ def test_a_prompt_in_chunks_and_the_cache():
 def test_weights_for_the_kernels_are_in_their_dtype():
     for dtype, expected in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")):
         assert for_kernels(model(dtype)).base.layers[0].q_proj.tiles.dtype == expected
+
+
+def overflowing(token, layers):
+    """A network in which this token, and no other, leaves float16's range, in the first layer's MLP."""
+    plain = tiny_model(dtype=jnp.float32, weight_format="bf16", std=0.1, layers=layers)
+    first, embed = plain.base.layers[0], plain.base.embed
+    large = {name: getattr(first, name).at[5].set(0).at[5, 0].set(300) for name in ("gate_proj", "up_proj")}
+    base = plain.base.replace(
+        embed=embed.at[:, 0].set(0).at[token].set(0).at[token, 0].set(100),
+        lm_head=embed.at[token].set(0),
+        layers=(first.replace(**large), *plain.base.layers[1:]),
+    )
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if leaf.ndim > 1 else leaf, plain.replace(base=base))
+
+
+@pytest.mark.parametrize("buckets, lengths", [(1, [6, 3, 1, 5]), (2, [6, 3, 2, 2]), (2, [2, 2, 2, 1])])
+def test_a_token_that_nobody_sampled_overflows_in_vain(monkeypatch, buckets, lengths):
+    """Rows, and micro-batches of several widths, are filled up with tokens of their own, not with token 0."""
+    monkeypatch.setattr(widths, "NARROWEST", 16)
+    model = overflowing(0, 2)
+    ones = jnp.ones((4, 28), jnp.int32)
+    lengths = jnp.array(lengths)
+    batch = Batch(
+        prompt=7 * ones[:, :4], prompt_lengths=jnp.array([2, 4, 3, 1]), completion=9 * ones,
+        completion_lengths=lengths, mask=jnp.arange(28) < lengths[:, None], rewards=jnp.arange(4.0),
+        sampled_logps=jnp.zeros((4, 28)), rollout_step=jnp.int32(0),
+    )  # fmt: skip
+    for tokens, nonfinite in ((batch.completion, 0), (jnp.where(jnp.arange(28) == 0, 0, batch.completion), 1)):
+        settings = UpdateSettings(4, 1.0, 1, length_buckets=buckets)
+        state = init_state(tiny_adapter(model, scale=0.02), KEPT)
+        update = functools.partial(update_step, optimizer=KEPT, settings=settings)
+        _, metrics = jax.jit(update)(state, model, batch.replace(completion=tokens))
+        assert metrics["nonfinite"] == nonfinite
+        assert (float(metrics["grad_norm"]) > 1e-3) == (not nonfinite)
+
+
+def test_padding_of_prompts_overflows_in_vain():
+    model = overflowing(0, 2)
+    tokens, lengths = jnp.array([[7, 9, 0, 0], [7, 0, 9, 0], [7, 9, 8, 5]]), jnp.array([2, 3, 4])
+    for at_once in (64, 2):
+        last, layers = prefill(model, None, tokens, lengths, norms_of(model, None), at_once)
+        finite = [np.isfinite(np.asarray(kv, np.float32)).all((1, 2, 3)).tolist() for kv in jax.tree.leaves(layers)]
+        assert np.isfinite(last).all(-1).tolist() == [True, False, True]
+        assert all(rows[0] and rows[2] for rows in finite)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_sample_that_overflows_spoils_no_later_one_in_its_slot(slots):
+    model = overflowing(40, 4)
+    settings = SamplingSettings(12, (3, 4, 5, 6), 1, top_k=5)
+    requests = [Request([40 if i == 3 else 7 + i % 5, 9, 11], 1, i) for i in range(30)]
+
+    def sampled(slots):
+        engine = Engine(model, settings, max_prompt_length=3, max_slots=slots, tail_sizes=())
+        found = {done.request: done for done in engine.generate(None, requests, jax.random.key(1))}
+        return [found[i] for i in range(30)]
+
+    apart, together = sampled(30), sampled(slots)
+    spoilt = [not np.isfinite(done.logps).all() for done in apart]
+    assert spoilt[3] and sum(spoilt) < 15
+    assert [not np.isfinite(done.logps).all() for done in together] == spoilt
+    for one, other, bad in zip(apart, together, spoilt, strict=True):
+        assert bad or one.ids == other.ids

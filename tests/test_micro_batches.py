@@ -83,7 +83,7 @@ def test_every_row_once_and_never_more_micro_batches_or_tokens_than_with_one_wid
         seen, runs, tokens, too_long, wrong = carry
         live = places < B
         seen = seen.at[places].add(1, mode="drop")
-        wrong += jnp.sum(jnp.where(live, rows != 100 + places, rows != 0))
+        wrong += jnp.sum(rows != 100 + jnp.minimum(places, B - 1))
         too_long += jnp.sum(live & (lengths[jnp.minimum(places, B - 1)] > width))
         return seen, runs + 1, tokens + width * places.shape[0], too_long, wrong
 

@@ -64,7 +64,7 @@ def test_the_folder_is_what_peft_documents(tmp_path, model):
         assert file.metadata() == {"format": "pt"}  # as PEFT writes it
 
 
-@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (3, 10), (32, 16), (8, 0.1), (8, 16.001)])
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (3, 10), (32, 16), (8, 0.1), (8, 16.001), (4, 1e30)])
 @pytest.mark.parametrize("use_rslora", [True, False])
 def test_both_scalings_are_written_as_they_were(tmp_path, model, rank, alpha, use_rslora):
     adapter = init_adapter(jax.random.key(0), model, rank, alpha, use_rslora=use_rslora)

@@ -108,7 +108,7 @@ def test_only_beside_checkpoints_a_config_means_its_own_folder(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("optimizer: {max_steps: 20}\nrun: {output_dir: elsewhere}\n")
     assert load_config(str(file)).run.output_dir == "elsewhere"
-    (tmp_path / "checkpoints" / "step_00000000").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000000").mkdir(parents=True, exist_ok=True)
     assert load_config(str(file)).run.output_dir == str(tmp_path)
     file.rename(tmp_path / "my.yaml")
     assert load_config(str(tmp_path / "my.yaml")).run.output_dir == "elsewhere"
@@ -200,6 +200,29 @@ def test_before_the_first_step_a_config_may_still_be_corrected(tmp_path):
     folder = open_once(config(tmp_path, "run.seed=1"))
     assert not (checkpoint.exists() or events.exists() or wandb_run.exists())
     assert load_config(str(folder / "config.yaml")).run.seed == 1
+
+
+def test_a_kill_while_a_corrected_run_forgets_leaves_nothing_damaged(tmp_path, monkeypatch):
+    """The files of a checkpoint are not removed one by one under its name."""
+    checkpoint = open_once(config(tmp_path)) / "checkpoints" / "step_00000000"
+    checkpoint.mkdir(parents=True)
+    for name in ("manifest.json", "arrays"):
+        (checkpoint / name).touch()
+
+    def killed(folder, **_):
+        if (found := list(Path(folder).rglob("arrays"))) != []:
+            found[0].unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", killed)
+        open_once(config(tmp_path, "run.seed=1"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    for seed in (0, 1, 0):  # and what was left behind is in nobody's way
+        (tmp_path / "run" / "checkpoints" / "step_00000000").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / "checkpoints" / "step_00000000" / "manifest.json").touch()
+        assert load_config(str(open_once(config(tmp_path, f"run.seed={seed}")) / "config.yaml")).run.seed == seed
+    assert not list((tmp_path / "run").glob(".old-*"))
 
 
 def test_a_name_beside_the_current_folder(tmp_path, monkeypatch):

@@ -43,13 +43,13 @@ def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_cle
 
 
 def test_metrics_of_a_rollout_by_hand():
-    """Group deviations sqrt(2), 0 and sqrt(8), by G - 1; lengths of which the last two are cut."""
+    """Rewards whose squared deviations sum up to 10, one group without any; lengths of which the last two are cut."""
     lengths, terminated = jnp.array([2, 5, 1, 3, 6, 6]), jnp.array([True] * 4 + [False] * 2)
     completions = Rollout(jnp.zeros((6, 6), jnp.int32), lengths, terminated, jnp.zeros((6, 6)), None)
     found = reward_metrics(jnp.array([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]]), completions)
     expected = {
         "reward": 2,
-        "reward_std": (np.sqrt(2) + np.sqrt(8)) / 3,
+        "reward_std": np.sqrt(10 / 5),
         "frac_reward_zero_std": 1 / 3,
         "completions/mean_length": 23 / 6,
         "completions/min_length": 1,

@@ -1,5 +1,7 @@
 """A tiny random network for tests: 2 layers, grouped queries, biases and norms not zero. And a GPU by its memory."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -9,9 +11,9 @@ from qerl_jax.models.init import init_adapter, init_model, quantize
 CONFIG = ModelConfig("qwen2", 61, 32, 64, 2, 4, 2, 8, 1e-6, 10000.0, True, True, 128)
 
 
-def tiny_model(seed=0, dtype=jnp.float32, weight_format="nvfp4", std=0.3):
+def tiny_model(seed=0, dtype=jnp.float32, weight_format="nvfp4", std=0.3, layers=2):
     key = jax.random.key(seed)
-    model = init_model(key, CONFIG, dtype, std)
+    model = init_model(key, dataclasses.replace(CONFIG, num_hidden_layers=layers), dtype, std)
     layers = tuple(
         layer.replace(
             q_bias=0.3 * jax.random.normal(jax.random.fold_in(key, 10 + i), layer.q_bias.shape, dtype),

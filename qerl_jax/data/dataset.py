@@ -109,12 +109,12 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_no_json)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
-        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        except (ValueError, RecursionError) as error:  # NaN, thousands of digits, or of brackets
             raise UserError(f"{where}: cannot be read as JSON ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: found a {type(row).__name__}; expected a JSON object with a prompt")
@@ -127,6 +127,11 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
             raise UserError(f"{where}: prompts are texts in some rows and messages in others; expected one kind")
         rows.append(row)
     return rows
+
+
+def _no_json(name: str) -> Any:
+    """Of NaN and the infinities, which Python reads and writes, and of which no log could be written."""
+    raise ValueError(f"{name} is no JSON; null is")
 
 
 def _check_prompt(prompt: Any, where: str) -> None:

@@ -275,8 +275,8 @@ def _rank(options: dict[str, Any], where: Path) -> int:
 
 def _alpha(options: dict[str, Any], where: Path) -> float:
     alpha = options.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 2**63:
-        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e30:
+        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number up to 1e30")
     return alpha
 
 

@@ -221,7 +221,7 @@ def forward(
     else:
         positions_BT = jnp.maximum(jnp.cumsum(attention_mask_BT, axis=1) - 1, 0)
     plain = functools.partial(block, config, base.embed.dtype, attend_causally(config, positions_BT, attention_mask_BT))
-    run = jax.checkpoint(plain) if gradient_checkpointing else plain
+    run = jax.jit(jax.checkpoint(plain) if gradient_checkpointing else plain)
     x_BTD = embedded(model, tokens_BT)
     caches = []
     for i, layer in enumerate(base.layers):

@@ -16,14 +16,18 @@ _LOGITS_BUDGET = 2**26  # float32 logits held at a time (256 MB); a whole batch'
 def joined_rows(
     prompt_BP: jax.Array, prompt_lengths_B: jax.Array, completion_BC: jax.Array, completion_lengths_B: jax.Array
 ) -> jax.Array:
-    """[B, P + C] rows of prompt, then completion, then zeros: contiguous, padded on the right only."""
+    """[B, P + C] rows of prompt and completion, filled up with the last token: contiguous, padded on the right only.
+
+    What fills a row up has no weight in its attention, but 0 times what has overflowed is NaN, and another token might
+    overflow in float16 where none of the row's own does.
+    """
     P, C = prompt_BP.shape[1], completion_BC.shape[1]
     t_BT = jnp.arange(P + C)[None, :]
     place_BT = t_BT - prompt_lengths_B[:, None]
     prompt_BT = jnp.take_along_axis(prompt_BP, jnp.minimum(t_BT, P - 1), axis=1)
-    completion_BT = jnp.take_along_axis(completion_BC, jnp.clip(place_BT, 0, C - 1), axis=1)
-    live_BT = place_BT < completion_lengths_B[:, None]
-    return jnp.where(live_BT, jnp.where(place_BT < 0, prompt_BT, completion_BT), 0)
+    last_B1 = jnp.maximum(completion_lengths_B, 1)[:, None] - 1
+    completion_BT = jnp.take_along_axis(completion_BC, jnp.clip(place_BT, 0, last_B1), axis=1)
+    return jnp.where(place_BT < 0, prompt_BT, completion_BT)
 
 
 def token_logps(

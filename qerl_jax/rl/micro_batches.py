@@ -29,7 +29,7 @@ def in_micro_batches(
     Args:
       body: traced once for each width.
       carry: any pytree.
-      rows: a pytree of arrays [B, ...]. Rows that fill a last micro-batch up are zeros.
+      rows: a pytree of arrays [B, ...]. What fills a last micro-batch up is the batch's last row, at place B.
       lengths_B: tokens of each row, at most `longest`.
       size: rows of width T at a time; divides B.
       longest: T.
@@ -90,8 +90,8 @@ def _counts(B: int, size: int, widths: tuple[int, ...]) -> list[int]:
 
 
 def taken(rows: Any, places_R: jax.Array) -> Any:
-    """A micro-batch's rows [R, ...], zeros where there are none."""
-    return jax.tree.map(lambda leaf: leaf.at[places_R].get(mode="fill", fill_value=0), rows)
+    """A micro-batch's rows [R, ...]; at place B the last one, which computes nothing that real rows do not."""
+    return jax.tree.map(lambda leaf: leaf.at[places_R].get(mode="clip"), rows)
 
 
 def put(whole: Any, places_R: jax.Array, part: Any) -> Any:

@@ -145,12 +145,13 @@ def with_policies(
 
 
 def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
-    """TRL's metrics of a rollout: reward, its spread within groups, and the completions' lengths."""
+    """TRL's metrics of a rollout: the reward, its spread over all completions, how many groups have none, whatever
+    `scale_rewards` is, and the completions' lengths."""
     lengths_B, terminated_B = completions.lengths, completions.terminated
     ended = jnp.maximum(terminated_B.sum(), 1)
     return {
         "reward": rewards_NG.mean(),
-        "reward_std": rewards_NG.std(1, ddof=1).mean(),
+        "reward_std": rewards_NG.std(ddof=1),
         "frac_reward_zero_std": jnp.mean(rewards_NG.max(1) == rewards_NG.min(1)),
         "completions/mean_length": lengths_B.mean(),
         "completions/min_length": lengths_B.min(),

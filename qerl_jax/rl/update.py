@@ -288,6 +288,11 @@ def accumulate_part(
       width: static, the token slots that are computed; no row is longer.
     """
 
+    sampled, old, ref, advantages, mask, on_policy = part.constants
+    live_R1 = (places < gathered.logps_BC.shape[0])[:, None]  # a row that fills up has no share in the gradient
+    known = None if part.known is None else jnp.where(live_R1, part.known, 0)
+    part = Given(part.rows, (sampled, old, ref, advantages, mask & live_R1, on_policy), known)
+
     def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
         checkpoints = settings.gradient_checkpointing
         return completion_logps(model, adapter, *part.rows, settings.temperature, checkpoints, width)

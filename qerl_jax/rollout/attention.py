@@ -15,7 +15,16 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import HeadNorms, OwnKV, PromptKV, decode_attention, in_unit_order, stored, takes_decode_attention
+from pallas_kernels import (
+    HeadNorms,
+    OwnKV,
+    PromptKV,
+    decode_attention,
+    in_unit_order,
+    marked,
+    stored,
+    takes_decode_attention,
+)
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import KVCacheDtype
 from qerl_jax.models.config import ModelConfig
@@ -106,7 +115,7 @@ def token_attention(
 
     def plainly(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
         q, k, v = split_heads(config, layer, q, k, v, turn)
-        own = write_token(cache.completion[i], (k[:, 0], v[:, 0]), steps_S)
+        own = write_token(cache.completion[i], marked(k[:, 0], v[:, 0]), steps_S)
         q_SKQE = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)
         out = cached_attention(q_SKQE, cache.prompt[i], own, prompt_of_S, lengths_S, steps_S, group)
         out = out.reshape(q.shape[0], -1)

@@ -43,6 +43,8 @@ def prefill(
       The last token's hidden state [A, D], and each layer's keys and values [A, P, K, E].
     """
     A, P = tokens_AP.shape
+    # Filled up with the last token; why, is said in `logprobs.joined_rows`.
+    tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
 
     def run(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[KV, ...]]:
         tokens, lengths = rows

@@ -25,7 +25,9 @@ class SamplingSettings:
       max_completion_length: most tokens of a completion, the EOS included.
       eos_token_ids: any of them ends a completion; one number, or any sequence, is kept as a tuple.
       pad_token_id: fills the slots after the end.
-      temperature: 0 is greedy; its log-probabilities are those at temperature 1.
+      temperature: 0 is greedy; its log-probabilities are those at temperature 1. Below about 1e-4 draws among nearly
+        equal tokens follow their probabilities no longer: noise is added to logits / temperature, at whose size it is
+        rounded away.
       top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Applied in that order, as transformers does.
       kv_cache_dtype: "auto" keeps keys and values in the model's compute dtype; "fp8_values" keeps values, "fp8" both,
         in 8 bits (E4M3, unscaled), which draws from a slightly other distribution than the learner's.

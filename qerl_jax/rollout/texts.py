@@ -81,8 +81,10 @@ def generate_texts(
 
     Raises:
       UserError: a folder that is neither run nor model, a model that cannot be loaded, a run that has no adapter yet,
-        lengths that do not fit the model.
+        lengths that do not fit the model, an empty stop text.
     """
+    if "" in stop:
+        raise UserError("stop holds an empty text, which would end every completion before its first token")
     run, trained = find_run(model_or_run), None
     if adapter is not None:
         adapter_folder(adapter)

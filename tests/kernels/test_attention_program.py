@@ -80,6 +80,32 @@ def test_float16(kept):
     np.testing.assert_allclose(out.astype(np.float64), expected, atol=0.003, rtol=0.003)
 
 
+@pytest.mark.parametrize("kept", [(np.float16, np.float16), (np.float16, E4M3), (E4M3, E4M3)])
+@pytest.mark.parametrize("E, number", [(64, np.inf), (64, np.nan), (128, -np.inf)])
+def test_a_sample_that_overflows_spoils_no_other(kept, E, number):
+    """Neither its partner in a tile, nor, in later steps, whoever takes its slot."""
+    case = Case([(0, 37, 5), (0, 37, 30), (1, 16, 7), (1, 16, 17)], 5, 1, E, 33, True, kept, dtype=np.float16)
+    config = AttentionConfig(2, 1, 4, 3)
+    whole, whole_k, whole_v = case.run(config)
+    for sample, place in ((1, 0), (2, E - 1), (3, E // 2 + 5)):
+        case.operands[2][sample, place] = number
+    out, own_k, own_v = case.run(config)
+    assert np.isfinite(whole).all() and np.isnan(out[1:].astype(np.float32)).all()
+    np.testing.assert_array_equal(out[0], whole[0])
+    for sample, length in ((1, 30), (2, 7), (3, 17)):
+        assert np.isnan(own_k[sample, length].astype(np.float32)).all()
+        np.testing.assert_array_equal(own_v[sample, length].astype(np.float32), 0)
+        whole_k[sample, length], whole_v[sample, length] = own_k[sample, length], own_v[sample, length]
+    np.testing.assert_array_equal(own_k.astype(np.float32), whole_k.astype(np.float32))
+    np.testing.assert_array_equal(own_v.astype(np.float32), whole_v.astype(np.float32))
+    # Later: sample 1's slot has a sample of 3 tokens; sample 0 goes on beside it.
+    case.operands[-2], case.operands[-1] = own_k, own_v
+    case.operands[2][1, 0], case.operands[9][1] = 1, 2
+    out, *_ = case.run(config)
+    expected, *_ = case.expected()
+    np.testing.assert_allclose(out[:2].astype(np.float64), expected[:2], atol=0.05, rtol=0.05)
+
+
 def test_a_sample_does_not_depend_on_its_partner():
     """In a pair a sample's numbers are those that it has alone, whatever the other one's length."""
     case = Case([(0, 37, 20), (0, 37, 70), (0, 37, -1), (0, 37, 90)], 4, 1, 64, 96)

@@ -113,7 +113,7 @@ def test_the_metrics_count_everything_sampled(policy, undisturbed):
             mean = np.mean([entry[name] for entry in of_it])
             assert row[name if name == "reward" else f"{name}/mean"] == pytest.approx(mean, abs=1e-6)
         groups = np.reshape([entry["reward"] for entry in of_it], (-1, 4))
-        assert row["reward_std"] == pytest.approx(groups.std(1, ddof=1).mean(), abs=1e-6)
+        assert row["reward_std"] == pytest.approx(groups.std(ddof=1), abs=1e-6)
         assert row["frac_reward_zero_std"] == np.mean(groups.max(1) == groups.min(1))
         assert row["epoch"] == CURSORS[rollout] / len(DIFFER)
     problems = load_dataset("arithmetic", size=len(DIFFER))
