@@ -16,11 +16,11 @@ from qerl_jax.rl.logprobs import joined_rows, token_logps
 MODEL = tiny_model()
 
 
-def test_rows_are_prompt_then_completion_then_zeros():
+def test_rows_are_prompt_then_completion_then_its_last_token():
     prompt = jnp.array([[1, 2, 3], [4, 9, 9], [5, 6, 9]])
     completion = jnp.array([[11, 12], [13, 9], [9, 9]])
     rows = joined_rows(prompt, jnp.array([3, 1, 2]), completion, jnp.array([2, 1, 0]))
-    assert rows.tolist() == [[1, 2, 3, 11, 12], [4, 13, 0, 0, 0], [5, 6, 0, 0, 0]]
+    assert rows.tolist() == [[1, 2, 3, 11, 12], [4, 13, 13, 13, 13], [5, 6, 9, 9, 9]]
 
 
 @pytest.mark.parametrize("at_a_time", [4, 5, 100])

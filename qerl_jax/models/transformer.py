@@ -221,8 +221,10 @@ def forward(
     else:
         positions_BT = jnp.maximum(jnp.cumsum(attention_mask_BT, axis=1) - 1, 0)
     plain = functools.partial(block, config, base.embed.dtype, attend_causally(config, positions_BT, attention_mask_BT))
-    run = jax.jit(jax.checkpoint(plain) if gradient_checkpointing else plain)
+    run = jax.checkpoint(plain) if gradient_checkpointing else plain
     x_BTD = embedded(model, tokens_BT)
+    if isinstance(x_BTD, jax.core.Tracer):  # as a function it is traced, and written down, once for all layers alike
+        run = jax.jit(run)
     caches = []
     for i, layer in enumerate(base.layers):
         scales = norms.input[i], norms.post_attention[i]
