@@ -14,16 +14,6 @@ from jax.experimental.compilation_cache import compilation_cache
 _ZLIB = 0x78  # first byte of what zlib wrote, which is what JAX uses unless another compressor is installed
 
 
-def run_once() -> dict[str, str]:
-    """Compiler options of a program whose kernels each run once in a call.
-
-    On a GPU XLA records a program's kernels into CUDA graphs, anew wherever an array has moved since the last call.
-    That pays in a loop. Where each of a thousand kernels runs once it is work before the first of them starts: with it
-    a prompt of 256 tokens took 32 ms, and one of 2048 71, of which kernels took 9 and 47.
-    """
-    return {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
-
-
 def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.stages.Compiled]]:
     """Compiles programs of jitted functions in threads, while further ones are traced; most of XLA's work on one is one
     thread's. The functions find theirs when they are called with arguments of the same kinds.

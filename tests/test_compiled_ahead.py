@@ -18,7 +18,7 @@ from qerl_jax.rollout import Engine, Prompts, SamplingSettings
 
 # Of these a program is made for each network, and each may take a minute.
 LARGE = {
-    "jit(begin_update)", "jit(_accumulate_part)", "jit(end_update)", "jit(with_policies)", "jit(rollout_norms)",
+    "jit(begin_update)", "jit(_accumulate_stretch)", "jit(end_update)", "jit(with_policies)", "jit(rollout_norms)",
     "jit(begun)", "jit(decode)", "jit(made)", "jit(admit)", "jit(decode_queue)",
 }  # fmt: skip
 

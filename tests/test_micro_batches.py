@@ -14,7 +14,7 @@ from qerl_jax.rl import widths
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
-from qerl_jax.rl.micro_batches import in_micro_batches, micro_batches, sizes_of
+from qerl_jax.rl.micro_batches import in_micro_batches, in_stretch, sizes_of, stretches
 from qerl_jax.rl.update import Batch, UpdateSettings, init_state, score, update_step
 from qerl_jax.rl.widths import widths_of
 
@@ -105,15 +105,14 @@ def test_a_loop_on_the_host_makes_the_same_micro_batches(name, size, buckets):
     def body(carry, rows, places, width):  # the number and the width of each row's micro-batch
         return carry[0].at[places].set(jnp.array([carry[1], width]), mode="drop"), carry[1] + 1
 
-    none = jnp.full((12, 2), -1), jnp.int32(0)
+    none, sizes = (jnp.full((12, 2), -1), jnp.int32(0)), sizes_of(12, **cut)
     traced, count = jax.jit(lambda none, lengths: in_micro_batches(body, none, lengths, lengths, **cut))(none, lengths)
-    by_host, sizes = np.full((13, 2), -1), sizes_of(12, **cut)
-    made = list(micro_batches(lengths, **cut))
-    for number, (places, width) in enumerate(made):
-        assert places.dtype == np.int32 and len(places) == sizes[width]
-        by_host[places] = number, width
-    assert len(made) == int(count)
-    np.testing.assert_array_equal(by_host[:12], traced)
+    carry = none
+    for width, places, first, number in stretches(lengths, **cut):
+        assert places.dtype == np.int32 and len(places) == 12 + sizes[width] and number > 0
+        carry = in_stretch(body, carry, jnp.asarray(lengths), places, first, number, width=width)
+    assert int(carry[1]) == int(count)
+    np.testing.assert_array_equal(carry[0], traced)
 
 
 def test_micro_batches_by_hand():

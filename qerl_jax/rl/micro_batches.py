@@ -3,8 +3,9 @@
 Dimension letters: B rows of the batch, R rows of a micro-batch, T token slots of the longest possible row.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,55 +39,65 @@ def in_micro_batches(
     Returns:
       The last carry.
     """
-    B = lengths_B.shape[0]
-    widths = widths_of(longest, buckets)
-    if len(widths) == 1:
+    B, at = lengths_B.shape[0], jnp.int32(0)
+    sizes = sizes_of(B, size=size, longest=longest, buckets=buckets)
+    order_B = jnp.arange(B) if len(sizes) == 1 else jnp.argsort(-lengths_B, stable=True)
+    for (width, R), (narrower, _) in itertools.pairwise([*sizes.items(), (None, 0)]):
+        places = jnp.concatenate([order_B, jnp.full(R, B)])
 
-        def in_order(i: jax.Array, carry: Any) -> Any:
-            part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i * size, size), rows)
-            return body(carry, part, i * size + jnp.arange(size), longest)
+        def more(state: tuple[jax.Array, Any], narrower: int | None = narrower) -> jax.Array:
+            wide_enough = True if narrower is None else lengths_B[order_B[state[0]]] > narrower
+            return (state[0] < B) & wide_enough
 
-        return jax.lax.fori_loop(0, B // size, in_order, carry)
+        def step(state: tuple[jax.Array, Any], places: jax.Array = places, R: int = R, width: int = width) -> Any:
+            at, carry = state
+            places_R = jax.lax.dynamic_slice_in_dim(places, at, R)
+            return at + R, body(carry, taken(rows, places_R), places_R, width)
 
-    counts = _counts(B, size, widths)
-    order = jnp.argsort(-lengths_B, stable=True)
-    places_filled = jnp.concatenate([order, jnp.full(counts[-1], B)])
-
-    def of_width(k: int, at: jax.Array, carry: Any) -> Any:
-        places_R = jax.lax.dynamic_slice_in_dim(places_filled, at, counts[k])
-        return body(carry, taken(rows, places_R), places_R, widths[k])
-
-    def step(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        at, carry = state
-        k = jnp.sum(lengths_B[order[at]] <= jnp.array(widths[1:]))
-        branches = [lambda at, carry, k=k: of_width(k, at, carry) for k in range(len(widths))]
-        return at + jnp.array(counts, jnp.int32)[k], jax.lax.switch(k, branches, at, carry)
-
-    return jax.lax.while_loop(lambda state: state[0] < B, step, (jnp.int32(0), carry))[1]
+        at, carry = jax.lax.while_loop(more, step, (at, carry))
+    return carry
 
 
-def micro_batches(lengths_B: np.ndarray, *, size: int, longest: int, buckets: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The places [R] and the width of each micro-batch that `in_micro_batches` would make, for a loop on the host."""
-    B, widths = len(lengths_B), widths_of(longest, buckets)
-    counts = _counts(B, size, widths)
-    order = np.arange(B) if len(widths) == 1 else np.argsort(-lengths_B, kind="stable")
-    places_filled = np.concatenate([order, np.full(counts[-1], B)]).astype(np.int32)
-    at = 0
-    while at < B:
-        k = sum(int(lengths_B[order[at]]) <= width for width in widths[1:])
-        yield places_filled[at : at + counts[k]], widths[k]
-        at += counts[k]
+class Stretch(NamedTuple):
+    """Micro-batches of one width, one after the other: `number` of them, of rows in the order of `places` [B + R] (the
+    batch's, then R times B), from place number `first` on."""
+
+    width: int
+    places: np.ndarray
+    first: int
+    number: int
+
+
+def stretches(lengths_B: np.ndarray, *, size: int, longest: int, buckets: int) -> Iterator[Stretch]:
+    """The micro-batches that `in_micro_batches` would make, for a program of each width that the host calls."""
+    B, at = len(lengths_B), 0
+    sizes = sizes_of(B, size=size, longest=longest, buckets=buckets)
+    order_B = np.arange(B) if len(sizes) == 1 else np.argsort(-lengths_B, kind="stable")
+    for (width, R), (narrower, _) in itertools.pairwise([*sizes.items(), (-1, 0)]):
+        first = at
+        while at < B and lengths_B[order_B[at]] > narrower:
+            at += R
+        if at > first:
+            places = np.concatenate([order_B, np.full(R, B)]).astype(np.int32)
+            yield Stretch(width, places, first, (at - first) // R)
+
+
+def in_stretch(
+    body: Body, carry: Any, rows: Any, places: jax.Array, first: jax.Array, number: jax.Array, *, width: int
+) -> Any:
+    """Calls `body` for a stretch's micro-batches of `rows` [B, ...]; see `in_micro_batches`."""
+    R = places.shape[0] - jax.tree.leaves(rows)[0].shape[0]
+
+    def one(i: jax.Array, carry: Any) -> Any:
+        places_R = jax.lax.dynamic_slice_in_dim(places, first + i * R, R)
+        return body(carry, taken(rows, places_R), places_R, width)
+
+    return jax.lax.fori_loop(0, number, one, carry)
 
 
 def sizes_of(rows: int, *, size: int, longest: int, buckets: int) -> dict[int, int]:
-    """Of a batch of so many rows, the rows of a micro-batch by its width."""
-    widths = widths_of(longest, buckets)
-    return dict(zip(widths, _counts(rows, size, widths), strict=True))
-
-
-def _counts(B: int, size: int, widths: tuple[int, ...]) -> list[int]:
-    """The rows of a micro-batch of each width."""
-    return [min(B, size * 2**k) for k in range(len(widths))]
+    """The widths of a batch of so many rows, the largest first, with the rows of a micro-batch of each."""
+    return {width: min(rows, size * 2**k) for k, width in enumerate(widths_of(longest, buckets))}
 
 
 def taken(rows: Any, places_R: jax.Array) -> Any:

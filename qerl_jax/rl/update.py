@@ -108,7 +108,7 @@ class UpdateSettings:
       length_buckets: widths that micro-batches may have: with 1 all have prompt and completion slots together, with 4
         also a half, a quarter and an eighth down to 128, and as many rows more, for rows that are no longer (see
         `micro_batches`). The step is the same up to rounding; its program has a copy of the network for each. Under
-        `vmap` every width would be computed for every micro-batch.
+        `vmap` there are as many micro-batches of a width as the batch needs that needs most.
       gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
         micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
     """

@@ -7,18 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.compiled import run_once
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.assembly import Experiment
 from qerl_jax.rl.losses import Metrics
-from qerl_jax.rl.micro_batches import micro_batches, sizes_of, taken
+from qerl_jax.rl.micro_batches import in_stretch, sizes_of, stretches
 from qerl_jax.rl.update import Batch, Gathered, Given, TrainState, accumulate_part, begin_update, end_update
 
 
 class Update:
-    """`update_step` of a run as programs of their own: its beginning, a micro-batch of each width, its end.
+    """`update_step` of a run as programs of their own: its beginning, the micro-batches of each width, its end.
 
     As one program the copies of the network, one for each width, would be compiled one after the other: 103 s for four
     of 28 layers on an H200's host, and 40 for one.
@@ -29,17 +28,25 @@ class Update:
         self.experiment, self.settings = experiment, experiment.settings.update
         optimizer, settings = experiment.optimizer, self.settings
         self._begin = jax.jit(functools.partial(begin_update, settings=settings))
-        self._accumulate = jax.jit(
-            self._accumulate_part, static_argnames="width", donate_argnames="gathered", compiler_options=run_once()
-        )
+        self._accumulate = jax.jit(self._accumulate_stretch, static_argnames="width", donate_argnames="gathered")
         end = functools.partial(end_update, optimizer=optimizer, settings=settings)
         self._end = jax.jit(end, donate_argnames="state")
 
-    def _accumulate_part(
-        self, gathered: Gathered, adapter: Adapter, model: Model, given: Given, places_R: jax.Array, width: int
+    def _accumulate_stretch(
+        self,
+        gathered: Gathered,
+        adapter: Adapter,
+        model: Model,
+        given: Given,
+        places: jax.Array,
+        first: jax.Array,
+        number: jax.Array,
+        width: int,
     ) -> Gathered:
-        part = taken(given, places_R)
-        return accumulate_part(gathered, adapter, model, part, places_R, width, self.settings)
+        def body(gathered: Gathered, part: Given, places_R: jax.Array, width: int) -> Gathered:
+            return accumulate_part(gathered, adapter, model, part, places_R, width, self.settings)
+
+        return in_stretch(body, gathered, given, places, first, number, width=width)
 
     def _cut(self) -> dict[str, int]:
         config, settings = self.experiment.config, self.settings
@@ -55,9 +62,10 @@ class Update:
         model = self.experiment.policy.model
         begin = self._begin.lower(state, model, batch)
         given, gathered = begin.out_info
-        for width, rows in sizes_of(batch.completion.shape[0], **self._cut()).items():
-            places_R = jax.ShapeDtypeStruct((rows,), jnp.int32)
-            yield self._accumulate.lower(gathered, state.adapter, model, given, places_R, width=width)
+        B = batch.completion.shape[0]
+        for width, rows in sizes_of(B, **self._cut()).items():
+            places = jax.ShapeDtypeStruct((B + rows,), jnp.int32)
+            yield self._accumulate.lower(gathered, state.adapter, model, given, places, 0, 1, width=width)
         yield self._end.lower(state, given, gathered)
         yield begin
 
@@ -65,8 +73,8 @@ class Update:
         """The next state, and metrics. The state's arrays are taken over."""
         given, gathered = self._begin(state, model, batch)
         lengths_B = np.sum(jax.device_get((batch.prompt_lengths, batch.completion_lengths)), axis=0)
-        for places_R, width in micro_batches(lengths_B, **self._cut()):
-            gathered = self._accumulate(gathered, state.adapter, model, given, places_R, width=width)
+        for width, places, first, number in stretches(lengths_B, **self._cut()):
+            gathered = self._accumulate(gathered, state.adapter, model, given, places, first, number, width=width)
         return self._end(state, given, gathered)
 
 
