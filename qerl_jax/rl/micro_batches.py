@@ -42,12 +42,11 @@ def in_micro_batches(
     B, at = lengths_B.shape[0], jnp.int32(0)
     sizes = sizes_of(B, size=size, longest=longest, buckets=buckets)
     order_B = jnp.arange(B) if len(sizes) == 1 else jnp.argsort(-lengths_B, stable=True)
-    for (width, R), (narrower, _) in itertools.pairwise([*sizes.items(), (None, 0)]):
+    for (width, R), (narrower, _) in itertools.pairwise([*sizes.items(), (-1, 0)]):
         places = jnp.concatenate([order_B, jnp.full(R, B)])
 
-        def more(state: tuple[jax.Array, Any], narrower: int | None = narrower) -> jax.Array:
-            wide_enough = True if narrower is None else lengths_B[order_B[state[0]]] > narrower
-            return (state[0] < B) & wide_enough
+        def more(state: tuple[jax.Array, Any], narrower: int = narrower) -> jax.Array:
+            return (state[0] < B) & (narrower < 0 or lengths_B[order_B[state[0]]] > narrower)
 
         def step(state: tuple[jax.Array, Any], places: jax.Array = places, R: int = R, width: int = width) -> Any:
             at, carry = state
