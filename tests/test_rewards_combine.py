@@ -25,6 +25,8 @@ def test_the_weighted_sum_leaves_none_out():
 
 def test_a_function_that_applies_nowhere_has_no_mean():
     assert combine({"a": [1.0], "b": [None]}, [1.0, 1.0]).means == {"a": 1.0}
+    some = combine({"a": [1.0, 4.0, 7.0], "b": [None, 2.0, None], "c": [5.0, None, 7.0]}, [1.0, 1.0, 1.0])
+    assert some.stds == {"a": 3.0, "c": np.sqrt(2.0)}
 
 
 def test_a_row_without_any_reward_is_an_error():

@@ -58,6 +58,12 @@ class Scores:
             if not np.isnan(values).all()
         }
 
+    @property
+    def stds(self) -> dict[str, float]:
+        """Standard deviation, by n - 1, of every function that applies to two rows or more."""
+        applied = {name: values[~np.isnan(values)] for name, values in self.each.items()}
+        return {n: float(np.std(scores, dtype=np.float64, ddof=1)) for n, scores in applied.items() if len(scores) > 1}
+
     def row(self, index: int) -> dict[str, float | None]:
         """`reward` and `rewards/{name}` of one completion."""
         scores = {name: float(values[index]) for name, values in self.each.items()}

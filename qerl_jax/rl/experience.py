@@ -128,6 +128,7 @@ class Collector:
         found = self.metrics_fn(jnp.asarray(scores.total).reshape(-1, G), completions)
         metrics = {name: float(value) for name, value in jax.device_get(found).items()}
         metrics |= {f"rewards/{name}/mean": mean for name, mean in scores.means.items()}
+        metrics |= {f"rewards/{name}/std": std for name, std in scores.stds.items()}
         metrics |= {"aqn/sigma": float(sigma)}
         if self.metric is not None:
             metrics |= {

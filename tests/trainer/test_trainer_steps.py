@@ -26,11 +26,13 @@ ALWAYS = {
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
 }  # fmt: skip
 
+OF_REWARDS = {f"rewards/{function}/{what}" for function in ("digits", "format") for what in ("mean", "std")}
+
 
 def test_every_step_has_a_row_with_every_metric(finished):
     assert [row["step"] for row in rows(finished)] == [1, 2, 3, 4, 5, 6]
     for row in rows(finished):
-        assert row.keys() == ALWAYS | {"rewards/digits/mean", "rewards/format/mean"}
+        assert row.keys() == ALWAYS | OF_REWARDS
         assert row["grad_norm"] > 0 and row["nonfinite"] == 0
 
 
@@ -205,7 +207,7 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
     assert [row["rollout"] for row in logged] == [0, 0, 1, 1, 2, 2]
     always = {name for name in ALWAYS if not (name.startswith("clip_ratio/") and "cispo_clip_ratio" in metrics)}
     for row in logged:
-        assert row.keys() == always | metrics | {"rewards/digits/mean", "rewards/format/mean"}
+        assert row.keys() == always | metrics | OF_REWARDS
         assert all(value is not None and np.isfinite(value) for value in row.values())
     before, after = leaves(run, 0)[0], leaves(run, 6)[0]
     adapter = [name for name in before if name.startswith("train.adapter")]
