@@ -135,6 +135,7 @@ class _Run:
                 live.note(pallas_kernels.describe())
             live.note("compiling")
             self._compile()
+            self._stop_if_interrupted()
             if self.progress["before"] is None:
                 self.progress["before"] = self._evaluate("before training")
             if self.saved_at < 0:

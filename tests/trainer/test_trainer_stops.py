@@ -254,7 +254,12 @@ def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, 
 
 @pytest.mark.parametrize(
     ("module", "during", "call", "saved"),
-    [(trainer, "evaluate", 1, 0), (experience, "next_examples", 1, 2), (experience, "next_examples", 3, 6)],
+    [
+        (trainer, "lowered_evaluation", 1, 0),
+        (trainer, "evaluate", 1, 0),
+        (experience, "next_examples", 1, 2),
+        (experience, "next_examples", 3, 6),
+    ],
 )
 def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
     config, finished, tmp_path, monkeypatch, module, during, call, saved
@@ -269,6 +274,8 @@ def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, during, interrupted)
+        if during == "lowered_evaluation":
+            patch.setattr(trainer, "evaluate", None)  # what compiled was interrupted: nothing is sampled any more
         with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `qerl train .* continues it"):
             train(config, run)
     assert checkpoints(run)[-1] == len(rows(run)) == saved
