@@ -1,6 +1,7 @@
 """Folders that are made, and files and folders that appear on disk whole or not at all."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,21 @@ def named(folder: Path) -> Path:
 def where_it_leads(path: Path) -> Path:
     """The absolute path of a folder to write; of a symbolic link that of what it names, which may be yet to appear."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, refusal: str) -> Iterator[None]:
+    """A folder that no other process gets meanwhile; the lock ends with the process, however it ends.
+
+    Raises:
+      UserError: `refusal`, where another process has it.
+    """
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(refusal) from None
+        yield
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from qerl_jax.durable import write_whole
+from qerl_jax.durable import flush, write_whole
 from qerl_jax.errors import UserError
 
 METRICS = "metrics.jsonl"
@@ -75,6 +75,7 @@ def truncate_after(run_dir: Path, rollout: int) -> None:
             target.flush()
             os.fsync(target.fileno())
         temporary.replace(path)
+        flush(run_dir)  # or a power failure might bring the old file back, without rows that are yet to be added
 
 
 class MetricsWriter:

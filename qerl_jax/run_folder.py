@@ -7,7 +7,6 @@ folder may be moved or copied: its config.yaml means the folder that it lies in 
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import shlex
 import shutil
@@ -19,7 +18,7 @@ from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config
 from qerl_jax.config_files import config_to_dict, load_config, save_yaml, settled_config
-from qerl_jax.durable import make_folder, named
+from qerl_jax.durable import locked, make_folder, named
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
@@ -97,11 +96,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     if folder.is_dir() and not stored.is_file() and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
     make_folder(folder)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is working on this run; wait for it or use --fresh") from None
+    with locked(folder, f"{folder}: another process is working on this run; wait for it or use --fresh"):
         begun = load_config(str(stored)) if checkpoint_steps(folder / CHECKPOINTS) else None
         if begun is not None and config.model.dtype == "auto":
             config = _with_dtype(config, begun.model.dtype)

@@ -19,6 +19,7 @@ from qerl_jax.models.hub import load_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.transformer import logits
+from qerl_jax.quantization import quantize as quantize_module
 from qerl_jax.quantization import quantize_folder
 from qerl_jax.quantization.methods import METHODS, Made, Method
 from qerl_jax.quantization.observation import GROUPS
@@ -246,9 +247,22 @@ def test_the_command_prints_a_line_a_layer_and_the_table(tmp_path, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_second_command_for_the_same_folder_is_refused(tmp_path, monkeypatch):
+    layers = quantize_module._layers
+
+    def meanwhile(*arguments):
+        with pytest.raises(UserError, match=r"packed: another process is making it \(.*\.quantize-packed-"):
+            quantize_folder("builtin:quickstart", tmp_path / "packed")
+        return layers(*arguments)
+
+    monkeypatch.setattr(quantize_module, "_layers", meanwhile)
+    quantize_folder("builtin:quickstart", tmp_path / "packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"sha256": "x", "report": 3}'])
 def test_a_record_that_is_none_counts_as_not_finished(tmp_path, record):
-    work = WorkFolder(tmp_path / "x", {})
+    work = WorkFolder(tmp_path)
     work.write(0, {"w": np.ones(2, np.float32)}, {"error": 0.5})
     assert work.report(0) == {"error": 0.5}
     next(work.path.glob("layer-*.json")).write_text(record)

@@ -8,18 +8,19 @@
 A layer counts as finished when its two files agree. Everything else that a layer hands to the next is computed again.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from qerl_jax.durable import flush, make_folder, write_whole
+from qerl_jax.durable import flush, locked, make_folder, write_whole
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
 _PREFIX = ".quantize-"
@@ -33,16 +34,27 @@ def work_folders(destination: Path) -> list[Path]:
     return sorted(path for path in destination.parent.iterdir() if name.fullmatch(path.name))
 
 
-class WorkFolder:
-    """The work folder of one destination and one set of settings."""
+@contextlib.contextmanager
+def work_folder(destination: Path, settings: Mapping[str, Any]) -> Iterator["WorkFolder"]:
+    """The work folder of one destination and one set of settings, made if there is none yet.
 
-    def __init__(self, destination: Path, settings: Mapping[str, Any]) -> None:
-        """Makes the folder if there is none yet."""
-        text = json.dumps(settings, indent=2, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self.path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
-        make_folder(self.path)
-        write_whole(self.path / "settings.json", text + "\n")
+    Raises:
+      UserError: another process works in it.
+    """
+    text = json.dumps(settings, indent=2, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
+    make_folder(path)
+    with locked(path, f"{destination}: another process is making it ({path}); wait for it or choose another name"):
+        write_whole(path / "settings.json", text + "\n")
+        yield WorkFolder(path)
+
+
+class WorkFolder:
+    """The layers that a work folder has."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def write(self, layer: int, tensors: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> None:
         """Keeps a layer's tensors and its part of the report."""
