@@ -3,10 +3,12 @@ meets the same autotuned kernels, without which it would not be bitwise the same
 
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -15,8 +17,11 @@ _ZLIB = 0x78  # first byte of what zlib wrote, which is what JAX uses unless ano
 
 
 def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.stages.Compiled]]:
-    """Compiles programs of jitted functions in threads, while further ones are traced; most of XLA's work on one is one
-    thread's. The functions find theirs when they are called with arguments of the same kinds.
+    """Compiles programs of jitted functions, which find theirs when they are called with arguments of the same kinds.
+
+    On a GPU most of XLA's work on a program is one thread's, so that each gets one, while further ones are traced. What
+    may lie in a compilation cache is left to the end, one by one: two threads that read programs at once have crashed
+    XLA's CPU client, where compiling takes all cores anyway and nothing is done in threads.
 
     Returns:
       The compiled programs of each group.
@@ -24,13 +29,41 @@ def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.st
     Raises:
       Whatever tracing or compiling raised first; what has not begun by then is left.
     """
+    if not _in_threads():
+        return [[one.compile() for one in group] for group in groups]
+    kept, found = _kept_names(), []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            started = [[pool.submit(program.compile) for program in group] for group in groups]
-            return [[future.result() for future in group] for group in started]
+            for group in groups:
+                found.append([(one, None if kept(_module_name(one)) else pool.submit(one.compile)) for one in group])
+            for _, future in itertools.chain(*found):
+                if future is not None:
+                    future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return [[one.compile() if future is None else future.result() for one, future in group] for group in found]
+
+
+def _in_threads() -> bool:
+    return jax.default_backend() != "cpu"
+
+
+def _module_name(program: jax.stages.Lowered) -> str:
+    """XLA's name of a program, with which its file in a compilation cache begins."""
+    module: Any = program.compiler_ir()
+    return str(module.operation.attributes["sym_name"]).strip('"')
+
+
+def _kept_names() -> Callable[[str], bool]:
+    """Whether the compilation cache in use has a program of this name now, or might have."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None or not jax.config.jax_enable_compilation_cache:
+        return lambda name: False
+    if "://" in folder:  # of a bucket, which is not looked into
+        return lambda name: True
+    files = [path.name for path in Path(folder).glob("*-cache")]
+    return lambda name: any(file.startswith(f"{name}-") for file in files)
 
 
 @contextlib.contextmanager

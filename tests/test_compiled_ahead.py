@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 from run_harness import one_layer_policy, rows, small_config
 from tiny import tiny_adapter, tiny_model
 
-from qerl_jax.compiled import compiled_together
+from qerl_jax import compiled
+from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config_files import load_config
 from qerl_jax.models.params import norms_of
 from qerl_jax.rl import trainer
@@ -37,6 +39,14 @@ def large_programs():
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def no_cache():
+    old = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", old)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,45 @@ def stop_once(run, *, at, done):
         raise KeyboardInterrupt
 
 
-def test_the_first_error_is_raised_and_ends_the_rest():
+def test_programs_that_are_kept_are_read_one_by_one(no_cache, tmp_path, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(compiled, "_in_threads", lambda: True)
+
+    def program(number):
+        def f(x):
+            for i in range(60):
+                x = jnp.sin(x @ x + i + number)
+            return x
+
+        return jax.jit(f).lower(jnp.ones((8, 8)))
+
+    threads = {"cache_hits": [], "backend_compile_duration": []}
+
+    def listen(event, *_, **more):
+        if (name := event.split("/")[-1]) in threads and more.get("fun_name") in (None, "jit(f)"):
+            threads[name].append(threading.current_thread() is threading.main_thread())
+
+    jax.monitoring.register_event_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for hits, numbers in ((0, range(3)), (3, range(3)), (0, range(3, 6))):
+            for found in threads.values():
+                found.clear()
+            jax.clear_caches()
+            with compiled_programs(tmp_path / "kept"):
+                (group,) = compiled_together(map(program, numbers))
+            assert len(group) == 3 and threads["cache_hits"] == [True] * hits
+            in_main = bool(hits) or numbers[0] > 0  # by their name all of these may be kept
+            assert threads["backend_compile_duration"] == [in_main] * 3
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_the_first_error_is_raised_and_ends_the_rest(monkeypatch, in_threads):
+    monkeypatch.setattr(compiled, "_in_threads", lambda: in_threads)
+
     def lowered():
         yield jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
         raise ValueError("cannot be traced")
