@@ -79,30 +79,57 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
       UserError: `path` is a file or lies in one, or is a folder with other content.
     """
     path = where_it_leads(path)
+    _refuse_other_content(path, names)
+    make_folder(path.parent)
+    temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("tmp", "old"))
+    with _owned(temp, f"{path}: another process is writing it; wait for it or choose another name"):
+        try:
+            _refuse_other_content(path, names)  # which it may have got meanwhile
+            if old.exists() and not path.exists():
+                os.rename(old, path)  # a process died between the two renames below
+            for leftover in (old, *temp.iterdir()):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            yield temp
+            flush_tree(temp)
+        except BaseException:
+            shutil.rmtree(temp)
+            raise
+        if path.exists():
+            os.rename(path, old)
+        os.rename(temp, path)
+        flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_other_content(path: Path, names: Sequence[str]) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; expected a folder, or a name that is free")
     there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     foreign = sorted(there - set(names) if there.intersection(names[:1]) else there)
     if foreign:
         raise UserError(f"{path} holds {foreign[0]}, which would be lost by replacing the folder; choose another name")
-    make_folder(path.parent)
-    temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("tmp", "old"))
-    if old.exists() and not path.exists():
-        os.rename(old, path)  # a process died between the two renames below
-    for leftover in (temp, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temp.mkdir()
-    try:
-        yield temp
-        flush_tree(temp)
-    except BaseException:
-        shutil.rmtree(temp)
-        raise
-    if path.exists():
-        os.rename(path, old)
-    os.rename(temp, path)
-    flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _owned(temp: Path, refusal: str) -> Iterator[None]:
+    """Makes a folder, or takes over one that a killed process has left; no other process has it meanwhile. The lock is
+    the folder's own, and so goes with it when it is renamed."""
+    while True:
+        temp.mkdir(exist_ok=True)
+        try:
+            handle = os.open(temp, os.O_RDONLY)
+        except FileNotFoundError:  # whoever had it has just renamed it
+            continue
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(refusal) from None
+            if temp.exists() and os.path.samestat(os.fstat(handle), temp.stat()):
+                yield
+                return
+        finally:
+            os.close(handle)
 
 
 def write_whole(path: Path, text: str) -> None:

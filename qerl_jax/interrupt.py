@@ -24,9 +24,9 @@ def interrupt_flag() -> Iterator[list[bool]]:
 
     def handler(signum: int, frame: FrameType | None) -> None:
         if pressed:
-            raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint")
+            raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint, if it has one")
         pressed.append(True)
-        print("\nCtrl-C: saving after this rollout (again to stop at once)", file=sys.stderr)
+        print("\nCtrl-C: saving after this rollout, or once all is compiled (again to stop at once)", file=sys.stderr)
 
     previous = signal.signal(signal.SIGINT, handler)
     try:

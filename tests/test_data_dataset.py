@@ -96,6 +96,7 @@ GOOD = '{"prompt": "a", "answer": 1}'
     [
         ([GOOD, '{"prompt": "b"'], r"line 2: not JSON"),
         ([GOOD, '{"prompt": "b", "answer": NaN}'], r"line 2: cannot be read as JSON \(NaN is no JSON; null is\)"),
+        ([GOOD, '{"prompt": "b", "answer": 1e999}'], r"line 2: cannot be read as JSON \(1e999 is beyond the numbers"),
         ([GOOD, "", "[1]"], r"line 3: found a list; expected a JSON object"),
         ([GOOD, '{"promt": "b"}'], r"line 2: there is no column 'prompt' \(did you mean 'promt'\?\); found 'promt'"),
         ([GOOD, '{"prompt": 3}'], r"line 2: the prompt is 3; expected a text"),

@@ -41,6 +41,36 @@ def test_what_a_killed_process_left_is_cleared_or_brought_back(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_two_that_write_one_folder_are_kept_apart(tmp_path):
+    put(tmp_path / "x", "1")
+    with whole_folder(tmp_path / "x", ["a.txt"]) as folder:
+        (folder / "a.txt").write_text("2")
+        with pytest.raises(UserError, match="x: another process is writing it; wait for it or choose another name"):
+            put(tmp_path / "x", "3")
+        put(tmp_path / "y", "4")
+    assert [(tmp_path / name / "a.txt").read_text() for name in ("x", "y")] == ["2", "4"]
+    put(tmp_path / "x", "5")
+    assert (tmp_path / "x" / "a.txt").read_text() == "5" and sorted(os.listdir(tmp_path)) == ["x", "y"]
+
+
+def test_one_that_waits_for_a_folder_just_renamed_gets_its_own(tmp_path, monkeypatch):
+    """It has opened the other one's folder, which then took its place."""
+    first = whole_folder(tmp_path / "x", ["a.txt"])
+    (first.__enter__() / "a.txt").write_text("1")
+    opened = os.open
+
+    def late(path, flags):
+        handle = opened(path, flags)
+        if str(path).endswith(".tmp-x"):
+            monkeypatch.undo()
+            first.__exit__(None, None, None)
+        return handle
+
+    monkeypatch.setattr(os, "open", late)
+    put(tmp_path / "x", "2")
+    assert (tmp_path / "x" / "a.txt").read_text() == "2" and os.listdir(tmp_path) == ["x"]
+
+
 def test_other_content_is_never_replaced(tmp_path):
     (tmp_path / "x").mkdir()
     put(tmp_path / "x", "1")  # an empty folder may go

@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,7 +110,8 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_no_json)
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            row = json.loads(text, parse_constant=_no_json, parse_float=_finite)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
@@ -132,6 +134,12 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
 def _no_json(name: str) -> Any:
     """Of NaN and the infinities, which Python reads and writes, and of which no log could be written."""
     raise ValueError(f"{name} is no JSON; null is")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is beyond the numbers that a float has")
+    return value
 
 
 def _check_prompt(prompt: Any, where: str) -> None:

@@ -87,9 +87,7 @@ def quantize_folder(
     if text is None and (sequences, length) != (None, None):
         raise UserError("--sequences and --length have no effect without --calibration; leave them out")
     target = where_it_leads(Path(destination))
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        left = "".join(f"; {path} is what an interrupted command left" for path in work_folders(target))
-        raise UserError(f"{destination} is there already; remove it or choose another name{left}")
+    _refuse_existing(target)
     opened = open_model(source)
     if opened.packing is not None:
         raise UserError(f"{opened.folder}: its weights are quantized already; expected plain ones")
@@ -111,6 +109,7 @@ def quantize_folder(
     }
     report: dict[str, Any] = {key: value for key, value in settings.items() if key != "files"}
     with work_folder(target, settings) as work:
+        _refuse_existing(target)  # by now
         for other in work_folders(target):
             if other != work.path:
                 say(f"{other} is left from a command with other settings; remove it if that is not to be continued")
@@ -118,6 +117,12 @@ def quantize_folder(
         _assemble(opened, work, target, report)
         work.remove()
     return report
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        left = "".join(f"; {path} is what an interrupted command left" for path in work_folders(target))
+        raise UserError(f"{target} is there already; remove it or choose another name{left}")
 
 
 def _check_options(weight_format: str, method: str) -> None:

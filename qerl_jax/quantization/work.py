@@ -45,7 +45,12 @@ def work_folder(destination: Path, settings: Mapping[str, Any]) -> Iterator["Wor
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
     make_folder(path)
-    with locked(path, f"{destination}: another process is making it ({path}); wait for it or choose another name"):
+    refusal = f"{destination}: another process is making it; wait for it or choose another name"
+    with locked(path, refusal):
+        for other in work_folders(destination):
+            if other != path:  # one with other settings, under way or left
+                with locked(other, refusal):
+                    pass
         write_whole(path / "settings.json", text + "\n")
         yield WorkFolder(path)
 
