@@ -78,7 +78,8 @@ def save_checkpoint(
     Raises:
       TypeError: a leaf is not an array, or `progress` does not survive JSON.
       ValueError: a negative step, a limit below 1, or NaN or infinity in `progress`.
-      UserError: the system refuses to write, as where the disk is full; older checkpoints are as they were.
+      UserError: the system refuses to write, as where the disk is full, or orbax cannot be told the folder; older
+        checkpoints are as they were.
     """
     step = operator.index(step)  # of a scalar array, as `TrainState.step` is
     if step < 0 or (save_total_limit is not None and save_total_limit < 1):
@@ -144,6 +145,11 @@ def _well_named(folder: Path) -> Iterator[Path]:
     if not _MISREAD.search(str(folder)):
         yield folder
         return
+    if _MISREAD.search(tempfile.gettempdir()):
+        raise UserError(
+            f"{folder}: orbax takes one of [ * ? \\ : in a path for a pattern, and would in that of a link in the "
+            f"folder for temporary files, {tempfile.gettempdir()}; choose another folder, or set TMPDIR to another one"
+        )
     with tempfile.TemporaryDirectory() as place:
         link = Path(place) / "folder"
         link.symlink_to(folder)

@@ -28,6 +28,8 @@ def conflicts(config: "Config") -> list[str]:
         problems.append("lora.lora_target_modules is []; allowed: one projection or more")
     if not config.reward.functions:
         problems.append("reward.functions is []; allowed: one function or more")
+    elif not any(f.weight for f in config.reward.functions):
+        problems.append("reward.functions have weight 0 each, and nothing would be learned; allowed: another for one")
     problems += _of_rewards(config)
     if (optimizer.max_steps is None) == (optimizer.num_train_epochs is None):
         problems.append(

@@ -68,7 +68,7 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
 
     A folder of the same kind that stands there is replaced: for an instant between two renames `path` is absent, never
-    half. If the body raises, `path` is as it was.
+    half. If anything raises, `path` is as it was; after a kill at that instant the next write to it puts it back first.
 
     Args:
       path: the folder to appear; of a symbolic link, where it leads.
@@ -84,19 +84,21 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("tmp", "old"))
     with _owned(temp, f"{path}: another process is writing it; wait for it or choose another name"):
         try:
-            _refuse_other_content(path, names)  # which it may have got meanwhile
             if old.exists() and not path.exists():
                 os.rename(old, path)  # a process died between the two renames below
+            _refuse_other_content(path, names)  # which it may have got meanwhile
             for leftover in (old, *temp.iterdir()):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
             yield temp
             flush_tree(temp)
+            if path.exists():
+                os.rename(path, old)
+            os.rename(temp, path)
         except BaseException:
-            shutil.rmtree(temp)
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            shutil.rmtree(temp, ignore_errors=True)  # it may be in `path`'s place already
             raise
-        if path.exists():
-            os.rename(path, old)
-        os.rename(temp, path)
         flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -88,6 +89,12 @@ def test_a_folder_may_have_any_name(tmp_path, name):
     save_checkpoint(tmp_path / name, 1, tree, {"again": 1})
     restored, progress, step = restore_checkpoint(tmp_path / name, tree)
     assert np.array_equal(restored["a"], tree["a"]) and (progress, step) == ({"again": 1}, 1)
+
+
+def test_a_folder_that_orbax_cannot_be_told_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t[1]"))
+    with pytest.raises(UserError, match=r"lr\[1e-5\]: orbax takes .*/t\[1\]; choose another folder, or set TMPDIR"):
+        save_checkpoint(tmp_path / "lr[1e-5]", 1, {"a": jnp.arange(3.0)}, {})
 
 
 def test_target_may_be_abstract_or_numpy(tmp_path):

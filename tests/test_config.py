@@ -138,6 +138,10 @@ def test_overrides_are_yaml_1_2_values():
         ("reward.functions=[{function: a}, {function: a}]", "reward.functions is ['a', 'a']; allowed: each name once"),
         ("reward.functions=[{weight: 1}]", "reward.functions.0.function is missing; allowed: a text"),
         ("reward.functions=[]", "reward.functions is []; allowed: one function or more"),
+        (
+            "reward.functions=[{function: accuracy, weight: 0}]",
+            "reward.functions have weight 0 each, and nothing would be learned; allowed: another for one",
+        ),
         ("report_to", "'report_to' is not an override; expected section.option=value"),
         ("run.report_to=[x", "run.report_to: '[x' is not readable as a YAML value"),
     ],

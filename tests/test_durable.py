@@ -41,6 +41,34 @@ def test_what_a_killed_process_left_is_cleared_or_brought_back(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_what_comes_back_is_held_against_the_kind_of_what_is_written(tmp_path):
+    put(tmp_path / "x", "1")
+    os.rename(tmp_path / "x", tmp_path / ".old-x")
+    with (
+        pytest.raises(UserError, match=r"x holds a\.txt, which would be lost"),
+        whole_folder(tmp_path / "x", ["b.txt"]),
+    ):
+        pass
+    assert (tmp_path / "x" / "a.txt").read_text() == "1"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_an_interruption_between_the_renames_changes_nothing(tmp_path, monkeypatch):
+    put(tmp_path / "x", "1")
+    rename = os.rename
+
+    def interrupted(source, target):
+        if source.name == ".tmp-x":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(tmp_path / "x", "2")
+    assert (tmp_path / "x" / "a.txt").read_text() == "1"
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_two_that_write_one_folder_are_kept_apart(tmp_path):
     put(tmp_path / "x", "1")
     with whole_folder(tmp_path / "x", ["a.txt"]) as folder:

@@ -47,6 +47,19 @@ def test_what_is_taken_by_position_only_is_refused_before_a_call():
     assert call("m:f", harmless, *BATCH) == [1.0, 1.0]
 
 
+def test_what_is_asynchronous_is_refused_before_a_call():
+    async def f(prompts, completions, completion_ids, **columns):
+        return [0, 0]
+
+    class F:
+        async def __call__(self, prompts, completions, completion_ids, **columns):
+            return [0, 0]
+
+    for function in (f, F()):
+        with pytest.raises(UserError, match="'m:f' is `async def`, but is not awaited: make it a plain function"):
+            accepted("m:f", function, ["answer"])
+
+
 @pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])
 def test_numbers_of_any_kind(values):
     assert checked("f", values, ["p", "q"]) == [1.0, 0.5]

@@ -17,13 +17,14 @@ example:
   qerl evaluate runs/quickstart --seed 7
   qerl evaluate runs/quickstart --n 16        # pass@2, 4, 8 and 16 too
 """
+_SEED = "chooses samples, and problems where they are generated; of a file the first rows are taken (default: 0)"
 
 
 def add(commands: "Commands") -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "evaluate", "measure a run", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="the run folder")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses problems and samples (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=_SEED)
     parser.add_argument(
         "--n",
         type=int,

@@ -44,9 +44,11 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
     """Those of a data set's columns that the function takes.
 
     Raises:
-      UserError: it does not take `ARGUMENTS`, or something not by its name, one of them is the name of a column too, or
-        a column that it needs is missing.
+      UserError: it is asynchronous, it does not take `ARGUMENTS`, or something not by its name, one of them is the name
+        of a column too, or a column that it needs is missing.
     """
+    if any(inspect.iscoroutinefunction(called) for called in (function, getattr(function, "__call__", None))):  # noqa: B004
+        raise UserError(f"reward function {spec!r} is `async def`, but is not awaited: make it a plain function")
     taken = [name for name in ARGUMENTS if name in columns]
     if taken:
         raise UserError(
