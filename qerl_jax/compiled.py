@@ -1,5 +1,5 @@
 """Programs compiled side by side before they are called, and kept with a run: a restart starts at once, and on a GPU
-meets the same autotuned kernels, without which it would not be bitwise the same."""
+meets the same autotuned kernels, whose sums other ones would add in another order."""
 
 import concurrent.futures
 import contextlib
