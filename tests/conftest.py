@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jax
+import pytest
 
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update(
@@ -14,6 +15,18 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # Files that take minutes, see `pytest --durations`.
 LONG = ("quickstart", "examples", "resume", "update", "micro_batches", "tail", "trainer_stops", "wide_program")
+
+# Linux gives a process 65,530 memory maps. XLA takes some 20 for each program, and crashes when there are none left.
+MANY_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Lets go of the programs of the files so far before their maps run out."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MANY_MAPS:
+        jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):
