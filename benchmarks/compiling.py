@@ -23,12 +23,19 @@ class Programs:
     def __len__(self) -> int:
         return len(self._started)
 
-    def start(self, key: Hashable, f: Callable, *shapes: Any, options: dict[str, Any] | None = None) -> None:
+    def start(
+        self,
+        key: Hashable,
+        f: Callable,
+        *shapes: Any,
+        options: dict[str, Any] | None = None,
+        jit: Callable[..., Any] = jax.jit,
+    ) -> None:
         """Trace f for arguments of these shapes (arrays or ShapeDtypeStructs) and let a thread compile it, with XLA's
         `options` where there are some."""
         if key not in self._started:
             begin = time.perf_counter()
-            lowered = jax.jit(f).lower(*shapes)
+            lowered = jit(f).lower(*shapes)
             self._started[key] = self._pool.submit(lowered.compile, compiler_options=options)
             self.seconds += time.perf_counter() - begin
 

@@ -5,10 +5,11 @@
     python -m benchmarks.update --rows 64 --long-tail --micro-batch 2 --checkpointed --length-buckets 1 4
 
 Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
-What is timed is `update_step`, compiled, from call to result; `seconds` is the median of --repeats after one that warms
-up. floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward
-once more), and of the output matrix's three, for the tokens that rows have, at the rate of a product of 8192^3 in that
-run. temporary_gb is what the compiled step needs beside weights, adapter and optimizer state.
+What is timed is `update_step`, compiled as a run's are, from call to result; `seconds` is the median of --repeats after
+one that warms up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
+floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward once
+more), and of the output matrix's three, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
+temporary_gb is what the compiled step needs beside weights, adapter and optimizer state.
 """
 
 import argparse
@@ -30,9 +31,10 @@ from benchmarks.refill import long_tailed
 from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import PROJECTIONS, projection_shape
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
-from qerl_jax.rl.update import Batch, UpdateSettings, init_state, update_step
+from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, init_state, update_step
 
 _OPTIMIZER = make_optimizer(OptimizerSpec(1e-5, 100))
 
@@ -73,13 +75,22 @@ def product_rate(size: int, dtype: jnp.dtype) -> float:
     return 10 * 2.0 * size**3 / (time.perf_counter() - began)
 
 
+@jax.jit
+def number_of_differences(a: TrainState, b: TrainState) -> jax.Array:
+    """How many numbers of two states are not the same."""
+    return sum((x != y).sum() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
 def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: int) -> dict[str, Any]:
-    seconds = []
+    seconds, differences, first = [], [], None
     for _ in range(1 + repeats):
         began = time.perf_counter()
-        _, metrics = jax.block_until_ready(program(*operands))
+        state, metrics = jax.block_until_ready(program(*operands))
         seconds.append(time.perf_counter() - began)
+        first = state if first is None else first
+        differences.append(int(number_of_differences(state, first)))
     return {
+        "numbers_that_differ": max(differences),
         "seconds": statistics.median(seconds[1:]),
         "seconds_of_repeats": seconds[1:],
         "temporary_gb": program.memory_analysis().temp_size_in_bytes / 1e9,
@@ -126,7 +137,8 @@ def main(words: list[str] | None = None) -> int:
     programs = Programs()
     for case in cases:
         settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1], length_buckets=case[2])
-        programs.start(case, functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings), *operands)
+        step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
+        programs.start(case, step, *operands, jit=deterministic_jit)
     programs.wait()
     rows = []
     for case in cases:
@@ -150,7 +162,7 @@ def main(words: list[str] | None = None) -> int:
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if any(row["nonfinite"] for row in rows) else 0
+    return 1 if any(row["nonfinite"] or row["numbers_that_differ"] for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ _EXPORTS = {
     "qerl_jax.errors": ("UserError",),
     "qerl_jax.export": ("export_model",),
     "qerl_jax.models.config": ("ModelConfig",),
+    "qerl_jax.models.flash_attention": ("deterministic_jit",),
     "qerl_jax.models.hub": ("load_model",),
     "qerl_jax.models.init": (
         "init_adapter",

@@ -27,5 +27,6 @@ def test_every_cut_is_the_same_step(tmp_path, monkeypatch):
     rows, cut = result["rows"], ("micro_batch", "gradient_checkpointing", "length_buckets")
     assert [[row[key] for key in cut] for row in rows] == [[1, False, 1], [1, False, 2], [2, True, 1], [2, True, 2]]
     assert 1 < result["mean_length"] < 64
+    assert [row["numbers_that_differ"] for row in rows] == [0] * 4
     assert rows[0]["grad_norm"] > 0 and all(row["seconds"] > 0 and row["temporary_gb"] > 0 for row in rows)
     assert all(row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4) for row in rows)

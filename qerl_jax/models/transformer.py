@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.flash_attention import flash_attention
 from qerl_jax.models.linear import linears, matmul
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
 from qerl_jax.models.rope import rotated, rotation
@@ -57,9 +58,8 @@ def final_norm(model: Model, scale_D: jax.Array, x: jax.Array) -> jax.Array:
 
 def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
     """Grouped-query causal attention [B, T, H, E]; `mask_BT` hides key positions (left padding)."""
-    flash = mask_BT is None and q_BTHE.dtype.itemsize == 2 and jax.default_backend() == "gpu"
-    if flash:
-        return jax.nn.dot_product_attention(q_BTHE, k_BTKE, v_BTKE, is_causal=True, implementation="cudnn")
+    if mask_BT is None and q_BTHE.dtype.itemsize == 2 and jax.default_backend() == "gpu":
+        return flash_attention(q_BTHE, k_BTKE, v_BTKE)
     mask = None if mask_BT is None else mask_BT[:, None, None, :].astype(bool)
     return plain_attention(q_BTHE, k_BTKE, v_BTKE, mask, is_causal=True)
 

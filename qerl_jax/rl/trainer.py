@@ -2,8 +2,7 @@
 
 A run is a function of its config. All randomness comes from (seed, rollout number, a prompt's place in the data
 order), and checkpoints are written between rollouts, so a run that dies at any instant and is started again goes on
-from the last checkpoint: on a CPU to bitwise the same end, on a GPU up to the rounding of cuDNN's attention gradient
-(docs/training.md).
+from the last checkpoint to bitwise the same end.
 """
 
 import contextlib

@@ -9,6 +9,7 @@ import numpy as np
 
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
+from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.assembly import Experiment
 from qerl_jax.rl.losses import Metrics
@@ -27,10 +28,11 @@ class Update:
         """Nothing is compiled yet."""
         self.experiment, self.settings = experiment, experiment.settings.update
         optimizer, settings = experiment.optimizer, self.settings
-        self._begin = jax.jit(functools.partial(begin_update, settings=settings))
-        self._accumulate = jax.jit(self._accumulate_stretch, static_argnames="width", donate_argnames="gathered")
+        self._begin = deterministic_jit(functools.partial(begin_update, settings=settings))
+        accumulate = self._accumulate_stretch
+        self._accumulate = deterministic_jit(accumulate, static_argnames="width", donate_argnames="gathered")
         end = functools.partial(end_update, optimizer=optimizer, settings=settings)
-        self._end = jax.jit(end, donate_argnames="state")
+        self._end = deterministic_jit(end, donate_argnames="state")
 
     def _accumulate_stretch(
         self,

@@ -1,0 +1,174 @@
+"""Attention by cuDNN: its calls are JAX's own, but for the order that they ask for; its gradient repeats (on a GPU)."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from qerl_jax.models.flash_attention import deterministic_jit, flash_attention
+
+SHAPES = [(2, 64, heads, 128) for heads in (8, 2, 2)]
+
+
+def by_jax(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def plain(q, k, v):
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*wide, is_causal=True, implementation="xla")
+
+
+def gradients(attention):
+    """Of queries, keys and values, and the output itself; not one function for two programs, which JAX would know."""
+
+    def function(q, k, v, do):
+        o, back = jax.vjp(attention, q, k, v)
+        return o, *back(do.astype(o.dtype))
+
+    return function
+
+
+def calls(function, shapes=SHAPES, jit=jax.jit, dtype=jnp.bfloat16):
+    """Each custom call of the program for CUDA: its name, what it computes, and its operands and results."""
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in (*shapes, shapes[0])]
+    text = jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r'@(__cudnn\S+?)\(.*?backend_config = "(.*?)", (operand_layouts.*)', text)
+    unescaped = [re.sub(r"\\([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), config) for _, config, _ in found]
+    return [(name, without_defaults(json.loads(c)), rest) for (name, _, rest), c in zip(found, unescaped, strict=True)]
+
+
+def without_defaults(value):
+    """As a protocol buffer reads it: what is absent is 0, and a number may be written as text."""
+    if isinstance(value, dict):
+        return {key: kept for key, one in value.items() if (kept := without_defaults(one))}
+    if isinstance(value, list):
+        return [without_defaults(one) for one in value]
+    if value == "PRIMITIVE_TYPE_INVALID":
+        return 0
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+@pytest.fixture
+def as_with_a_gpu(monkeypatch):
+    """JAX looks for cuDNN and a device while it traces."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "is_cuda_compute_capability_equal", lambda capability: False)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("jit", [jax.jit, deterministic_jit])
+def test_the_calls_are_those_of_jax_but_for_their_order(dtype, jit, as_with_a_gpu):
+    ours, theirs = (calls(gradients(f), jit=jit, dtype=dtype) for f in (flash_attention, by_jax))
+    assert [name for name, *_ in ours] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    for _, config, _ in ours:
+        ordered = config["cudnn_fmha_backend_config"].pop("force_deterministic", False)
+        assert ordered is (jit is deterministic_jit)
+    assert ours == theirs
+
+
+def test_without_a_gradient_it_is_the_function_of_jax(as_with_a_gpu):
+    ours, theirs = (calls(lambda q, k, v, _, f=f: f(q, k, v)) for f in (flash_attention, by_jax))
+    assert ours == theirs
+
+
+def test_vmap_makes_more_rows(as_with_a_gpu):
+    batched = [(3, *shape) for shape in SHAPES]
+    rows = [(3 * shape[0], *shape[1:]) for shape in SHAPES]
+    assert calls(jax.vmap(gradients(flash_attention)), batched) == calls(gradients(flash_attention), rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ordered"),
+    [
+        ("", False),
+        ("--xla_gpu_exclude_nondeterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops --xla_dump_to=x", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+    ],
+)
+def test_xla_flags_that_ask_for_an_order_are_followed(flags, ordered):
+    """A call that did not say so itself would not be found when the program runs."""
+    program = "from qerl_jax.models import flash_attention as f; print(f._deterministic.value)"
+    environment = {**os.environ, "XLA_FLAGS": flags}
+    out = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == [str(ordered)]
+
+
+def test_a_deterministic_program_keeps_its_name_and_options():
+    def scaled(x, by, times):
+        return x * by * times
+
+    jitted = deterministic_jit(functools.partial(scaled, by=3), static_argnames="times", donate_argnames="x")
+    x = jnp.ones(4)
+    assert "@jit_scaled" in jitted.lower(x, times=2).as_text()
+    assert jitted(x, times=2).tolist() == [6.0] * 4
+    assert x.is_deleted()
+
+
+CASES = [  # B, T, H, K, E
+    (1, 2112, 28, 4, 128), (2, 515, 28, 4, 128), (3, 77, 14, 2, 64), (3, 40, 4, 2, 16), (2, 130, 8, 4, 256),
+    (3, 2, 4, 2, 16),
+]  # fmt: skip
+
+
+def drawn(B, T, H, K, E, dtype, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return [jax.random.normal(key, (B, T, heads, E), dtype) for key, heads in zip(keys, (H, K, K, H), strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_are_right_and_repeat_bit_for_bit(case, dtype):
+    operands = drawn(*case, dtype)
+    program = deterministic_jit(gradients(flash_attention))
+    found = program(*operands)
+    expected = jax.jit(gradients(plain))(*jax.device_put(operands, cpu := jax.devices("cpu")[0]))
+    for ours, right in zip(jax.device_put(found, cpu), expected, strict=True):
+        largest = float(jnp.abs(right).max())
+        assert float(jnp.abs(ours - right).max()) <= 2 * float(jnp.finfo(dtype).eps) * largest
+    for _ in range(20):
+        for again, first in zip(program(*operands), found, strict=True):
+            np.testing.assert_array_equal(np.asarray(again), np.asarray(first))
+
+
+@pytest.mark.gpu
+def test_equal_calls_of_one_program_are_all_found():
+    """XLA compiles the first of them for all; with another order in their description the others were not found."""
+
+    def layers(q, k, v, do):
+        def chain(q, k, v):
+            for _ in range(3):
+                q = flash_attention(q, k, v)
+            return q
+
+        return gradients(chain)(q, k, v, do)
+
+    operands = drawn(1, 2112, 28, 4, 128, jnp.bfloat16)
+    program = deterministic_jit(layers)
+    found = program(*operands)
+    for _ in range(20):
+        for again, first in zip(program(*operands), found, strict=True):
+            np.testing.assert_array_equal(np.asarray(again), np.asarray(first))
+
+
+@pytest.mark.gpu
+def test_rows_under_vmap_are_those_without():
+    operands = drawn(6, 300, 28, 4, 128, jnp.bfloat16)
+    apart = [x.reshape(2, 3, *x.shape[1:]) for x in operands]
+    for rows, ours in zip(
+        deterministic_jit(gradients(flash_attention))(*operands),
+        deterministic_jit(jax.vmap(gradients(flash_attention)))(*apart),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(rows), np.asarray(ours).reshape(rows.shape))
