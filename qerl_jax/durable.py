@@ -49,18 +49,37 @@ def where_it_leads(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, refusal: str) -> Iterator[None]:
-    """A folder that no other process gets meanwhile; the lock ends with the process, however it ends.
+def locked(lock: Path, refusal: str) -> Iterator[None]:
+    """Holds the file `lock`, which no other process gets meanwhile; it is removed at the end, and a process that dies,
+    however it does, leaves a file that holds nobody up.
 
     Raises:
       UserError: `refusal`, where another process has it.
     """
-    with open(folder / ".lock", "w") as lock:
+    while True:
+        # For writing, since a network file system gives no exclusive lock otherwise, nor one of a folder.
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(refusal) from None
-        yield
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(refusal) from None
+            if not _is_file_at(handle, lock):
+                continue  # whoever had it has just removed it
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_file_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -81,14 +100,14 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
     path = where_it_leads(path)
     _refuse_other_content(path, names)
     make_folder(path.parent)
-    temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("tmp", "old"))
-    with _owned(temp, f"{path}: another process is writing it; wait for it or choose another name"):
+    lock, temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("lock", "tmp", "old"))
+    with locked(lock, f"{path}: another process is writing it; wait for it or choose another name"):
         try:
             if old.exists() and not path.exists():
                 os.rename(old, path)  # a process died between the two renames below
             _refuse_other_content(path, names)  # which it may have got meanwhile
-            for leftover in (old, *temp.iterdir()):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            _remove(old, temp)
+            temp.mkdir()
             yield temp
             flush_tree(temp)
             if path.exists():
@@ -97,10 +116,15 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
         except BaseException:
             if old.exists() and not path.exists():
                 os.rename(old, path)
-            shutil.rmtree(temp, ignore_errors=True)  # it may be in `path`'s place already
+            _remove(temp)
             raise
         flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_other_content(path: Path, names: Sequence[str]) -> None:
@@ -110,28 +134,6 @@ def _refuse_other_content(path: Path, names: Sequence[str]) -> None:
     foreign = sorted(there - set(names) if there.intersection(names[:1]) else there)
     if foreign:
         raise UserError(f"{path} holds {foreign[0]}, which would be lost by replacing the folder; choose another name")
-
-
-@contextlib.contextmanager
-def _owned(temp: Path, refusal: str) -> Iterator[None]:
-    """Makes a folder, or takes over one that a killed process has left; no other process has it meanwhile. The lock is
-    the folder's own, and so goes with it when it is renamed."""
-    while True:
-        temp.mkdir(exist_ok=True)
-        try:
-            handle = os.open(temp, os.O_RDONLY)
-        except FileNotFoundError:  # whoever had it has just renamed it
-            continue
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(refusal) from None
-            if temp.exists() and os.path.samestat(os.fstat(handle), temp.stat()):
-                yield
-                return
-        finally:
-            os.close(handle)
 
 
 def write_whole(path: Path, text: str) -> None:

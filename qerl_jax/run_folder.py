@@ -28,7 +28,8 @@ SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compile
 
 _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
-_BEFORE_CONFIG = {".lock", f".tmp-{CONFIG}"}
+_LOCK = ".lock"
+_BEFORE_CONFIG = {_LOCK, f".tmp-{CONFIG}"}
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -96,7 +97,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     if folder.is_dir() and not stored.is_file() and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
     make_folder(folder)
-    with locked(folder, f"{folder}: another process is working on this run; wait for it or use --fresh"):
+    with locked(folder / _LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
         begun = load_config(str(stored)) if checkpoint_steps(folder / CHECKPOINTS) else None
         if begun is not None and config.model.dtype == "auto":
             config = _with_dtype(config, begun.model.dtype)

@@ -1,6 +1,7 @@
 """A folder that appears whole, or not at all."""
 
 import os
+import shutil
 
 import pytest
 
@@ -81,22 +82,47 @@ def test_two_that_write_one_folder_are_kept_apart(tmp_path):
     assert (tmp_path / "x" / "a.txt").read_text() == "5" and sorted(os.listdir(tmp_path)) == ["x", "y"]
 
 
-def test_one_that_waits_for_a_folder_just_renamed_gets_its_own(tmp_path, monkeypatch):
-    """It has opened the other one's folder, which then took its place."""
+def test_one_that_has_opened_a_lock_just_removed_gets_its_own(tmp_path, monkeypatch):
     first = whole_folder(tmp_path / "x", ["a.txt"])
     (first.__enter__() / "a.txt").write_text("1")
     opened = os.open
 
-    def late(path, flags):
-        handle = opened(path, flags)
-        if str(path).endswith(".tmp-x"):
-            monkeypatch.undo()
-            first.__exit__(None, None, None)
+    def late(path, *how):
+        handle = opened(path, *how)
+        monkeypatch.undo()
+        first.__exit__(None, None, None)
         return handle
 
     monkeypatch.setattr(os, "open", late)
-    put(tmp_path / "x", "2")
+    with whole_folder(tmp_path / "x", ["a.txt"]) as folder:
+        with pytest.raises(UserError, match="another process is writing it"):
+            put(tmp_path / "x", "3")
+        (folder / "a.txt").write_text("2")
     assert (tmp_path / "x" / "a.txt").read_text() == "2" and os.listdir(tmp_path) == ["x"]
+
+
+def test_nobody_else_writes_it_before_the_replaced_one_is_gone(tmp_path, monkeypatch):
+    """Another one's `.old-x` would be removed in its place."""
+    put(tmp_path / "x", "1")
+    removed, refused = shutil.rmtree, []
+
+    def meanwhile(folder, **how):
+        if folder.exists():
+            with pytest.raises(UserError, match="another process is writing it"):
+                put(tmp_path / "x", "3")
+            refused.append(folder.name)
+        removed(folder, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", meanwhile)
+    put(tmp_path / "x", "2")
+    assert refused == [".old-x"]
+    assert (tmp_path / "x" / "a.txt").read_text() == "2" and os.listdir(tmp_path) == ["x"]
+
+
+def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path):
+    (tmp_path / ".lock-x").touch()
+    put(tmp_path / "x", "1")
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_other_content_is_never_replaced(tmp_path):

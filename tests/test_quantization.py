@@ -261,9 +261,23 @@ def test_a_second_command_for_the_same_folder_is_refused(tmp_path, monkeypatch):
     assert (tmp_path / "packed" / "config.json").is_file()
 
 
+def test_a_second_command_that_comes_when_the_first_has_ended_leaves_nothing(tmp_path, monkeypatch):
+    opened = quantize_module.open_model
+
+    def late(source):
+        (tmp_path / "packed").mkdir()
+        (tmp_path / "packed" / "config.json").write_text("{}")
+        return opened(source)
+
+    monkeypatch.setattr(quantize_module, "open_model", late)
+    with pytest.raises(UserError, match="packed is there already; remove it or choose another name$"):
+        quantize_folder("builtin:quickstart", tmp_path / "packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"sha256": "x", "report": 3}'])
 def test_a_record_that_is_none_counts_as_not_finished(tmp_path, record):
-    work = WorkFolder(tmp_path)
+    work = WorkFolder(tmp_path / "out", {})
     work.write(0, {"w": np.ones(2, np.float32)}, {"error": 0.5})
     assert work.report(0) == {"error": 0.5}
     next(work.path.glob("layer-*.json")).write_text(record)

@@ -36,7 +36,7 @@ from qerl_jax.quantization.observation import Seen
 from qerl_jax.quantization.report import REPORT, mean_errors, progress
 from qerl_jax.quantization.rtn import round_to_nearest
 from qerl_jax.quantization.streams import Stream
-from qerl_jax.quantization.work import WorkFolder, work_folder, work_folders
+from qerl_jax.quantization.work import WorkFolder, alone, work_folders
 
 FORMATS = ("nvfp4",)
 _OWN_TEXT = {"builtin:quickstart": ARITHMETIC}  # what a shipped policy is calibrated on when nothing else is named
@@ -108,8 +108,9 @@ def quantize_folder(
         "jax": jax.__version__,
     }
     report: dict[str, Any] = {key: value for key, value in settings.items() if key != "files"}
-    with work_folder(target, settings) as work:
+    with alone(target):
         _refuse_existing(target)  # by now
+        work = WorkFolder(target, settings)
         for other in work_folders(target):
             if other != work.path:
                 say(f"{other} is left from a command with other settings; remove it if that is not to be continued")

@@ -35,31 +35,28 @@ def work_folders(destination: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def work_folder(destination: Path, settings: Mapping[str, Any]) -> Iterator["WorkFolder"]:
-    """The work folder of one destination and one set of settings, made if there is none yet.
+def alone(destination: Path) -> Iterator[None]:
+    """While no other process makes `destination`, with whatever settings.
 
     Raises:
-      UserError: another process works in it.
+      UserError: another one does.
     """
-    text = json.dumps(settings, indent=2, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
-    make_folder(path)
-    refusal = f"{destination}: another process is making it; wait for it or choose another name"
-    with locked(path, refusal):
-        for other in work_folders(destination):
-            if other != path:  # one with other settings, under way or left
-                with locked(other, refusal):
-                    pass
-        write_whole(path / "settings.json", text + "\n")
-        yield WorkFolder(path)
+    make_folder(destination.parent)
+    lock = destination.with_name(f"{_PREFIX}{destination.name}.lock")
+    with locked(lock, f"{destination}: another process is making it; wait for it or choose another name"):
+        yield
 
 
 class WorkFolder:
     """The layers that a work folder has."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, destination: Path, settings: Mapping[str, Any]) -> None:
+        """The folder of one destination and one set of settings, made if there is none yet."""
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self.path = destination.with_name(f"{_PREFIX}{destination.name}-{digest}")
+        make_folder(self.path)
+        write_whole(self.path / "settings.json", text + "\n")
 
     def write(self, layer: int, tensors: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> None:
         """Keeps a layer's tensors and its part of the report."""
