@@ -3,11 +3,14 @@
 An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
 config that differs from the stored one in anything the run's course depends on is refused with both values. A run
 folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config_files.load_config`).
+What else it names it names by whole paths, so that it means the same in any working folder. Where those lie may
+change: the checkpoints know what lay there (`refuse_changed_identity`, `warn_of_changed_rewards`).
 """
 
 import contextlib
 import dataclasses
 import logging
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -17,11 +20,14 @@ from typing import Any, Literal
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps
 from qerl_jax.config import Config
-from qerl_jax.config_files import config_to_dict, load_config, save_yaml, settled_config
+from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml, settled_config
+from qerl_jax.data import dataset
 from qerl_jax.durable import locked, make_folder, named
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
+from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.rewards import loading
 
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
 SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
@@ -30,6 +36,14 @@ _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
 _LOCK = ".lock"
 _BEFORE_CONFIG = {_LOCK, f".tmp-{CONFIG}"}
+# What says where something lies, and the name of the same thing that holds in any working folder.
+_PLACES = {
+    "model.model_name_or_path": source.from_anywhere,
+    "lora.adapter": source.from_anywhere,
+    "data.train_dataset": dataset.from_anywhere,
+    "evaluation.eval_dataset": dataset.from_anywhere,
+}
+_FUNCTIONS = "reward.functions"
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -67,7 +81,8 @@ def _beside(folder: Path) -> Path:
 def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config]]:
     """Yields the folder of the run, locked against a second process, and the config that holds for it and names it.
 
-    model.dtype `auto` is settled when a run begins and stays, so a run may go on where another backend began it.
+    Its paths are whole. model.dtype `auto` is settled when a run begins and stays, so a run may go on where another
+    backend began it.
 
     Until the first step has been saved, another config takes the stored one's place; afterwards one that differs only
     in what may change amid a run does.
@@ -90,7 +105,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     if fresh and folder.exists():
         folder = _beside(folder)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
-    config = settled_config(config)
+    config = _with_whole_paths(settled_config(config))
     stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
@@ -119,7 +134,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         if changes or begun is None:
             config = _with_dtype(config, settled_dtype(config.model.dtype))
         if config != begun:  # or the command that continues the run would fall back to what was free to change
-            save_yaml(config, stored)
+            run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
+            save_yaml(dataclasses.replace(config, run=run), stored)
         yield folder, config
 
 
@@ -143,9 +159,25 @@ def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
 
+def _with_whole_paths(config: Config) -> Config:
+    values = config_to_dict(config)
+    for option, from_anywhere in _PLACES.items():
+        section, name = option.split(".")
+        if values[section][name] is not None:
+            values[section][name] = from_anywhere(values[section][name])
+    for one in values["reward"]["functions"]:
+        one["function"] = loading.from_anywhere(one["function"])
+    return config_from_dict(values)
+
+
 def _changes(stored: Config, given: Config) -> list[str]:
     """What differs and matters to the run's course, a line each."""
-    old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
+    old, new = (_flat(config_to_dict(config)) for config in (stored, given))
+    for option in _PLACES:
+        if None not in (old[option], new[option]):
+            old[option] = new[option]
+    for values in (old, new):
+        values[_FUNCTIONS] = [one | {"function": loading.own_name(one["function"])} for one in values[_FUNCTIONS]]
     return [
         f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())

@@ -270,7 +270,7 @@ def test_a_second_command_that_comes_when_the_first_has_ended_leaves_nothing(tmp
         return opened(source)
 
     monkeypatch.setattr(quantize_module, "open_model", late)
-    with pytest.raises(UserError, match="packed is there already; remove it or choose another name$"):
+    with pytest.raises(UserError, match=r"packed is there already; remove it or choose another name$"):
         quantize_folder("builtin:quickstart", tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 

@@ -115,7 +115,7 @@ def test_bad_sets_of_functions(tmp_path):
         RewardFunctions(options(("format", 1.0), ("format", 2.0)))
     one, two = f"{tmp_path}/one.py:f", f"{tmp_path}/two.py:f"
     with RewardFunctions(options((one, 1.0), (two, 1.0))) as rewards:
-        assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {one: 1.0, two: 2.0}
+        assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {"one.py:f": 1.0, "two.py:f": 2.0}
 
 
 def test_a_function_may_be_called_mean_length(tmp_path):

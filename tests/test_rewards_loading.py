@@ -6,7 +6,7 @@ import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.functions import accuracy
-from qerl_jax.rewards.loading import RewardName, load_function, parse_name, source_digest
+from qerl_jax.rewards.loading import RewardName, load_function, parse_name, source_digest, titles
 
 
 @pytest.fixture
@@ -59,3 +59,9 @@ def test_what_is_missing_is_named(module):
         load_function(parse_name("my_rewards:constant"))
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
         load_function(parse_name("needs_more:f"))
+
+
+def test_titles_are_as_long_as_they_must_be():
+    specs = ["accuracy", "/a/own.py:f", "/a/own.py:g", "/a/other.py:f", "pkg.own:g", "/b/own.py:f"]
+    assert titles(specs) == ["accuracy", "/a/own.py:f", "own.py:g", "other.py:f", "pkg.own:g", "/b/own.py:f"]
+    assert titles(["accuracy", "mine.py:accuracy"]) == ["accuracy", "mine.py:accuracy"]

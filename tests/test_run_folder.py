@@ -229,3 +229,48 @@ def test_a_name_beside_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert run_folder._beside(Path(".")) == tmp_path / "here-2"
+
+
+def lie_in(folder):
+    """A model's folder, data and a reward function, in `folder`."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "rows.jsonl").touch()
+    (folder / "own.py").touch()
+
+
+PLACES = [
+    "model.model_name_or_path=model", "data.train_dataset=rows.jsonl", "evaluation.eval_dataset=rows.jsonl",
+    "reward.functions=[{function: 'own.py:f', weight: 1.0}, {function: accuracy, weight: 1.0}]",
+]  # fmt: skip
+
+
+def test_a_runs_config_means_the_same_in_any_working_folder(tmp_path, monkeypatch):
+    lie_in(tmp_path / "here")
+    lie_in(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    with run_folder.open_run(load_config("quickstart", [*PLACES, "run.output_dir=run"])) as (folder, held):
+        assert folder == Path("run")
+    monkeypatch.chdir(tmp_path / "there")
+    here, stored = tmp_path / "here", load_config(str(tmp_path / "here" / "run" / "config.yaml"))
+    assert stored.run.output_dir == str(here / "run")  # also before its first checkpoint
+    for config in (held, stored):
+        assert config.model.model_name_or_path == str(here / "model")
+        assert config.data.train_dataset == config.evaluation.eval_dataset == str(here / "rows.jsonl")
+        assert [one.function for one in config.reward.functions] == [f"{here / 'own.py'}:f", "accuracy"]
+
+
+def test_what_a_run_reads_may_lie_elsewhere_when_it_goes_on(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        lie_in(tmp_path / name)
+    monkeypatch.chdir(tmp_path / "here")
+    folder = open_once(config(tmp_path, *PLACES))
+    (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+    stored = str(folder / "config.yaml")
+    monkeypatch.chdir(tmp_path / "there")
+    open_once(load_config(stored, PLACES))
+    assert load_config(stored).model.model_name_or_path == str(tmp_path / "there" / "model")
+    other = PLACES[-1].replace("own.py:f", "own.py:g")
+    with pytest.raises(UserError, match=r"reward.functions was .*'f'.*, is now .*'g'"):
+        open_once(load_config(stored, [other]))
+    with pytest.raises(UserError, match=r"lora.adapter was None, is now .*model'"):
+        open_once(load_config(stored, ["lora.adapter=model"]))

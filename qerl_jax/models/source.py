@@ -62,6 +62,11 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return _download(name)
 
 
+def from_anywhere(path: str) -> str:
+    """The name of the same folder or repository that holds in any working folder."""
+    return os.path.abspath(path) if not path.startswith(_BUILTIN) and Path(path).is_dir() else path
+
+
 def _builtin(name: str) -> Path:
     policies = importlib.resources.files("qerl_jax.policies")
     known = sorted(entry.name for entry in policies.iterdir() if entry.joinpath(CONFIG).is_file())
