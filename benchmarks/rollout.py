@@ -55,6 +55,7 @@ from qerl_jax.rollout.slots import decode
 
 # tokens/s with NVFP4 and with BF16 weights of vLLM 0.22.1 on an H200: Qwen2.5 shapes, dummy weights, LoRA rank 32 on
 # all linears, 256 prompt tokens, steady decoding; one engine start each, steady steps agree within 1%. None: not run.
+PEER_DEVICE = "NVIDIA H200"
 PEER: dict[str, dict[int, tuple[float, float | None]]] = {
     "qwen2.5-7b": {
         1: (204, 159), 8: (1717, 1318), 32: (5997, 5047), 64: (8749, 9197), 128: (10019, 13237), 256: (13455, 19120)
@@ -252,9 +253,9 @@ def per_step(fewer: Iterable[tuple[str, float]], more: Iterable[tuple[str, float
 HEADER = "model        format rank batch   step ms  floor ms  of floor  tokens/s     peer  ratio  prefill/s  logp diff"
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row as text: `peer` is its NVFP4 rate up to batch 32, beyond that the better of its two formats."""
-    known = PEER.get(row["model"], {}).get(row["batch"])
+def line(row: dict[str, Any], device: str) -> str:
+    """A row as text: `peer` is its NVFP4 rate on this device up to batch 32, beyond that the better of its formats."""
+    known = PEER.get(row["model"], {}).get(row["batch"]) if device == PEER_DEVICE else None
     versus = f"{'-':>8} {'-':>6}"
     if known is not None:
         peer = known[0] if row["batch"] <= 32 else max(rate for rate in known if rate is not None)
@@ -361,7 +362,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
                 show(f"{' '.join(map(str, of))}: {str(error)[:300]}")
                 continue
             results.add(row)
-            show(line(row))
+            show(line(row, about["device"]))
             done.append((row, case))
         for row, case in done:  # behind all timings, which the counters may disturb
             if case.batch not in arguments.profile:

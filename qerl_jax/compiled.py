@@ -20,8 +20,8 @@ def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.st
     """Compiles programs of jitted functions, which find theirs when they are called with arguments of the same kinds.
 
     On a GPU most of XLA's work on a program is one thread's, so that each gets one, while further ones are traced. What
-    may lie in a compilation cache is left to the end, one by one: two threads that read programs at once have crashed
-    XLA's CPU client, where compiling takes all cores anyway and nothing is done in threads.
+    may lie in a compilation cache is left to the end, one by one: programs read in threads are not known to be safe. On
+    a CPU compiling takes all cores anyway, and nothing is done in threads.
 
     Returns:
       The compiled programs of each group.

@@ -71,12 +71,19 @@ def test_kernels_of_a_step_are_what_more_steps_add():
     assert [row["us"] for row in found] == pytest.approx([200, 30])
 
 
-@pytest.mark.parametrize(("batch", "peer", "ratio"), [(8, 1717, "2.00"), (64, 9197, "0.37"), (3, None, "-")])
-def test_the_peers_rate_is_the_one_to_beat(batch, peer, ratio):
+@pytest.mark.parametrize(
+    ("batch", "device", "peer", "ratio"),
+    [
+        (8, "NVIDIA H200", 1717, "2.00"),
+        (64, "NVIDIA H200", 9197, "0.37"),
+        (3, "NVIDIA H200", None, "-"),
+        (8, "NVIDIA H100 80GB HBM3", None, "-"),
+    ],
+)
+def test_the_peers_rate_is_the_one_to_beat_on_its_device(batch, device, peer, ratio):
     row = dict.fromkeys(("step_ms", "floor_ms", "prefill_tokens_per_s", "logp_difference"), 1.0)
-    text = rollout.line(
-        row | {"model": "qwen2.5-7b", "format": "nvfp4", "lora_rank": 32, "batch": batch, "tokens_per_s": 3434}
-    )
+    row |= {"model": "qwen2.5-7b", "format": "nvfp4", "lora_rank": 32, "batch": batch, "tokens_per_s": 3434}
+    text = rollout.line(row, device)
     assert text.split()[-3] == ratio and text.split()[-4] == ("-" if peer is None else str(peer))
 
 
