@@ -28,6 +28,6 @@ for step in range(steps):
     completions, sigma = sample(model, state.adapter, prompts, jax.random.key(step), step)
     texts = tokenizer.batch_decode(np.asarray(completions.tokens), skip_special_tokens=True)
     rewards = [float(text.endswith(f"#### {rows[i // 8]['answer']}")) for i, text in enumerate(texts)]
-    batch = qerl.make_batch(prompts, completions, jnp.asarray(rewards), jnp.int32(step), settings)
+    batch = qerl.make_batch(prompts, completions, rewards, state.step, settings)
     state, metrics = update(state, model, batch)
     print(f"step {step + 1:2}  reward {np.mean(rewards):.2f}  entropy {metrics['entropy']:.3f}  sigma {sigma:.1e}")

@@ -52,3 +52,21 @@ def test_a_group_is_informative_if_two_of_its_scores_differ():
 def test_groups_of_one_completion_are_never_informative_and_so_refused():
     with pytest.raises(ValueError, match=r"scores must be \[N, G\] with num_generations G >= 2, got \(4, 1\)"):
         informative_groups(jnp.ones((4, 1)))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_completions_that_cannot_be_scored_have_no_advantage_and_are_in_no_mean(scale):
+    """As TRL 1.16 takes them: nanmean, nanstd and then 0."""
+    nan = jnp.nan
+    found = group_advantages(
+        jnp.array([[0.0, nan, 3.0, nan], [nan] * 4, [nan, 1.0, nan, nan], [2.0, 4.0, 6.0, 8.0]]), scale
+    )
+    first, last = np.array([-1.5, 1.5]), np.array([-3.0, -1.0, 1.0, 3.0])
+    by = {
+        "group": (np.std([0, 3], ddof=1) + 1e-4, np.std([2, 4, 6, 8], ddof=1) + 1e-4),
+        "batch": (np.std([0, 3, 1, 2, 4, 6, 8], ddof=1) + 1e-4,) * 2,
+        "none": (1, 1),
+    }[scale]
+    np.testing.assert_allclose(found[0, jnp.array([0, 2])], first / by[0], rtol=1e-5)
+    np.testing.assert_allclose(found[3], last / by[1], rtol=1e-5)
+    assert not np.asarray(found)[[0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [1, 3, 0, 1, 2, 3, 0, 1, 2, 3]].any()

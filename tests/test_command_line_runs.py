@@ -1,6 +1,7 @@
 """The commands on a real run of the shipped policy: train, evaluate, generate, plot, as a user goes through them."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
@@ -331,3 +332,17 @@ def test_training_goes_on_from_an_existing_adapter(trained, summary, tmp_path):
     assert second["before"] == summary["after"]
     first, last = (folder / "adapter" / "adapter_model.safetensors" for folder in (trained.folder, tmp_path / "run"))
     assert first.read_bytes() != last.read_bytes()
+
+
+def test_a_sample_that_is_no_number_is_answered_once_also_in_a_stream(monkeypatch):
+    load = texts.load_policy
+
+    def broken(*arguments):
+        policy = load(*arguments)
+        base = policy.model.base
+        spoilt = base.replace(final_norm=base.final_norm * float("nan"))
+        return dataclasses.replace(policy, model=policy.model.replace(base=spoilt))
+
+    monkeypatch.setattr(texts, "load_policy", broken)
+    answers = list(texts.generate_texts(MODEL, ["1 + 1"], n=2, max_completion_length=20, stream=True))
+    assert [(answer.sample, answer.finish_reason) for answer in answers] == [(0, "error"), (1, "error")]

@@ -73,6 +73,10 @@ def test_a_row_counts_once_in_the_mean_of_its_weights_however_long_it_is():
     for level, expected in (("sequence", (2 + 0.5) / 2), ("token", (2 + 2 + 1 + 0.5) / 4)):
         _, metrics = correction_weights(SamplerCorrection(level, "truncate", 2.0), learner, jnp.zeros((3, 3)), mask)
         np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], expected, rtol=1e-6)
+        extremes = [float(metrics[f"sampling/importance_sampling_ratio/{name}"]) for name in ("min", "max")]
+        np.testing.assert_allclose(extremes, [0.5, 2.0], rtol=1e-6)
+    _, metrics = correction_weights(SamplerCorrection("token"), learner, jnp.zeros((3, 3)), jnp.zeros((3, 3), bool))
+    assert [float(metrics[f"sampling/importance_sampling_ratio/{name}"]) for name in ("min", "mean", "max")] == [0] * 3
 
 
 @pytest.mark.parametrize("wrong", [{"level": "tokens"}, {"mode": "cut"}, {"cap": 0.0}, {"cap": float("nan")}])

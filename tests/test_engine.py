@@ -357,6 +357,12 @@ def test_a_rollout_of_bad_prompts_is_refused_whatever_way_it_would_go(most, wron
         engine(max_slots=most).rollout(ADAPTER, good.replace(**wrong), KEY, G)
 
 
+def test_a_rollout_of_no_prompts_is_refused_as_that():
+    empty = Prompts(jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
+    with pytest.raises(ValueError, match="prompts are empty; expected one or more"):
+        Engine(MODEL, SETTINGS, max_prompt_length=4).rollout(ADAPTER, empty, jax.random.key(0), num_generations=2)
+
+
 @pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: layers * 2])
 def test_an_adapter_of_another_depth_is_named(change):
     other = ADAPTER.replace(lora=change(ADAPTER.lora))

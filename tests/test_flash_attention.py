@@ -115,6 +115,15 @@ def test_a_deterministic_program_keeps_its_name_and_options():
     assert x.is_deleted()
 
 
+def test_what_jit_takes_may_be_an_object():
+    class Doubled:
+        def __call__(self, x, and_more=0):
+            return 2 * x + and_more
+
+    for function in (Doubled(), functools.partial(Doubled(), and_more=0)):
+        assert "@jit_Doubled" in deterministic_jit(function).lower(1.0).as_text()
+
+
 CASES = [  # B, T, H, K, E
     (1, 2112, 28, 4, 128), (2, 515, 28, 4, 128), (3, 77, 14, 2, 64), (3, 40, 4, 2, 16), (2, 130, 8, 4, 256),
     (3, 2, 4, 2, 16),

@@ -184,7 +184,7 @@ def test_a_token_that_nobody_sampled_overflows_in_vain(monkeypatch, buckets, len
 def test_padding_of_prompts_overflows_in_vain():
     model = overflowing(0, 2)
     tokens, lengths = jnp.array([[7, 9, 0, 0], [7, 0, 9, 0], [7, 9, 8, 5]]), jnp.array([2, 3, 4])
-    for at_once in (64, 2):
+    for at_once in (64, 2, 3):
         last, layers = prefill(model, None, tokens, lengths, norms_of(model, None), at_once)
         finite = [np.isfinite(np.asarray(kv, np.float32)).all((1, 2, 3)).tolist() for kv in jax.tree.leaves(layers)]
         assert np.isfinite(last).all(-1).tolist() == [True, False, True]

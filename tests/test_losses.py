@@ -93,6 +93,18 @@ def test_delta_bounds_what_no_ratio_exceeds_however_large():
     assert metrics["clip_ratio/high_mean"] == 0.25
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_a_ratio_that_overflows_spoils_no_gradient(loss_type):
+    """Of a token that is clipped, or whose advantage is 0; nor of the others, or the loss."""
+    logp, mask = jnp.array([[-1.0, -1.0]] * 3), jnp.ones((3, 2), bool)
+    parts = logp, jnp.array([[-200.0, -1.1]] * 3), None, jnp.array([[1.0], [0.0], [-1.0]]), mask
+    spec = LossSpec(loss_type, epsilon_high=5.0 if loss_type == "cispo" else 0.28)
+    loss, _, gradient = loss_and_gradient(spec, *parts)
+    assert np.isfinite(loss) and np.isfinite(gradient).all()
+    assert not gradient[1].any() and gradient[0, 1] != 0 and gradient[2, 1] != 0
+    assert (gradient[0, 0] == 0) == (loss_type != "cispo")
+
+
 def test_dapo_is_bnpo_over_the_whole_batch():
     arrays = [jnp.asarray(ORACLE[name]) for name in ("new", "old", "ref")]
     rest = jnp.asarray(ORACLE["advantages"])[:, None], jnp.asarray(ORACLE["completion_mask"])

@@ -55,11 +55,26 @@ def test_metrics_of_a_rollout_by_hand():
         "completions/min_length": 1,
         "completions/max_length": 6,
         "completions/mean_terminated_length": 11 / 4,
+        "completions/min_terminated_length": 1,
+        "completions/max_terminated_length": 5,
         "completions/clipped_ratio": 1 / 3,
     }
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-6)
     cut = reward_metrics(jnp.zeros((3, 2)), completions.replace(terminated=jnp.zeros(6, bool)))
-    assert float(cut["completions/mean_terminated_length"]) == 0 and float(cut["completions/clipped_ratio"]) == 1
+    assert [float(cut[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max")] == [0, 0, 0]
+    assert float(cut["completions/clipped_ratio"]) == 1
+    unscored = reward_metrics(jnp.array([[1.0, jnp.nan], [2.0, 2.0], [jnp.nan, 4.0]]), completions)
+    assert [float(unscored[name]) for name in ("reward", "frac_reward_zero_std")] == [9 / 4, 1]
+    np.testing.assert_allclose(unscored["reward_std"], np.std([1, 2, 2, 4], ddof=1), rtol=1e-6)
+
+
+def test_a_completion_that_cannot_be_scored_has_no_reward():
+    completions = Rollout(
+        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
+    )
+    rewards = [0.5, None, *range(10)]
+    batch = make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
+    np.testing.assert_array_equal(batch.rewards, [0.5, np.nan, *range(10)])
 
 
 def test_a_batch_is_prompt_major_and_masked_by_length():

@@ -196,7 +196,7 @@ def test_equal_rewards_give_no_gradient():
 @pytest.mark.parametrize("poison", ["rewards", "sampled_logps"])
 def test_what_is_not_finite_is_refused_and_the_state_untouched(poison):
     batch = batch_of()
-    batch = batch.replace(**{poison: getattr(batch, poison).at[0].set(jnp.nan)})
+    batch = batch.replace(**{poison: getattr(batch, poison).at[0].set(jnp.inf if poison == "rewards" else jnp.nan)})
     settings = dataclasses.replace(UPDATE, old_logprobs="sampler")
     state = state_of()
     new, metrics = update(state, batch, settings)
@@ -243,6 +243,20 @@ def test_an_update_by_hand(learned):
     gaps = np.abs(0.5 * SLOPES[mask] - 2 + 2.5)
     np.testing.assert_allclose(metrics["sampling/sampling_logp_difference/mean"], gaps.mean(), rtol=1e-5)
     assert int(new.step) == 1 and int(metrics["nonfinite"]) == 0
+
+
+def test_the_gap_to_the_sampler_is_that_of_the_rollouts_policy_or_not_known(learned):
+    """A later update's learner has moved: what it says now is no gap between sampler and learner."""
+    name, recorded = "sampling/sampling_logp_difference/mean", -2.5
+    for old_logprobs, stored, later in (
+        ("learner", -2.2 + 0.3 * SLOPES, "stored"), ("sampler", None, "unknown"), ("learner", None, "unknown"),
+    ):  # fmt: skip
+        settings = dataclasses.replace(UPDATE, old_logprobs=old_logprobs)
+        for step in (0, 3):
+            _, _, metrics, mask = learned(None, step, settings, old_logps=stored)
+            learner = 0.5 * SLOPES - 2 if step == 0 else stored if later == "stored" else np.nan
+            expected = np.mean(np.abs(np.broadcast_to(learner, mask.shape) - recorded)[mask])
+            np.testing.assert_allclose(metrics[name], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("old_logprobs", "level"), [("learner", "token"), ("sampler", "none")])

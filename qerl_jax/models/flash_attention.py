@@ -64,7 +64,8 @@ def deterministic_jit(function: Callable[..., Any], **options: Any) -> Any:
         with _deterministic(True):
             return function(*args, **kwargs)
 
-    traced.__name__ = getattr(function, "func", function).__name__  # of a functools.partial that of its function
+    inner = getattr(function, "func", function)  # of a functools.partial
+    traced.__name__ = getattr(inner, "__name__", type(inner).__name__)
     on_gpu = jax.default_backend() == "gpu"
     return jax.jit(traced, compiler_options=_DETERMINISTIC_PROGRAM if on_gpu else None, **options)
 

@@ -20,26 +20,27 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     """(r - group mean) / (std + 1e-4), [N, G] float32.
 
     Args:
-      rewards_NG: rewards of N groups of G >= 2 completions.
+      rewards_NG: rewards of N groups of G >= 2 completions; NaN, where one cannot be scored, is in no mean and no
+        deviation.
       scale_rewards: divide by the group's unbiased standard deviation, by that of all N * G, or not at all (Dr. GRPO).
 
     Returns:
-      Advantages; exactly 0 in a group whose rewards are all equal.
+      Advantages; exactly 0 in a group whose rewards are all equal, and where the reward is NaN.
 
     Raises:
       ValueError: fewer than 2 completions per group, or an unknown `scale_rewards`.
     """
     _refuse_other_shapes("rewards", rewards_NG)
-    centred_NG = rewards_NG - rewards_NG.mean(1, keepdims=True)
+    centred_NG = rewards_NG - jnp.nanmean(rewards_NG, 1, keepdims=True)
     if scale_rewards == "group":
-        centred_NG /= rewards_NG.std(1, ddof=1, keepdims=True) + _EPSILON
+        centred_NG /= jnp.nanstd(rewards_NG, 1, ddof=1, keepdims=True) + _EPSILON
     elif scale_rewards == "batch":
-        centred_NG /= rewards_NG.std(ddof=1) + _EPSILON
+        centred_NG /= jnp.nanstd(rewards_NG, ddof=1) + _EPSILON
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards is {scale_rewards!r}; allowed: group, batch, none")
     # A mean of equal numbers may be off by an ulp, and a division by 1e-4 would make a signal of it.
-    equal_N1 = rewards_NG.max(1, keepdims=True) == rewards_NG.min(1, keepdims=True)
-    return jnp.where(equal_N1, 0.0, centred_NG)
+    signal_NG = informative_groups(rewards_NG)[:, None] & ~jnp.isnan(rewards_NG)
+    return jnp.where(signal_NG, centred_NG, 0.0)
 
 
 def informative_groups(scores_NG: jax.Array) -> jax.Array:

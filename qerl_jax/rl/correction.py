@@ -51,8 +51,9 @@ def gap_metrics(learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array
 def correction_weights(
     correction: SamplerCorrection, learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Weights [B, C] (constants, 1 at level none) and, at other levels, TRL's metrics of them: the mean of what is
-    applied, over active tokens or, at level sequence, over rows that have some; and the share of tokens above the cap.
+    """Weights [B, C] (constants, 1 at level none) and, at other levels, TRL's metrics of them: mean, min and max of
+    what is applied, over active tokens or, at level sequence, over rows that have some (TRL counts the others as 1), 0
+    where there are none; and the share of tokens above the cap.
 
     Args:
       correction: see `SamplerCorrection`.
@@ -70,9 +71,12 @@ def correction_weights(
     counted_BC = mask_BC
     if correction.level == "sequence":  # once for each row
         counted_BC = mask_BC & (jnp.cumsum(mask_BC, 1) == 1)
+    ratio = "sampling/importance_sampling_ratio"
+    any_counted = counted_BC.any()
     return weights_BC, {
-        "sampling/importance_sampling_ratio/mean": jnp.where(counted_BC, weights_BC, 0.0).sum()
-        / jnp.maximum(counted_BC.sum(), 1),
+        f"{ratio}/mean": jnp.where(counted_BC, weights_BC, 0.0).sum() / jnp.maximum(counted_BC.sum(), 1),
+        f"{ratio}/min": jnp.where(any_counted, jnp.where(counted_BC, weights_BC, jnp.inf).min(), 0.0),
+        f"{ratio}/max": jnp.where(counted_BC, weights_BC, 0.0).max(),
         f"sampling/{'masked' if masks else 'truncated'}_fraction": (above_BC & mask_BC).sum()
         / jnp.maximum(mask_BC.sum(), 1),
     }

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from qerl_jax.errors import check_fields
 
+_LARGEST_LOG_RATIO = 80.0  # exp of it is 5.5e34: above any bound, and finite in float32
+
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 Metrics = dict[str, jax.Array]
@@ -102,7 +104,7 @@ def policy_loss(
     With r the ratio exp(logp - old_logp) of a token, or of its row (see `LossSpec`), and A the token's advantage, the
     loss of a token is
 
-        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)    (r is at most exp(80) in any case)
         -min(r, epsilon_high) A logp, with a constant r                     for cispo
 
     Args:
@@ -132,10 +134,10 @@ def policy_loss(
     if by_row:
         means_B1 = log_ratio_BC.sum(1, keepdims=True) / jnp.maximum(mask_BC.sum(1, keepdims=True), 1)
         log_ratio_BC = jnp.broadcast_to(means_B1, (B, C))
-    if spec.delta is not None:
-        # Above 1 + epsilon_high the cut changes nothing of the clipped term. Here it also keeps exp from overflowing.
-        log_ratio_BC = jnp.minimum(log_ratio_BC, math.log(spec.delta))
-    ratio_BC = jnp.exp(log_ratio_BC)
+    # Above 1 + epsilon_high a cut changes nothing of the clipped term. It also keeps exp from overflowing: the gradient
+    # of a token that is clipped, or has no advantage, would be 0 * inf.
+    largest = _LARGEST_LOG_RATIO if spec.delta is None else min(math.log(spec.delta), _LARGEST_LOG_RATIO)
+    ratio_BC = jnp.exp(jnp.minimum(log_ratio_BC, largest))
 
     def mean(values_BC: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(mask_BC, values_BC, 0.0)) / jnp.maximum(mask_BC.sum(), 1)

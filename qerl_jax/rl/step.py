@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
-from qerl_jax.rl.advantages import AdvantageFn
+from qerl_jax.rl.advantages import AdvantageFn, informative_groups
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
@@ -88,13 +89,14 @@ def sample_rollout(
 def make_batch(
     prompts: Prompts,
     completions: Rollout,
-    rewards_B: jax.Array | Sequence[float],
+    rewards_B: jax.Array | Sequence[float | None],
     step: jax.Array,
     settings: StepSettings,
     advantage_fn: AdvantageFn | None = None,
 ) -> Batch:
-    """Joins completions and rewards, any N * G numbers; the loss mask goes by length, never by the pad id. With
-    `advantage_fn` the advantages are of all these completions, whatever parts the batch is cut into.
+    """Joins completions and rewards, any N * G numbers, NaN or (outside of jit) None where a completion cannot be
+    scored; the loss mask goes by length, never by the pad id. With `advantage_fn` the advantages are of all these
+    completions, whatever parts the batch is cut into.
 
     It serves one update, by a loss without reference; `with_policies` adds what else is needed.
 
@@ -105,6 +107,8 @@ def make_batch(
     N, B = prompts.tokens.shape[0], completions.tokens.shape[0]
     if N * G != B:
         raise ValueError(f"{N} prompts with num_generations {G} have {N * G} completions; there are {B}")
+    if isinstance(rewards_B, Sequence):
+        rewards_B = [np.nan if reward is None else reward for reward in rewards_B]
     rewards_B = jnp.asarray(rewards_B, jnp.float32)
     if rewards_B.shape != completions.lengths.shape:
         of_all = completions.lengths.shape
@@ -146,17 +150,21 @@ def with_policies(
 
 def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
     """TRL's metrics of a rollout: the reward, its spread over all completions, how many groups have none, whatever
-    `scale_rewards` is, and the completions' lengths."""
+    `scale_rewards` is, and the completions' lengths. Completions whose reward is NaN are not in those of rewards."""
     lengths_B, terminated_B = completions.lengths, completions.terminated
     ended = jnp.maximum(terminated_B.sum(), 1)
     return {
-        "reward": rewards_NG.mean(),
-        "reward_std": rewards_NG.std(ddof=1),
-        "frac_reward_zero_std": jnp.mean(rewards_NG.max(1) == rewards_NG.min(1)),
+        "reward": jnp.nanmean(rewards_NG),
+        "reward_std": jnp.nanstd(rewards_NG, ddof=1),
+        "frac_reward_zero_std": jnp.mean(~informative_groups(rewards_NG)),
         "completions/mean_length": lengths_B.mean(),
         "completions/min_length": lengths_B.min(),
         "completions/max_length": lengths_B.max(),
         "completions/mean_terminated_length": jnp.where(terminated_B, lengths_B, 0).sum() / ended,
+        "completions/min_terminated_length": jnp.where(
+            terminated_B.any(), jnp.where(terminated_B, lengths_B, lengths_B.max()).min(), 0
+        ),
+        "completions/max_terminated_length": jnp.where(terminated_B, lengths_B, 0).max(),
         "completions/clipped_ratio": 1 - terminated_B.mean(),
     }
 

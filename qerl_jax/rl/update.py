@@ -345,10 +345,12 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     now = jax.lax.stop_gradient(logp)
     # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
     learner = now if old is None else jnp.where(on_policy, now, old)
+    of_rollout = on_policy.all() if old is None else True  # whether `learner` is the policy of the rollout
     old = sampled if settings.old_logprobs == "sampler" else learner
     weights, metrics = correction_weights(settings.correction, old, sampled, mask)
     loss, loss_metrics = loss_fn(logp, old, ref, advantages * weights, mask)
-    return loss, gap_metrics(learner, sampled, mask) | metrics | loss_metrics
+    gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
+    return loss, gap | metrics | loss_metrics
 
 
 def _gradient(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> jax.Array:

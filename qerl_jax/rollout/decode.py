@@ -71,7 +71,7 @@ def _in_chunks(
     config, dtype = model.config, model.base.embed.dtype
     A, P = tokens_AP.shape
     wide = -(-P // T) * T
-    tokens_AP = jnp.pad(tokens_AP, ((0, 0), (0, wide - P)))
+    tokens_AP = jnp.pad(tokens_AP, ((0, 0), (0, wide - P)), mode="edge")  # see `prefill`: with the prompt's last token
     empty = jnp.zeros((A, wide, config.num_key_value_heads, config.head_dim), dtype)
     State = tuple[jax.Array, jax.Array, tuple[KV, ...]]
 

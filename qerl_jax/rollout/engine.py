@@ -95,6 +95,8 @@ class Engine:
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
         if limits_N.shape != (N,) or not np.all((limits_N >= 1) & (limits_N <= C)):
             raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
+        if N == 0:
+            raise ValueError("prompts are empty; expected one or more")
         if self.max_prompt_length < P:
             raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))

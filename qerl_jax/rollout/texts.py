@@ -123,9 +123,14 @@ def generate_texts(
         until=(lambda ids: tokens_until_stop(decode, ids, stop)) if stop else None,
         every=_STREAM if stream else _LOOK if stop else None,
     )
+    broken: set[tuple[int, int]] = set()  # samples that have been answered with an error while they grow
     for done in completions:
-        if done.finish_reason is not None or stream:
-            yield _answer(done, requests[done.request], decode, stop)
+        if (done.request, done.sample) in broken or (done.finish_reason is None and not stream):
+            continue
+        answer = _answer(done, requests[done.request], decode, stop)
+        if answer.finish_reason == "error":
+            broken.add((done.request, done.sample))
+        yield answer
 
 
 def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> Answer:

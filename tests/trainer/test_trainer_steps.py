@@ -21,7 +21,8 @@ from qerl_jax.rl.losses import LossSpec
 ALWAYS = {
     "step", "rollout", "epoch", "num_tokens", "learning_rate", "aqn/sigma", "reward", "reward_std",
     "frac_reward_zero_std", "completions/mean_length", "completions/min_length", "completions/max_length",
-    "completions/mean_terminated_length", "completions/clipped_ratio", "loss", "grad_norm", "entropy", "nonfinite",
+    "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
+    "completions/clipped_ratio", "loss", "grad_norm", "entropy", "nonfinite",
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
     "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
 }  # fmt: skip
@@ -166,7 +167,8 @@ def arithmetic_rows(folder, count):
                 "grpo.steps_per_generation=2",
                 "generation.kv_cache_dtype=fp8_values",
             ],
-            {"sampling/importance_sampling_ratio/mean", "sampling/truncated_fraction"},
+            {f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")}
+            | {"sampling/truncated_fraction"},
         ),
         (
             [
@@ -208,7 +210,11 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
     always = {name for name in ALWAYS if not (name.startswith("clip_ratio/") and "cispo_clip_ratio" in metrics)}
     for row in logged:
         assert row.keys() == always | metrics | OF_REWARDS
-        assert all(value is not None and np.isfinite(value) for value in row.values())
+        # The learner of the rollout is not kept then, and the one of its second update has moved.
+        unknown = "grpo.old_logprobs=sampler" in words and row["step"] % 2 == 0
+        for name, value in row.items():
+            known = not (unknown and name.startswith("sampling/sampling_logp_difference/"))
+            assert (value is not None and np.isfinite(value)) == known
     before, after = leaves(run, 0)[0], leaves(run, 6)[0]
     adapter = [name for name in before if name.startswith("train.adapter")]
     assert any("norm" in name for name in adapter) == ("lora.train_norms=true" in words)
