@@ -93,8 +93,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
     Raises:
       RunFinished: the folder's run is complete.
-      UserError: it has no name, another process works on it, it is no run folder, or the config differs from the
-        stored one.
+      UserError: it has no name, another process works on it, it is no run folder, the config differs from the stored
+        one, or what it names has gone.
     """
     if config.run.output_dir is None:
         raise UserError(
@@ -129,6 +129,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
+        if begun is not None:
+            _refuse_what_has_gone(config)
         if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)
         if changes or begun is None:
@@ -168,6 +170,18 @@ def _with_whole_paths(config: Config) -> Config:
     for one in values["reward"]["functions"]:
         one["function"] = loading.from_anywhere(one["function"])
     return config_from_dict(values)
+
+
+def _refuse_what_has_gone(config: Config) -> None:
+    """Says how to name anew what a run read when it began and no longer finds."""
+    values = _flat(config_to_dict(config))
+    places = [(option, values[option], f"{option}=PATH") for option in _PLACES]
+    for one in values[_FUNCTIONS]:
+        place, _, name = one["function"].rpartition(":")
+        places.append((_FUNCTIONS, place, f"{_FUNCTIONS}=[...], each as in {CONFIG}, with PATH:{name} for this one"))
+    for option, place, override in places:
+        if place is not None and os.path.isabs(place) and not os.path.exists(place):
+            raise UserError(f"{option}: {place} is no longer there; if it has moved, continue with {override}")
 
 
 def _changes(stored: Config, given: Config) -> list[str]:

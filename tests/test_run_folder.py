@@ -274,3 +274,21 @@ def test_what_a_run_reads_may_lie_elsewhere_when_it_goes_on(tmp_path, monkeypatc
         open_once(load_config(stored, [other]))
     with pytest.raises(UserError, match=r"lora.adapter was None, is now .*model'"):
         open_once(load_config(stored, ["lora.adapter=model"]))
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("model", r"model.model_name_or_path: .*/model is no longer there; .* with model.model_name_or_path=PATH$"),
+        ("rows.jsonl", r"data.train_dataset: .*/rows.jsonl is no longer there; .* with data.train_dataset=PATH$"),
+        ("own.py", r"reward.functions: .*/own.py is no longer there; .*, with PATH:f for this one$"),
+    ],
+)
+def test_what_a_run_no_longer_finds_is_named_with_its_option(tmp_path, monkeypatch, gone, message):
+    lie_in(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    folder = open_once(config(tmp_path, *PLACES))
+    (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "here" / gone).rename(tmp_path / gone)
+    with pytest.raises(UserError, match=message):
+        open_once(load_config(str(folder / "config.yaml")))
