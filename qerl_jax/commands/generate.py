@@ -165,6 +165,8 @@ def _check_output(name: str, prompts: str | None) -> None:
         raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")
     if file.is_dir():
         raise UserError(f"--output {name} is a folder; expected the name of a file")
+    if file.parent.exists() and not file.parent.is_dir():
+        raise UserError(f"--output {name}: {file.parent} is a file; choose another name")
     if not file.parent.is_dir():
         raise UserError(f"--output {name}: there is no folder {file.parent}; make it, or choose another name")
 

@@ -1,6 +1,7 @@
 """From a `Config` to the objects of a run: model, tokenizer, data, static settings, optimizer."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -37,6 +38,8 @@ NOT_A_NUMBER = (
     "completions have log-probabilities that are not finite: the network's logits are no numbers there, and tokens say "
     "nothing. In float16 activations end at 65504 (model.dtype float32 or bfloat16 go further)"
 )
+Rows = list[dict[str, Any]]
+
 _log = logging.getLogger(__name__)
 
 
@@ -184,6 +187,21 @@ def held_out(config: Config, dataset: Dataset) -> list[dict[str, Any]]:
     return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
 
 
+def _warn_of_problems_trained_on(training: tuple[str, Rows], evaluation: tuple[str, Rows]) -> None:
+    (trained_name, trained), (name, evaluated) = training, evaluation
+    known = {json.dumps(example["prompt"], sort_keys=True) for example in trained}
+    both = sum(json.dumps(example["prompt"], sort_keys=True) in known for example in evaluated)
+    if both:
+        _log.warning(
+            "%d of the %d problems of the evaluation (%s) are training data (%s) too: they are not held out, whatever "
+            "they are called",
+            both,
+            len(evaluated),
+            name,
+            trained_name,
+        )
+
+
 def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     """Loads and builds what the config names; data that `rewards` cannot score and a folder without an adapter are
     refused before the model is loaded.
@@ -199,6 +217,7 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     ]
     for name, examples in read:
         rewards.check(examples, name)
+    _warn_of_problems_trained_on(*read)
     total_steps = config.total_steps(len(dataset))
     if config.lora.adapter is not None:
         warn_of_scaled_base(adapter_folder(config.lora.adapter), config.model.model_name_or_path)

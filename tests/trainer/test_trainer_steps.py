@@ -248,6 +248,18 @@ def test_the_options_of_the_loss_reach_the_update(config):
         assert assemble(options, rewards).settings.update.loss == LossSpec(**names)
 
 
+def test_problems_that_are_trained_on_and_evaluated_are_counted(config, tmp_path, caplog):
+    few, more = arithmetic_rows(tmp_path, 3), tmp_path / "more.jsonl"
+    more.write_text(few.read_text() + '{"prompt": "What is 2 and 2?", "answer": 4}\n')
+    for evaluated, said in (("arithmetic", None), (more, "3 of the 4 problems of the evaluation")):
+        words = [f"data.train_dataset={few}", f"evaluation.eval_dataset={evaluated}", "evaluation.num_problems=4"]
+        options = load_config(str(config), words)
+        caplog.clear()
+        with RewardFunctions(options.reward) as rewards:
+            assemble(options, rewards)
+        assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] if said else not caplog.records
+
+
 def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
     short = ["optimizer.max_steps=2", "noise.num_stages=2", "generation.max_slots=3"]
     run = train(config, tmp_path / "run", *short)
