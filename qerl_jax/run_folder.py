@@ -3,8 +3,8 @@
 An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
 config that differs from the stored one in anything the run's course depends on is refused with both values. A run
 folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config_files.load_config`).
-What else it names it names by whole paths, so that it means the same in any working folder. Where those lie may
-change: the checkpoints know what lay there (`refuse_changed_identity`, `warn_of_changed_rewards`).
+What else it names it names by whole paths, so that it means the same in any working folder. Where something has moved
+since, its new place is written there by hand: checkpoints know what it was (`refuse_changed_identity`).
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.rewards import loading
+from qerl_jax.rewards.loading import titles
 
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
 SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
@@ -43,7 +44,6 @@ _PLACES = {
     "data.train_dataset": dataset.from_anywhere,
     "evaluation.eval_dataset": dataset.from_anywhere,
 }
-_FUNCTIONS = "reward.functions"
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -130,7 +130,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
         if begun is not None:
-            _refuse_what_has_gone(config)
+            _refuse_what_has_gone(config, stored)
         if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)
         if changes or begun is None:
@@ -167,31 +167,29 @@ def _with_whole_paths(config: Config) -> Config:
         section, name = option.split(".")
         if values[section][name] is not None:
             values[section][name] = from_anywhere(values[section][name])
-    for one in values["reward"]["functions"]:
+    functions, sampling = values["reward"]["functions"], values["grpo"]["dynamic_sampling"]
+    given = titles([one["function"] for one in functions])
+    for one in functions:
         one["function"] = loading.from_anywhere(one["function"])
+    if sampling["metric"] in given:  # a title may hold a path
+        sampling["metric"] = titles([one["function"] for one in functions])[given.index(sampling["metric"])]
     return config_from_dict(values)
 
 
-def _refuse_what_has_gone(config: Config) -> None:
-    """Says how to name anew what a run read when it began and no longer finds."""
+def _refuse_what_has_gone(config: Config, stored: Path) -> None:
     values = _flat(config_to_dict(config))
-    places = [(option, values[option], f"{option}=PATH") for option in _PLACES]
-    for one in values[_FUNCTIONS]:
-        place, _, name = one["function"].rpartition(":")
-        places.append((_FUNCTIONS, place, f"{_FUNCTIONS}=[...], each as in {CONFIG}, with PATH:{name} for this one"))
-    for option, place, override in places:
+    places = [(option, values[option]) for option in _PLACES]
+    places += [("reward.functions", one["function"].rpartition(":")[0]) for one in values["reward.functions"]]
+    for option, place in places:
         if place is not None and os.path.isabs(place) and not os.path.exists(place):
-            raise UserError(f"{option}: {place} is no longer there; if it has moved, continue with {override}")
+            raise UserError(
+                f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into {stored}"
+            )
 
 
 def _changes(stored: Config, given: Config) -> list[str]:
     """What differs and matters to the run's course, a line each."""
-    old, new = (_flat(config_to_dict(config)) for config in (stored, given))
-    for option in _PLACES:
-        if None not in (old[option], new[option]):
-            old[option] = new[option]
-    for values in (old, new):
-        values[_FUNCTIONS] = [one | {"function": loading.own_name(one["function"])} for one in values[_FUNCTIONS]]
+    old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
     return [
         f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())

@@ -259,29 +259,37 @@ def test_a_runs_config_means_the_same_in_any_working_folder(tmp_path, monkeypatc
         assert [one.function for one in config.reward.functions] == [f"{here / 'own.py'}:f", "accuracy"]
 
 
-def test_what_a_run_reads_may_lie_elsewhere_when_it_goes_on(tmp_path, monkeypatch):
+def test_what_a_run_reads_may_lie_elsewhere_once_its_config_says_so(tmp_path, monkeypatch):
     for name in ("here", "there"):
         lie_in(tmp_path / name)
     monkeypatch.chdir(tmp_path / "here")
     folder = open_once(config(tmp_path, *PLACES))
     (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
-    stored = str(folder / "config.yaml")
+    stored = folder / "config.yaml"
     monkeypatch.chdir(tmp_path / "there")
-    open_once(load_config(stored, PLACES))
-    assert load_config(stored).model.model_name_or_path == str(tmp_path / "there" / "model")
-    other = PLACES[-1].replace("own.py:f", "own.py:g")
-    with pytest.raises(UserError, match=r"reward.functions was .*'f'.*, is now .*'g'"):
-        open_once(load_config(stored, [other]))
-    with pytest.raises(UserError, match=r"lora.adapter was None, is now .*model'"):
-        open_once(load_config(stored, ["lora.adapter=model"]))
+    with pytest.raises(UserError, match=r"model_name_or_path was .*/here/model', is now .*/there/model'"):
+        open_once(load_config(str(stored), PLACES))
+    stored.write_text(stored.read_text().replace(f"{tmp_path / 'here'}", f"{tmp_path / 'there'}"))
+    with run_folder.open_run(load_config(str(stored))) as (_, held):
+        assert held.model.model_name_or_path == str(tmp_path / "there" / "model")
+
+
+def test_the_metric_of_dynamic_sampling_stays_that_of_its_function(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        lie_in(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    words = ["reward.functions=[{function: 'a/own.py:f'}, {function: 'b/own.py:f'}]"]
+    with run_folder.open_run(config(tmp_path, *words, "grpo.dynamic_sampling.metric=b/own.py:f")) as (folder, held):
+        assert held.grpo.dynamic_sampling.metric == f"{tmp_path / 'b' / 'own.py'}:f"
+    assert load_config(str(folder / "config.yaml")).grpo.dynamic_sampling == held.grpo.dynamic_sampling
 
 
 @pytest.mark.parametrize(
     ("gone", "message"),
     [
-        ("model", r"model.model_name_or_path: .*/model is no longer there; .* with model.model_name_or_path=PATH$"),
-        ("rows.jsonl", r"data.train_dataset: .*/rows.jsonl is no longer there; .* with data.train_dataset=PATH$"),
-        ("own.py", r"reward.functions: .*/own.py is no longer there; .*, with PATH:f for this one$"),
+        ("model", r"model.model_name_or_path: .*/model is no longer there; .*config.yaml$"),
+        ("rows.jsonl", r"data.train_dataset: .*/rows.jsonl is no longer there; .*config.yaml$"),
+        ("own.py", r"reward.functions: .*/own.py is no longer there; .*config.yaml$"),
     ],
 )
 def test_what_a_run_no_longer_finds_is_named_with_its_option(tmp_path, monkeypatch, gone, message):

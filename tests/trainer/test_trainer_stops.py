@@ -125,7 +125,7 @@ def test_no_whole_checkpoint_left_is_an_error_that_deletes_nothing(config, stopp
         ("run.seed=1", "run.seed was 0", "is now 1"),
         ("lora.lora_r=8", "lora.lora_r was 4", "is now 8"),
         ("model.model_name_or_path=builtin:quickstart", "one-layer'", "is now 'builtin:quickstart'"),
-        ("data.train_dataset=other.jsonl", "problems.jsonl'", "is now 'other.jsonl'"),
+        ("data.train_dataset=other.jsonl", "problems.jsonl'", f"is now '{Path('other.jsonl').absolute()}'"),
         ("optimizer.max_steps=12", "optimizer.max_steps was 6", "is now 12"),
     ],
 )
