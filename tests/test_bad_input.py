@@ -80,7 +80,7 @@ def jsonl(folder, *rows):
         (["optimizr.learning_rate=1e-3"], "unknown section optimizr (did you mean 'optimizer'?)"),
         (["my.yaml", "model.model_name_or_path=/no/such/folder"], "/no/such/folder: no such folder; allowed: a folder"),
         (["my.yaml", "model.model_name_or_path=builtin:quick"], "builtin:quick is unknown; allowed: quickstart"),
-        (["my.yaml", "data.train_dataset=rows.jsonl"], "data set 'rows.jsonl': there is no file"),
+        (["my.yaml", "data.train_dataset=rows.jsonl"], "rows.jsonl': there is no file"),
         (["my.yaml", "data.train_dataset=arithmetics"], "'arithmetics' is unknown (did you mean 'arithmetic'?)"),
         (["my.yaml", "data.max_prompt_length=8"], "arithmetic: row 0 has 3"),
         (["my.yaml", f"data.max_prompt_length={POSITIONS}"], f"is {POSITIONS + 16}; {MODEL} has {POSITIONS} positions"),
@@ -150,14 +150,15 @@ def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refu
     jsonl(folder, *[row | {"completions": "what another model wrote"} for row in rows])
     assert "rows.jsonl: column 'completions' has the name of what every reward function is given" in refused(*words)
     jsonl(folder, *rows)
-    (folder / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
+    own = folder / "mine.py"
+    own.write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
     said = refused(*words, "reward.functions=[{function: mine.py:short}]")
-    assert "rows.jsonl: reward function 'mine.py:short' does not take prompts, completion_ids; expected" in said
-    (folder / "mine.py").write_text("def needs(completions, level, **columns):\n    return level\n")
+    assert f"rows.jsonl: reward function '{own}:short' does not take prompts, completion_ids; expected" in said
+    own.write_text("def needs(completions, level, **columns):\n    return level\n")
     said = refused(*words, "reward.functions=[{function: mine.py:needs}]")
-    assert "rows.jsonl: reward function 'mine.py:needs' needs a column 'level'; the data set has answer" in said
+    assert f"rows.jsonl: reward function '{own}:needs' needs a column 'level'; the data set has answer" in said
     said = refused(*words[:3], "evaluation.eval_dataset=rows.jsonl", "reward.functions=[{function: mine.py:needs}]")
-    assert "arithmetic: reward function 'mine.py:needs' needs a column 'level'" in said
+    assert f"arithmetic: reward function '{own}:needs' needs a column 'level'" in said
     (folder / "empty").mkdir()
     said = refused(*words[:3], "lora.adapter=empty")
     assert "empty/adapter_config.json is missing; expected a PEFT folder" in said
