@@ -106,7 +106,9 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
             if old.exists() and not path.exists():
                 os.rename(old, path)  # a process died between the two renames below
             _refuse_other_content(path, names)  # which it may have got meanwhile
-            _remove(old, temp)
+            for leftover in (old, temp):
+                if leftover.exists():
+                    shutil.rmtree(leftover)
             temp.mkdir()
             yield temp
             flush_tree(temp)
@@ -116,15 +118,10 @@ def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
         except BaseException:
             if old.exists() and not path.exists():
                 os.rename(old, path)
-            _remove(temp)
+            shutil.rmtree(temp, ignore_errors=True)
             raise
         flush(path.parent)
-        _remove(old)
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)  # or by the next one that writes here
 
 
 def _refuse_other_content(path: Path, names: Sequence[str]) -> None:

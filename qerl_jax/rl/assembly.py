@@ -38,7 +38,6 @@ NOT_A_NUMBER = (
     "completions have log-probabilities that are not finite: the network's logits are no numbers there, and tokens say "
     "nothing. In float16 activations end at 65504 (model.dtype float32 or bfloat16 go further)"
 )
-Rows = list[dict[str, Any]]
 
 _log = logging.getLogger(__name__)
 
@@ -187,18 +186,16 @@ def held_out(config: Config, dataset: Dataset) -> list[dict[str, Any]]:
     return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
 
 
-def _warn_of_problems_trained_on(training: tuple[str, Rows], evaluation: tuple[str, Rows]) -> None:
-    (trained_name, trained), (name, evaluated) = training, evaluation
+def _warn_of_problems_trained_on(trained: list[dict[str, Any]], evaluated: list[dict[str, Any]], name: str) -> None:
     known = {json.dumps(example["prompt"], sort_keys=True) for example in trained}
     both = sum(json.dumps(example["prompt"], sort_keys=True) in known for example in evaluated)
     if both:
         _log.warning(
-            "%d of the %d problems of the evaluation (%s) are training data (%s) too: they are not held out, whatever "
-            "they are called",
+            "%d of the %d problems of the evaluation (%s) are training data too: they are not held out, whatever they "
+            "are called",
             both,
             len(evaluated),
             name,
-            trained_name,
         )
 
 
@@ -217,7 +214,8 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     ]
     for name, examples in read:
         rewards.check(examples, name)
-    _warn_of_problems_trained_on(*read)
+    (_, trained), (name, evaluated) = read
+    _warn_of_problems_trained_on(trained, evaluated, name)
     total_steps = config.total_steps(len(dataset))
     if config.lora.adapter is not None:
         warn_of_scaled_base(adapter_folder(config.lora.adapter), config.model.model_name_or_path)
