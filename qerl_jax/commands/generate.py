@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_jax.commands.command import add_command, check_n, check_seed
+from qerl_jax.data import ROW_FILES
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ examples:
 exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
 """
 _SOME_FAILED = 3
-_ROWS = (".jsonl", ".ndjson")
 _FILE_NAME = re.compile(r"\S*/\S*|\S*\.[A-Za-z]\w*")  # one word, with a folder or a suffix
 
 
@@ -145,11 +145,11 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
     """The prompts, and whether they come from a file."""
     if arguments.prompts is None:
         return [arguments.prompt], False
-    if Path(arguments.prompts).suffix not in _ROWS:
+    if Path(arguments.prompts).suffix not in ROW_FILES:
         if os.path.exists(arguments.prompts) or _FILE_NAME.fullmatch(arguments.prompts):
             raise UserError(
-                f"--prompts {arguments.prompts}: looks like the name of a file; expected a {' or '.join(_ROWS)} file "
-                "with a `prompt` in each row, or a text (--prompt takes any text)"
+                f"--prompts {arguments.prompts}: looks like the name of a file; expected a {' or '.join(ROW_FILES)} "
+                "file with a `prompt` in each row, or a text (--prompt takes any text)"
             )
         return [arguments.prompts], False
     from qerl_jax.data.dataset import load_dataset

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qerl_jax.data import arithmetic
+from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.errors import UserError, nearest
 
 Message = dict[str, str]
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
-_FILES = (".jsonl", ".ndjson")
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -162,7 +161,7 @@ def _check_prompt(prompt: Any, where: str) -> None:
 
 def from_anywhere(name_or_path: str) -> str:
     """The name of the same data set that holds in any working folder."""
-    return os.path.abspath(name_or_path) if Path(name_or_path).suffix in _FILES else name_or_path
+    return os.path.abspath(name_or_path) if Path(name_or_path).suffix in ROW_FILES else name_or_path
 
 
 def load_dataset(
@@ -186,9 +185,9 @@ def load_dataset(
             raise UserError(f"data set 'arithmetic': no split {split!r}{hint}; allowed: {', '.join(_ARITHMETIC_ROWS)}")
         return ArithmeticDataset(split, _ARITHMETIC_ROWS[split] if size is None else size, seed)
     path = Path(name_or_path)
-    if path.suffix in _FILES and path.is_file():
+    if path.suffix in ROW_FILES and path.is_file():
         return JsonlDataset(path, empty_prompts)
-    if path.suffix in _FILES:
+    if path.suffix in ROW_FILES:
         raise UserError(f"data set {name_or_path!r}: there is no file {path.absolute()}")
     raise UserError(
         f"data set {name_or_path!r} is unknown{nearest(name_or_path, ['arithmetic'])}; allowed: arithmetic, or a local "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qerl_jax.data import arithmetic
+from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.prompts import Prompt, prompt_ids, templated, text_ids
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def _joined(tokenizer: Tokenizer, prompt: Prompt, completion: str) -> Document:
 
 def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Document]:
     """Documents of a file, by evenly spaced lines."""
-    if path.suffix not in (".jsonl", ".ndjson"):
+    if path.suffix not in ROW_FILES:
         raise UserError(f"--calibration is {path}; allowed: a .jsonl file, or {ARITHMETIC}")
     try:
         lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
