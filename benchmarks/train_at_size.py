@@ -50,7 +50,6 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
         "optimizer.per_device_train_batch_size": arguments.micro_batch,
         "optimizer.gradient_accumulation_steps": arguments.num_generations * arguments.prompts // arguments.micro_batch,
         "optimizer.gradient_checkpointing": str(arguments.gradient_checkpointing).lower(),
-        "optimizer.length_buckets": arguments.length_buckets,
         "noise.num_stages": max(2, arguments.steps),
         "evaluation.num_problems": arguments.num_generations,
         "evaluation.batch_size": arguments.num_generations,
@@ -84,7 +83,6 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--completion", type=int, default=2048, help="tokens of a completion")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--length-buckets", type=int, default=1, help="all completions are full: others only compile")
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)

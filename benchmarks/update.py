@@ -2,7 +2,7 @@
 
     python -m benchmarks.update --model qwen2.5-7b --completion 2048 --micro-batch 1 2 --checkpointed 4 8 \\
         --output benchmarks/results/h200/update_qwen2.5-7b.json
-    python -m benchmarks.update --rows 64 --long-tail --micro-batch 2 --checkpointed --length-buckets 1 4
+    python -m benchmarks.update --rows 64 --long-tail --micro-batch 2 --checkpointed
 
 Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
 What is timed is `update_step`, compiled as a run's are, from call to result; `seconds` is the median of --repeats after
@@ -109,7 +109,6 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--completion", type=int, default=2048, help="tokens of a completion")
     parser.add_argument("--micro-batch", type=int, nargs="*", default=[1, 2], help="without gradient checkpointing")
     parser.add_argument("--checkpointed", type=int, nargs="*", default=[4], help="micro-batches with it")
-    parser.add_argument("--length-buckets", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--long-tail",
         action="store_true",
@@ -126,8 +125,7 @@ def main(words: list[str] | None = None) -> int:
     dtype = compute_dtype(arguments.dtype)
     model = random_model(config, dtype, kernels=has_kernels())
     state = init_state(random_adapter(model, arguments.lora_rank), _OPTIMIZER)
-    cuts = [(size, False) for size in arguments.micro_batch] + [(size, True) for size in arguments.checkpointed]
-    cases = [(*cut, buckets) for cut in cuts for buckets in arguments.length_buckets]
+    cases = [(size, False) for size in arguments.micro_batch] + [(size, True) for size in arguments.checkpointed]
     lengths = [arguments.completion] * B
     if arguments.long_tail:
         lengths = long_tailed(B, max(1, arguments.completion // 64), arguments.completion)
@@ -136,16 +134,15 @@ def main(words: list[str] | None = None) -> int:
 
     programs = Programs()
     for case in cases:
-        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1], length_buckets=case[2])
+        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
         step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
         programs.start(case, step, *operands, jit=deterministic_jit)
     programs.wait()
     rows = []
     for case in cases:
-        size, checkpoints, buckets = case
+        size, checkpoints = case
         flops = products_flops(config, B * arguments.prompt + sum(lengths), sum(lengths), checkpoints)
-        row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "length_buckets": buckets}
-        row |= {"floor_seconds": flops / rate}
+        row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
         row |= measure(programs.get(case), operands, arguments.repeats)
         rows.append(row)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)

@@ -165,7 +165,6 @@ class OptimizerOptions:
     per_device_train_batch_size: Count = 32
     gradient_accumulation_steps: Count = 4
     gradient_checkpointing: Switch = False
-    length_buckets: Count = 4  # widths of micro-batches: a half, a quarter, an eighth too, for short completions
 
 
 @dataclass(frozen=True, config=_FROZEN)

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from qerl_jax.errors import nearest
 from qerl_jax.rewards.loading import titles
-from qerl_jax.rl.widths import NARROWEST, widths_of
 
 if TYPE_CHECKING:
     from qerl_jax.config import Config
@@ -150,10 +149,6 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         size = ("optimizer.per_device_train_batch_size", "optimizer.gradient_accumulation_steps")
         why = f"a rollout has {completions} completions"
         add(why, (*size, "grpo.steps_per_generation"), "generation.max_slots")
-    buckets = config.optimizer.length_buckets
-    if buckets > 1 and len(widths_of(config.row_tokens, buckets)) == 1:
-        why = f"a row has {config.row_tokens} tokens at most, and no micro-batch is narrower than {NARROWEST}"
-        add(why, ("data.max_prompt_length", "generation.max_completion_length"), "optimizer.length_buckets")
     if config.run.save_steps is None:
         why = "with run.save_steps null only the states before the first step, at a Ctrl-C and after the last are saved"
         add(why, ("run.save_steps",), "run.save_total_limit")

@@ -14,7 +14,7 @@ jax.config.update(
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # Files that take minutes, see `pytest --durations`.
-LONG = ("quickstart", "examples", "resume", "update", "micro_batches", "tail", "trainer_stops", "wide_program")
+LONG = ("quickstart", "examples", "resume", "update", "packs", "tail", "trainer_stops", "wide_program")
 
 # Linux gives a process 65,530 memory maps. XLA takes some 20 for each program, and crashes when there are none left.
 MANY_MAPS = 20_000

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import update
 from benchmarks.shapes import MODELS
-from qerl_jax.rl import widths
 
 
 def test_products_by_hand():
@@ -16,17 +15,16 @@ def test_products_by_hand():
     assert update.products_flops(MODELS["tiny"], 10, 7, True) == 2 * (3 * 10 * layers + 3 * 7 * head)
 
 
-def test_every_cut_is_the_same_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(widths, "NARROWEST", 16)
+def test_every_cut_is_the_same_step(tmp_path):
     output = tmp_path / "update.json"
     words = (
-        "--model tiny --lora-rank 4 --rows 4 --prompt 4 --completion 64 --micro-batch 1 --checkpointed 2 --repeats 1"
+        "--model tiny --lora-rank 4 --rows 4 --prompt 4 --completion 64 --micro-batch 1 4 --checkpointed 2 --repeats 1"
     )
-    assert update.main([*words.split(), "--long-tail", "--length-buckets", "1", "2", "--output", str(output)]) == 0
+    assert update.main([*words.split(), "--long-tail", "--output", str(output)]) == 0
     result = json.loads(output.read_text())
-    rows, cut = result["rows"], ("micro_batch", "gradient_checkpointing", "length_buckets")
-    assert [[row[key] for key in cut] for row in rows] == [[1, False, 1], [1, False, 2], [2, True, 1], [2, True, 2]]
+    rows, cut = result["rows"], ("micro_batch", "gradient_checkpointing")
+    assert [[row[key] for key in cut] for row in rows] == [[1, False], [4, False], [2, True]]
     assert 1 < result["mean_length"] < 64
-    assert [row["numbers_that_differ"] for row in rows] == [0] * 4
+    assert [row["numbers_that_differ"] for row in rows] == [0] * 3
     assert rows[0]["grad_norm"] > 0 and all(row["seconds"] > 0 and row["temporary_gb"] > 0 for row in rows)
     assert all(row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4) for row in rows)

@@ -9,10 +9,10 @@ import optax
 import pytest
 from tiny import CONFIG, tiny_adapter, tiny_model
 
+from qerl_jax.models import packed_rows
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.params import norms_of
 from qerl_jax.rl import update as update_module
-from qerl_jax.rl import widths
 from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, sample_rollout
 from qerl_jax.rl.update import Batch, UpdateSettings, init_state, update_step
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
@@ -160,10 +160,10 @@ def overflowing(token, layers):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if leaf.ndim > 1 else leaf, plain.replace(base=base))
 
 
-@pytest.mark.parametrize("buckets, lengths", [(1, [6, 3, 1, 5]), (2, [6, 3, 2, 2]), (2, [2, 2, 2, 1])])
-def test_a_token_that_nobody_sampled_overflows_in_vain(monkeypatch, buckets, lengths):
-    """Rows, and micro-batches of several widths, are filled up with tokens of their own, not with token 0."""
-    monkeypatch.setattr(widths, "NARROWEST", 16)
+@pytest.mark.parametrize("size, lengths", [(4, [6, 3, 1, 5]), (1, [6, 3, 2, 2]), (1, [28, 28, 2, 1])])
+def test_a_token_that_nobody_sampled_overflows_in_vain(monkeypatch, size, lengths):
+    """Packs, and frames of several widths, are filled up with tokens of their rows, not with token 0."""
+    monkeypatch.setattr(packed_rows, "NARROWEST", 16)
     model = overflowing(0, 2)
     ones = jnp.ones((4, 28), jnp.int32)
     lengths = jnp.array(lengths)
@@ -173,7 +173,7 @@ def test_a_token_that_nobody_sampled_overflows_in_vain(monkeypatch, buckets, len
         sampled_logps=jnp.zeros((4, 28)), rollout_step=jnp.int32(0),
     )  # fmt: skip
     for tokens, nonfinite in ((batch.completion, 0), (jnp.where(jnp.arange(28) == 0, 0, batch.completion), 1)):
-        settings = UpdateSettings(4, 1.0, 1, length_buckets=buckets)
+        settings = UpdateSettings(4, 1.0, size)
         state = init_state(tiny_adapter(model, scale=0.02), KEPT)
         update = functools.partial(update_step, optimizer=KEPT, settings=settings)
         _, metrics = jax.jit(update)(state, model, batch.replace(completion=tokens))

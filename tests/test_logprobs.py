@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of given tokens, against the definition."""
 
+import functools
 import math
 import re
 
@@ -11,16 +12,9 @@ from tiny import CONFIG, tiny_model
 
 from qerl_jax.models.transformer import head
 from qerl_jax.rl import logprobs
-from qerl_jax.rl.logprobs import joined_rows, token_logps
+from qerl_jax.rl.logprobs import token_logps
 
 MODEL = tiny_model()
-
-
-def test_rows_are_prompt_then_completion_then_its_last_token():
-    prompt = jnp.array([[1, 2, 3], [4, 9, 9], [5, 6, 9]])
-    completion = jnp.array([[11, 12], [13, 9], [9, 9]])
-    rows = joined_rows(prompt, jnp.array([3, 1, 2]), completion, jnp.array([2, 1, 0]))
-    assert rows.tolist() == [[1, 2, 3, 11, 12], [4, 13, 13, 13, 13], [5, 6, 9, 9, 9]]
 
 
 @pytest.mark.parametrize("at_a_time", [4, 5, 100])
@@ -50,3 +44,22 @@ def test_tokens_in_chunks_are_the_softmaxs_at_the_temperature(monkeypatch, at_a_
     # All tokens' logits, at once or kept from every chunk for the backward pass, would be 10 by 61 numbers or more.
     shapes = [tuple(map(int, found.split("x"))) for found in re.findall(r"<([\dx]+)xf32>", run.lower(hidden).as_text())]
     assert any(math.prod(shape) >= 10 * 61 for shape in shapes if 61 in shape[1:]) == (at_a_time == 100)
+
+
+def test_chunks_behind_what_is_wanted_are_left_out(monkeypatch):
+    monkeypatch.setattr(logprobs, "_LOGITS_BUDGET", 4 * CONFIG.vocab_size)
+    hidden = jax.random.normal(jax.random.key(0), (10, CONFIG.hidden_size))
+    targets = jax.random.randint(jax.random.key(1), (10,), 0, CONFIG.vocab_size)
+
+    def of_wanted(hidden, wanted):
+        return jnp.stack(token_logps(MODEL, hidden, targets, 0.7, wanted))
+
+    whole = of_wanted(hidden, 10)
+    slopes = jax.grad(lambda hidden: of_wanted(hidden, 10)[0].sum())(hidden)
+    for wanted, chunks in ((0, 0), (1, 4), (4, 4), (5, 8), (8, 8), (9, 10)):
+        found, back = jax.vjp(functools.partial(of_wanted, wanted=wanted), hidden)
+        np.testing.assert_allclose(found[:, :chunks], whole[:, :chunks], rtol=1e-6)
+        assert not found[:, chunks:].any()
+        gradient = back(jnp.ones((2, 10)))[0]
+        np.testing.assert_allclose(gradient[:chunks], slopes[:chunks], rtol=1e-4, atol=1e-5)
+        assert not gradient[chunks:].any()

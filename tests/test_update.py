@@ -135,7 +135,6 @@ def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
         {"num_generations": 0},
         {"temperature": 0.0},
         {"micro_batch_size": 0},
-        {"length_buckets": 0},
         {"old_logprobs": "reference"},
     ],
 )

@@ -86,22 +86,22 @@ def flash_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array) -> 
 
 
 def _fwd(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    o, log_sums = _forward(q, k, v)
+    o, log_sums = flash_forward(q, k, v)
     return o, (q, k, v, log_sums, o)
 
 
 def _bwd(kept: tuple[jax.Array, ...], do_BTHE: jax.Array) -> tuple[jax.Array, ...]:
     q, k, v, log_sums, o = kept
-    return _backward(q, k, v, log_sums, do_BTHE, o)
+    return flash_backward(q, k, v, log_sums, do_BTHE, o)
 
 
 flash_attention.defvjp(_fwd, _bwd)
 
 
 @custom_vmap
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """o and each query's float32 log of the sum of its scores' exponentials [B, H, T]. (`return_residual` of JAX's
-    function gives that rounded.)"""
+def flash_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`flash_attention`'s result o, and each query's float32 log of the sum of its scores' exponentials [B, H, T].
+    (`return_residual` of JAX's function gives that rounded.)"""
     B, T, H, E = q.shape
     shapes = [
         jax.ShapeDtypeStruct((B, H, T, E), q.dtype),
@@ -112,10 +112,10 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.A
 
 
 @custom_vmap
-def _backward(
+def flash_backward(
     q: jax.Array, k: jax.Array, v: jax.Array, log_sums: jax.Array, do: jax.Array, o: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """dq, dk, dv."""
+    """dq, dk, dv of what `flash_forward` was given and gave, and do."""
     shapes = [jax.ShapeDtypeStruct((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype) for x in (q, k, v)]
     gradients = _call("__cudnn$fmhaSoftmaxBackward", _BACKWARD, shapes, q, k, v, log_sums, do, o)
     return tuple(x.transpose(_HEADS_BEFORE_POSITIONS) for x in gradients)
@@ -161,14 +161,14 @@ def _config(products: _Products, q: jax.Array, k: jax.Array) -> str:
     return json.dumps({"cudnn_fmha_backend_config": config})
 
 
-@_forward.def_vmap
+@flash_forward.def_vmap
 def _fold_forward(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, tuple[bool, ...]]:
-    return _folded(_forward, axis_size, in_batched, operands)
+    return _folded(flash_forward, axis_size, in_batched, operands)
 
 
-@_backward.def_vmap
+@flash_backward.def_vmap
 def _fold_backward(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[Any, tuple[bool, ...]]:
-    return _folded(_backward, axis_size, in_batched, operands)
+    return _folded(flash_backward, axis_size, in_batched, operands)
 
 
 def _folded(function: Any, size: int, batched: list[bool], operands: tuple[jax.Array, ...]) -> tuple[Any, Any]:

@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.models.attention import causal_attention, packed_attention
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.flash_attention import flash_attention
 from qerl_jax.models.linear import linears, matmul
+from qerl_jax.models.packed_rows import PackedRows
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
 from qerl_jax.models.rope import rotated, rotation
 
@@ -54,27 +55,6 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float, dtype: jnp.dtype | No
 def final_norm(model: Model, scale_D: jax.Array, x: jax.Array) -> jax.Array:
     """Hidden states after the last norm, in the compute dtype."""
     return rms_norm(x, scale_D, model.config.rms_norm_eps, model.base.embed.dtype)
-
-
-def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
-    """Grouped-query causal attention [B, T, H, E]; `mask_BT` hides key positions (left padding)."""
-    if mask_BT is None and q_BTHE.dtype.itemsize == 2 and jax.default_backend() == "gpu":
-        return flash_attention(q_BTHE, k_BTKE, v_BTKE)
-    mask = None if mask_BT is None else mask_BT[:, None, None, :].astype(bool)
-    return plain_attention(q_BTHE, k_BTKE, v_BTKE, mask, is_causal=True)
-
-
-def plain_attention(
-    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask: jax.Array | None, is_causal: bool = False
-) -> jax.Array:
-    """Grouped-query attention by XLA's products. On a CPU these have no float16 with float32 sums, which JAX asks for
-    by name there: what is between its inputs and its result is float32 then."""
-    dtype = q_BTHE.dtype
-    if dtype == jnp.float16 and jax.default_backend() == "cpu":
-        q_BTHE, k_BTKE, v_BTKE = widened(q_BTHE), widened(k_BTKE), widened(v_BTKE)
-    return jax.nn.dot_product_attention(
-        q_BTHE, k_BTKE, v_BTKE, mask=mask, is_causal=is_causal, implementation="xla"
-    ).astype(dtype)
 
 
 def rotation_at(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -152,6 +132,17 @@ def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.A
     return attend
 
 
+def attend_in_pack(config: ModelConfig, packing: PackedRows) -> Attend:
+    """The attention of a pack's rows; queries, keys and values are [1, L, heads * E]."""
+    turn = rotation_at(config, packing.place_L[None])
+
+    def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+        q, k, v = split_heads(config, layer, q, k, v, turn)
+        return packed_attention(q[0], k[0], v[0], packing).reshape(*q.shape[:2], -1), (k, v)
+
+    return attend
+
+
 def run_layer(
     config: ModelConfig,
     layer: Layer,
@@ -198,6 +189,7 @@ def forward(
     *,
     norms: Norms | None = None,
     attention_mask_BT: jax.Array | None = None,
+    packing: PackedRows | None = None,
     gradient_checkpointing: bool = False,
 ) -> tuple[jax.Array, tuple[KV, ...]]:
     """Final hidden states of whole rows.
@@ -208,6 +200,7 @@ def forward(
       tokens_BT: int32.
       norms: norm scales to use instead of the clean ones (see `qerl_jax.noise`).
       attention_mask_BT: 1 where a token is real; None where rows are padded on the right only.
+      packing: of a pack of rows, which the one row of `tokens_BT` is then [1, L]; not with a mask.
       gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
 
     Returns:
@@ -216,11 +209,14 @@ def forward(
     config, base = model.config, model.base
     norms = norms_of(model, adapter) if norms is None else norms
     B, T = tokens_BT.shape
-    if attention_mask_BT is None:
-        positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    if packing is not None:
+        attend = attend_in_pack(config, packing)
+    elif attention_mask_BT is None:
+        attend = attend_causally(config, jnp.broadcast_to(jnp.arange(T), (B, T)), None)
     else:
         positions_BT = jnp.maximum(jnp.cumsum(attention_mask_BT, axis=1) - 1, 0)
-    plain = functools.partial(block, config, base.embed.dtype, attend_causally(config, positions_BT, attention_mask_BT))
+        attend = attend_causally(config, positions_BT, attention_mask_BT)
+    plain = functools.partial(block, config, base.embed.dtype, attend)
     run = jax.checkpoint(plain) if gradient_checkpointing else plain
     x_BTD = embedded(model, tokens_BT)
     if isinstance(x_BTD, jax.core.Tracer):  # as a function it is traced, and written down, once for all layers alike

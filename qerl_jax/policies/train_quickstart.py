@@ -34,12 +34,13 @@ import optax
 
 from qerl_jax.data import arithmetic
 from qerl_jax.formats import dequantize
+from qerl_jax.models.attention import causal_attention
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_model, quantize
 from qerl_jax.models.params import PROJECTIONS, Layer, Model, parameter_count
 from qerl_jax.models.rope import rotated
 from qerl_jax.models.saving import save_model
-from qerl_jax.models.transformer import causal_attention, rms_norm, rotation_at
+from qerl_jax.models.transformer import rms_norm, rotation_at
 from qerl_jax.policies.tokenizer import EOS, PAD, PieceEncoder, build_tokenizer, save_tokenizer
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 

@@ -234,7 +234,6 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
         ),
         correction=correction,
         gradient_checkpointing=optimizer.gradient_checkpointing,
-        length_buckets=optimizer.length_buckets,
     )
     schedule = None
     if noise.num_stages > 1:

@@ -1,41 +1,26 @@
-"""Log-probabilities of sampled completions under the learner: one forward pass over prompt + completion.
+"""Log-probabilities of sampled completions under the learner: one forward pass over prompts and completions.
 
-Dimension letters: B rows, P prompt slots, C completion slots, T token slots (P + C, or fewer), S completion slots that
-are computed, D hidden size, V vocabulary, M tokens.
+Dimension letters: N rows, P prompt slots, C completion slots, L token slots of the pack that the rows make, M tokens, D
+hidden size, V vocabulary.
 """
 
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.models.packed_rows import in_a_row, moved, packed_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import forward, head
 
 _LOGITS_BUDGET = 2**26  # float32 logits held at a time (256 MB); a whole batch's would not fit at 152k tokens
 
 
-def joined_rows(
-    prompt_BP: jax.Array, prompt_lengths_B: jax.Array, completion_BC: jax.Array, completion_lengths_B: jax.Array
-) -> jax.Array:
-    """[B, P + C] rows of prompt and completion, filled up with the last token: contiguous, padded on the right only.
-
-    What fills a row up has no weight in its attention, but 0 times what has overflowed is NaN, and another token might
-    overflow in float16 where none of the row's own does.
-    """
-    P, C = prompt_BP.shape[1], completion_BC.shape[1]
-    t_BT = jnp.arange(P + C)[None, :]
-    place_BT = t_BT - prompt_lengths_B[:, None]
-    prompt_BT = jnp.take_along_axis(prompt_BP, jnp.minimum(t_BT, P - 1), axis=1)
-    last_B1 = jnp.maximum(completion_lengths_B, 1)[:, None] - 1
-    completion_BT = jnp.take_along_axis(completion_BC, jnp.clip(place_BT, 0, last_B1), axis=1)
-    return jnp.where(place_BT < 0, prompt_BT, completion_BT)
-
-
 def token_logps(
-    model: Model, hidden_MD: jax.Array, targets_M: jax.Array, temperature: float
+    model: Model, hidden_MD: jax.Array, targets_M: jax.Array, temperature: float, wanted: jax.Array | int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """log_softmax(logits / temperature)[target] and the entropy of that distribution (no gradient), float32 [M].
 
-    The vocabulary's logits exist for one chunk of tokens at a time, in the backward pass too.
+    The vocabulary's logits exist for one chunk of tokens at a time, in the backward pass too; chunks behind the first
+    `wanted` tokens are zeros.
     """
 
     def chunk(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -52,32 +37,69 @@ def token_logps(
     padding = chunks * rows - M
     hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(chunks, rows, D)
     targets = jnp.pad(targets_M, (0, padding)).reshape(chunks, rows)
-    logps, entropies = jax.lax.map(jax.checkpoint(chunk), (hidden, targets))
+    wanted = M if wanted is None else wanted
+
+    def chunk_if_wanted(args: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, *of_chunk = args
+        nothing = jnp.zeros(rows), jnp.zeros(rows)
+        return jax.lax.cond(first < wanted, chunk, lambda _: nothing, tuple(of_chunk))
+
+    starts = jnp.arange(0, chunks * rows, rows)
+    logps, entropies = jax.lax.map(jax.checkpoint(chunk_if_wanted), (starts, hidden, targets))
     return logps.reshape(-1)[:M], entropies.reshape(-1)[:M]
 
 
 def completion_logps(
     model: Model,
     adapter: Adapter | None,
-    prompt_BP: jax.Array,
-    prompt_lengths_B: jax.Array,
-    completion_BC: jax.Array,
-    completion_lengths_B: jax.Array,
+    prompt_NP: jax.Array,
+    prompt_lengths_N: jax.Array,
+    completion_NC: jax.Array,
+    completion_lengths_N: jax.Array,
     temperature: float,
     gradient_checkpointing: bool = False,
-    width: int | None = None,
+    slots: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The learner's log-probability and entropy at every completion slot, float32 [B, C]; slots past the end hold
-    values of no meaning, to be masked by length. No row is longer than `width`, the token slots that are computed;
-    None is P + C."""
-    P, C = prompt_BP.shape[1], completion_BC.shape[1]
-    T = P + C if width is None else width
-    slots = min(C, T)  # S
-    tokens_BT = joined_rows(prompt_BP, prompt_lengths_B, completion_BC, completion_lengths_B)[:, :T]
-    hidden_BTD, _ = forward(model, adapter, tokens_BT, gradient_checkpointing=gradient_checkpointing)
-    before_BS = jnp.minimum(prompt_lengths_B[:, None] - 1 + jnp.arange(slots), T - 1)
-    hidden_BSD = jnp.take_along_axis(hidden_BTD, before_BS[:, :, None], axis=1)
-    targets_M = completion_BC[:, :slots].reshape(-1)
-    found = token_logps(model, hidden_BSD.reshape(-1, hidden_BSD.shape[-1]), targets_M, temperature)
-    logps_BC, entropies_BC = (jnp.pad(x_M.reshape(-1, slots), ((0, 0), (0, C - slots))) for x_M in found)
-    return logps_BC, entropies_BC
+    """The learner's log-probability and entropy at every completion slot, float32 [N, C].
+
+    The rows go through the network as one pack.
+
+    Args:
+      model, adapter: the policy.
+      prompt_NP, completion_NC: int32, padded on the right.
+      prompt_lengths_N, completion_lengths_N: 1 or more; both 0 where there is no row, behind all others.
+      temperature: that logits are divided by.
+      gradient_checkpointing: see `forward`.
+      slots: the token slots of the pack, into which the rows must fit (see `packs_of`); None is N (P + C).
+
+    Returns:
+      Both [N, C]; slots past a completion's end hold values of no meaning, to be masked by length.
+    """
+    (N, P), C = prompt_NP.shape, completion_NC.shape[1]
+    slots = N * (P + C) if slots is None else slots
+    packing = packed_rows(prompt_lengths_N + completion_lengths_N, slots, P + C)
+    row_L, place_L, starts_N = packing.row_L, packing.place_L, packing.starts_N
+    of_completion_L = place_L - prompt_lengths_N[row_L]  # the token's place in the completion
+    tokens_L = jnp.where(
+        of_completion_L < 0,
+        prompt_NP[row_L, jnp.minimum(place_L, P - 1)],
+        completion_NC[row_L, jnp.clip(of_completion_L, 0, C - 1)],
+    )
+    hidden_1LD, _ = forward(
+        model, adapter, tokens_L[None], packing=packing, gradient_checkpointing=gradient_checkpointing
+    )
+
+    # The completions' tokens alone, one behind the other, M slots; each is told by the token before it.
+    M = min(slots, N * C)
+    row_M, place_M, real_M, first_N = in_a_row(completion_lengths_N, M)
+    before_M = jnp.clip(starts_N[row_M] + prompt_lengths_N[row_M] - 1 + place_M, 0, slots - 1)
+    next_L = of_completion_L + 1
+    tells_L = packing.live_L & (next_L >= 0) & (next_L < completion_lengths_N[row_L])
+    hidden_MD = moved(hidden_1LD[0], before_M, jnp.where(tells_L, first_N[row_L] + next_L, -1))
+    wanted = jnp.sum(completion_lengths_N)
+    found = token_logps(model, hidden_MD, completion_NC[row_M, place_M], temperature, wanted)
+
+    slot_NC = jnp.clip(first_N[:, None] + jnp.arange(C, dtype=jnp.int32), 0, M - 1)
+    slot_back_M = jnp.where(real_M, row_M * C + place_M, -1)
+    logps_NC, entropies_NC = (moved(x_M, slot_NC, slot_back_M) for x_M in found)
+    return logps_NC, entropies_NC

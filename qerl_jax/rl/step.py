@@ -137,9 +137,6 @@ def with_policies(
     Those are the old policy's log-probabilities if `several_updates` will be made with it (and settings.old_logprobs is
     `learner`), without which the ratio is 1 in all of them; and if settings.loss.beta is not 0 the reference's, for a
     loss of your own too.
-
-    Raises:
-      ValueError: the batch cannot be cut into micro-batches.
     """
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])

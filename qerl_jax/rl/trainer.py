@@ -30,6 +30,7 @@ from qerl_jax.evaluation import evaluate, lowered_evaluation
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
+from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
@@ -38,8 +39,8 @@ from qerl_jax.rl.assembly import Experiment, assemble, held_out
 from qerl_jax.rl.experience import Collector, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import make_batch, with_policies
-from qerl_jax.rl.update import Batch, TrainState, init_state
-from qerl_jax.rl.update_program import Update, refuse_what_does_not_fit
+from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
+from qerl_jax.rl.update_memory import refuse_what_does_not_fit
 from qerl_jax.rollout import Prompts, Rollout
 from qerl_jax.rollout.memory import nbytes
 from qerl_jax.summary import report
@@ -97,7 +98,8 @@ class _Run:
         self.schedule = learning_rate_schedule(experiment.optimizer_spec)
         advantage_fn = advantages_by(self.config.grpo.scale_rewards)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
-        self.update = Update(experiment)
+        update = functools.partial(update_step, optimizer=experiment.optimizer, settings=settings.update)
+        self.update = deterministic_jit(update, donate_argnames="state")
         several = self.config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
         self._begin_or_resume()
@@ -175,11 +177,12 @@ class _Run:
         batch = self.batch_fn.lower(*shapes_of_a_rollout(self.config), state.step).out_info
         of_batch = self.policies_fn.lower(policy.model, state.adapter, batch)
         part = jax.eval_shape(lambda batch: next(self._parts(batch)), of_batch.out_info)
-        of_update, *_ = compiled_together(
-            self.update.lowered(state, part), [of_batch], self.collector.lowered(state, self.root), of_evaluation
+        of_update = [self.update.lower(state, policy.model, part)]
+        (update,), *_ = compiled_together(
+            of_update, [of_batch], self.collector.lowered(state, self.root), of_evaluation
         )
         kept = nbytes((policy.model, state, state.adapter))  # the adapter once more for its gradients
-        refuse_what_does_not_fit(of_update, kept, self.config)
+        refuse_what_does_not_fit(update, kept, self.config)
 
     def _one_rollout(self) -> list[dict[str, Any]]:
         """Samples, scores, updates; returns a metrics row per optimizer step."""

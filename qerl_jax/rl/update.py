@@ -1,12 +1,14 @@
 """One optimizer step from a batch of scored completions.
 
 The loss is a function of the whole optimizer batch's log-probabilities [B, C], while the network runs in micro-batches,
-and accumulation equals the full batch for every loss. A configured loss is a sum over tokens with weights that depend
-on the batch's mask alone: they are all that a micro-batch has to know of the others, and it goes through the network
-once, forward and back. Any other function may normalise or clip across rows, so with several micro-batches a first
-pass collects log-probabilities, the gradient with respect to them is taken at once, and a second pass carries it back.
+packs of rows (see `packs`), and accumulation equals the full batch for every loss. A configured loss is a sum over
+tokens with weights that depend on the batch's mask alone: they are all that a pack has to know of the others, and it
+goes through the network once, forward and back. Any other function may normalise or clip across rows, so where the
+batch may be several packs a first pass collects log-probabilities, the gradient with respect to them is taken at once,
+and a second pass carries it back.
 
-Dimension letters: B rows of the optimizer batch, N groups of G completions, P prompt slots, C completion slots.
+Dimension letters: B rows of the optimizer batch, groups of G completions, P prompt slots, C completion slots, N rows of
+a pack.
 """
 
 import dataclasses
@@ -25,8 +27,7 @@ from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
-from qerl_jax.rl.micro_batches import Body, in_micro_batches, put
-from qerl_jax.rl.widths import widths_of
+from qerl_jax.rl.packs import Body, in_packs, put
 
 # In float16 the cotangents inside a layer are float16 too, which has numbers from 2^-24 to 65504, and those of a mean
 # over 10^4 tokens are below. A backward pass is linear: so the largest of a micro-batch's begins in [2^k, 2^(k + 1)),
@@ -44,10 +45,10 @@ Constants = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.
 
 
 class Given(NamedTuple):
-    """What micro-batches are given of an optimizer batch: rows [B, ...], of which each takes its own.
+    """What packs are given of an optimizer batch: rows [B, ...], of which each takes its own.
 
     known [B, C] is what each has to know of the whole: its tokens' weights, or the loss's gradient with respect to its
-    log-probabilities; None where one micro-batch is the whole, in its order.
+    log-probabilities; None where one pack is the whole, in its order.
     """
 
     rows: Rows
@@ -56,7 +57,7 @@ class Given(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What micro-batches gather: the sum of the adapter's gradients, log-probabilities and entropies [B, C]."""
+    """What packs gather: the sum of the adapter's gradients, log-probabilities and entropies [B, C]."""
 
     grads: Adapter
     logps_BC: jax.Array
@@ -101,14 +102,12 @@ class UpdateSettings:
     Attributes:
       num_generations: G.
       temperature: the sampling temperature, at which all log-probabilities are taken.
-      micro_batch_size: rows that go through the network at once (per_device_train_batch_size); divides B.
+      micro_batch_size: rows that go through the network at once if all are as long as rows can be
+        (per_device_train_batch_size): of shorter ones as many more as make the same tokens. Under `vmap` there are as
+        many packs of them as the batch needs that needs most.
       old_logprobs: `learner`, the clean policy at the time of the rollout (the first update has a ratio of exactly 1),
         or `sampler`, what the rollout recorded.
       loss, correction: see there.
-      length_buckets: widths that micro-batches may have: with 1 all have prompt and completion slots together, with 4
-        also a half, a quarter and an eighth down to 128, and as many rows more, for rows that are no longer (see
-        `micro_batches`). The step is the same up to rounding; its program has a copy of the network for each. Under
-        `vmap` there are as many micro-batches of a width as the batch needs that needs most.
       gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
         micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
     """
@@ -120,7 +119,6 @@ class UpdateSettings:
     loss: LossSpec = dataclasses.field(default_factory=LossSpec)
     correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
-    length_buckets: int = 1
 
     def __post_init__(self) -> None:
         check_fields(
@@ -128,7 +126,6 @@ class UpdateSettings:
             ("num_generations", self.num_generations >= 1, "1 or more"),
             ("temperature", self.temperature >= 1e-30, "1e-30 or more"),
             ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
-            ("length_buckets", self.length_buckets >= 1, "1 or more"),
             ("old_logprobs", self.old_logprobs in ("learner", "sampler"), "learner, sampler"),
         )
         if self.old_logprobs == "sampler" and self.correction.level != "none":
@@ -144,16 +141,31 @@ def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> Tra
     return TrainState(jnp.int32(0), adapter, jax.tree.map(jnp.copy, optimizer.init(adapter)))
 
 
-def _in_micro_batches(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
-    _check_multiple(batch, "micro_batch_size", settings)
-    return in_micro_batches(
-        body,
-        carry,
-        rows,
-        batch.prompt_lengths + batch.completion_lengths,
-        size=settings.micro_batch_size,
-        longest=_slots(batch),
-        buckets=settings.length_buckets,
+def _in_packs(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
+    size, longest = _size(batch, settings), _longest(batch)
+    return in_packs(body, carry, rows, batch.prompt_lengths + batch.completion_lengths, size=size, longest=longest)
+
+
+def _size(batch: Batch, settings: UpdateSettings) -> int:
+    """So many rows of the greatest length fit into a pack."""
+    return min(settings.micro_batch_size, batch.completion.shape[0])
+
+
+def _longest(batch: Batch) -> int:
+    """Of prompt and completion together."""
+    return batch.prompt.shape[1] + batch.completion.shape[1]
+
+
+def _learner(
+    model: Model, adapter: Adapter | None, rows: Rows, live_N1: jax.Array, settings: UpdateSettings, slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies [N, C] of a pack's rows, those that are `live`."""
+    prompt, prompt_lengths, completion, completion_lengths = rows
+    lengths = (jnp.where(live_N1[:, 0], n, 0) for n in (prompt_lengths, completion_lengths))
+    checkpoints = settings.gradient_checkpointing
+    of_prompt, of_completion = lengths
+    return completion_logps(
+        model, adapter, prompt, of_prompt, completion, of_completion, settings.temperature, checkpoints, slots
     )
 
 
@@ -168,29 +180,15 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
     return jax.tree.map(lambda leaf: leaf * inverse, backward(dlogp * scale)[0])
 
 
-def _check_multiple(batch: Batch, name: str, settings: UpdateSettings) -> None:
-    B, size = batch.completion.shape[0], getattr(settings, name)
-    if B % size:
-        raise ValueError(f"a batch of {B} completions is not a multiple of {name} {size}")
-
-
-def _slots(batch: Batch) -> int:
-    """Of prompt and completion together."""
-    return batch.prompt.shape[1] + batch.completion.shape[1]
-
-
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient.
+    """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
+    B, slots = batch.completion.shape[0], _size(batch, settings) * _longest(batch)
 
-    Raises:
-      ValueError: the batch cannot be cut into micro-batches.
-    """
-
-    def run(found: Any, rows: Rows, places: jax.Array, width: int) -> Any:
-        return put(found, places, completion_logps(model, adapter, *rows, settings.temperature, width=width))
+    def run(found: Any, rows: Rows, places: jax.Array) -> Any:
+        return put(found, places, _learner(model, adapter, rows, (places < B)[:, None], settings, slots))
 
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
-    logps_BC, entropies_BC = _in_micro_batches(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
+    logps_BC, entropies_BC = _in_packs(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
     return logps_BC, entropies_BC
 
 
@@ -213,14 +211,13 @@ def update_step(
     Args:
       state: see `TrainState`.
       model: the frozen network.
-      batch: B rows, a multiple of both num_generations and micro_batch_size; see `with_policies` for one that serves
-        several updates.
+      batch: B rows, a multiple of num_generations; see `with_policies` for one that serves several updates.
       optimizer: any optax transformation over the adapter that goes by gradients and parameters alone; one whose
         update asks for more, as `reduce_on_plateau` does for the loss, is to be given it by a wrapper of yours.
       settings: static choices.
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C], and
-        ref_logp None where the batch has none; the default is `settings.loss`. With several micro-batches another
-        costs a forward pass more than the default.
+        ref_logp None where the batch has none; the default is `settings.loss`. Where micro_batch_size is less than
+        B another costs a forward pass more than the default.
       advantage_fn: rewards [N, G] -> advantages [N, G], of a batch that brings none; the default is
         `group_advantages`.
 
@@ -229,73 +226,72 @@ def update_step(
       comes back unchanged and metrics["nonfinite"] is 1.
 
     Raises:
-      ValueError: the batch cannot be cut into groups or micro-batches, or brings advantages beside `advantage_fn`.
+      ValueError: the batch cannot be cut into groups, or brings advantages beside `advantage_fn`.
     """
-    given, gathered = begin_update(state, model, batch, settings=settings, loss_fn=loss_fn, advantage_fn=advantage_fn)
+    given = _given(state, model, batch, settings, loss_fn, advantage_fn)
+    slots = _size(batch, settings) * _longest(batch)
 
-    def accumulate(gathered: Gathered, part: Given, places: jax.Array, width: int) -> Gathered:
-        return accumulate_part(gathered, state.adapter, model, part, places, width, settings, loss_fn)
+    def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
+        return _accumulated(gathered, state.adapter, model, part, places, slots, settings, loss_fn)
 
-    gathered = _in_micro_batches(accumulate, gathered, given, batch, settings)
-    return end_update(state, given, gathered, optimizer=optimizer, settings=settings, loss_fn=loss_fn)
+    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
+    gathered = Gathered(jax.tree.map(jnp.zeros_like, state.adapter), zeros_BC, zeros_BC)
+    gathered = _in_packs(accumulate, gathered, given, batch, settings)
+    return _ended(state, given, gathered, optimizer, settings, loss_fn)
 
 
-def begin_update(
+def _given(
     state: TrainState,
     model: Model,
     batch: Batch,
-    *,
     settings: UpdateSettings,
-    loss_fn: LossFn | None = None,
-    advantage_fn: AdvantageFn | None = None,
-) -> tuple[Given, Gathered]:
-    """The first part of `update_step`: what its micro-batches take, and what they have gathered before the first."""
-    _check_multiple(batch, "num_generations", settings)
-    B = batch.completion.shape[0]
+    loss_fn: LossFn | None,
+    advantage_fn: AdvantageFn | None,
+) -> Given:
+    B, G = batch.completion.shape[0], settings.num_generations
+    if B % G:
+        raise ValueError(f"a batch of {B} completions is not a multiple of num_generations {G}")
     mask_BC = batch.mask.astype(bool)
     on_policy_B1 = jnp.full((B, 1), state.step == batch.rollout_step)
     if batch.advantages is not None and advantage_fn is not None:
         raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
     advantages = batch.advantages
     if advantages is None:
-        advantages = (advantage_fn or group_advantages)(batch.rewards.reshape(-1, settings.num_generations))
+        advantages = (advantage_fn or group_advantages)(batch.rewards.reshape(-1, G))
     constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages.reshape(B, 1), mask_BC, on_policy_B1
     given = Given(_rows(batch), constants, None)
     if loss_fn is None:
-        given = given._replace(known=token_weights(mask_BC, settings.loss.loss_type))
-    elif settings.micro_batch_size != B or len(widths_of(_slots(batch), settings.length_buckets)) > 1:
-        logps_BC = score(model, state.adapter, batch, settings)[0]
-        given = given._replace(known=_gradient(logps_BC, given, settings, loss_fn))
-    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
-    return given, Gathered(jax.tree.map(jnp.zeros_like, state.adapter), zeros_BC, zeros_BC)
+        return given._replace(known=token_weights(mask_BC, settings.loss.loss_type))
+    if _size(batch, settings) == B:
+        return given
+    logps_BC = score(model, state.adapter, batch, settings)[0]
+    return given._replace(known=_gradient(logps_BC, given, settings, loss_fn))
 
 
-def accumulate_part(
+def _accumulated(
     gathered: Gathered,
     adapter: Adapter,
     model: Model,
     part: Given,
     places: jax.Array,
-    width: int,
+    slots: int,
     settings: UpdateSettings,
-    loss_fn: LossFn | None = None,
+    loss_fn: LossFn | None,
 ) -> Gathered:
-    """What has been gathered with one more micro-batch, which goes through the network once, forward and back.
+    """What has been gathered with one more pack, which goes through the network once, forward and back.
 
     Args:
-      part: the micro-batch's rows [R, ...].
-      places: [R], where they stand in the batch; B where there is none.
-      width: static, the token slots that are computed; no row is longer.
+      part: the pack's rows [N, ...].
+      places: [N], where they stand in the batch; B where there is none.
+      slots: the pack's token slots.
     """
-
     sampled, old, ref, advantages, mask, on_policy = part.constants
-    live_R1 = (places < gathered.logps_BC.shape[0])[:, None]  # a row that fills up has no share in the gradient
-    known = None if part.known is None else jnp.where(live_R1, part.known, 0)
-    part = Given(part.rows, (sampled, old, ref, advantages, mask & live_R1, on_policy), known)
+    live_N1 = (places < gathered.logps_BC.shape[0])[:, None]
+    known = None if part.known is None else jnp.where(live_N1, part.known, 0)
+    part = Given(part.rows, (sampled, old, ref, advantages, mask & live_N1, on_policy), known)
 
     def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
-        checkpoints = settings.gradient_checkpointing
-        return completion_logps(model, adapter, *part.rows, settings.temperature, checkpoints, width)
+        return _learner(model, adapter, part.rows, live_N1, settings, slots)
 
     logp, backward, entropy = jax.vjp(learner, adapter, has_aux=True)
     if loss_fn is None:
@@ -307,16 +303,15 @@ def accumulate_part(
     return Gathered(jax.tree.map(jnp.add, gathered.grads, grads), *found)
 
 
-def end_update(
+def _ended(
     state: TrainState,
     given: Given,
     gathered: Gathered,
-    *,
     optimizer: optax.GradientTransformation,
     settings: UpdateSettings,
-    loss_fn: LossFn | None = None,
+    loss_fn: LossFn | None,
 ) -> tuple[TrainState, Metrics]:
-    """The last part of `update_step`: the optimizer's step, and the metrics of the whole batch."""
+    """The optimizer's step, and the metrics of the whole batch."""
     grads, logp_BC, entropy_BC = gathered
     of_whole = functools.partial(policy_loss, settings.loss) if loss_fn is None else loss_fn
     loss, metrics = _loss_of(logp_BC, given, settings, of_whole)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reads_units
+from qerl_jax.models.attention import plain_attention
 from qerl_jax.models.params import Adapter, Layer, Model, Norms
 from qerl_jax.models.transformer import (
     KV,
@@ -16,7 +17,6 @@ from qerl_jax.models.transformer import (
     final_norm,
     forward,
     lora_of,
-    plain_attention,
     rotation_at,
     split_heads,
 )
@@ -43,7 +43,7 @@ def prefill(
       The last token's hidden state [A, D], and each layer's keys and values [A, P, K, E].
     """
     A, P = tokens_AP.shape
-    # Filled up with the last token; why, is said in `logprobs.joined_rows`.
+    # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
     tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
 
     def run(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[KV, ...]]:

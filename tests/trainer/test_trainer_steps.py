@@ -14,7 +14,7 @@ from qerl_jax import evaluation
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl import experience, trainer, widths
+from qerl_jax.rl import experience, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
 from qerl_jax.rl.losses import LossSpec
 
@@ -177,7 +177,6 @@ def arithmetic_rows(folder, count):
                 "generation.top_p=0.9",
                 "evaluation.temperature=0.6",
                 "evaluation.top_p=0.95",
-                "optimizer.length_buckets=2",
                 "grpo.loss_type=cispo",
                 "grpo.epsilon_high=5.0",
             ],
@@ -187,8 +186,6 @@ def arithmetic_rows(folder, count):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, words, metrics):
-    if "optimizer.length_buckets=2" in words:
-        monkeypatch.setattr(widths, "NARROWEST", 16)
     caches, draws = ({"rollout": set(), "evaluation": set()} for _ in range(2))
 
     def engine(of, config, policy, settings, *rest, **more):

@@ -1,24 +1,16 @@
 """An update that cannot fit is refused before a run samples anything, with what to change."""
 
-import functools
 import types
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from run_harness import checkpoints, one_layer_policy, rows, small_config
-from tiny import Device, tiny_adapter, tiny_model
+from tiny import Device
 
-from benchmarks.update import random_batch
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
-from qerl_jax.rl import trainer, widths
-from qerl_jax.rl.correction import SamplerCorrection
-from qerl_jax.rl.losses import LossSpec
-from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
-from qerl_jax.rl.update import UpdateSettings, init_state, update_step
-from qerl_jax.rl.update_program import Update, refuse_what_does_not_fit
+from qerl_jax.rl import trainer
+from qerl_jax.rl.update_memory import refuse_what_does_not_fit
 from qerl_jax.rollout import memory
 
 
@@ -26,40 +18,10 @@ def refused(monkeypatch, limit, kept, temporary, *words):
     """The check of a program of these GB on a device with `limit` GB."""
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(limit * 10**9)])
     kinds = ("temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes")
-    programs = []
-    for gigabytes in ((temporary - 3, 2, 2), (temporary - 2, 7, 5), (0, 1, 1)):  # the second needs most
-        sizes = types.SimpleNamespace(**{kind: n * 10**9 for kind, n in zip(kinds, gigabytes, strict=True)})
-        programs.append(types.SimpleNamespace(memory_analysis=lambda sizes=sizes: sizes))
+    sizes = {kind: n * 10**9 for kind, n in zip(kinds, (temporary - 2, 7, 5), strict=True)}
+    program = types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**sizes))
     config = load_config("quickstart", ["generation.max_completion_length=60", *words])
-    refuse_what_does_not_fit(programs, kept * 10**9, config)
-
-
-@pytest.mark.parametrize("buckets, size, level", [(1, 4, "none"), (3, 2, "sequence"), (3, 12, "token")])
-def test_an_update_in_programs_of_its_own_is_the_same_update(monkeypatch, buckets, size, level):
-    monkeypatch.setattr(widths, "NARROWEST", 16)
-    model = tiny_model()
-    batch = random_batch(model.config, 12, 6, 58, [3, 5, 58, 4, 9, 2, 30, 1, 12, 7, 6, 20])
-    batch = batch.replace(old_logps=-4 + 0.1 * jax.random.normal(jax.random.key(0), batch.mask.shape))
-    correction = SamplerCorrection(level, "truncate", 2.0)
-    settings = UpdateSettings(4, 1.0, size, loss=LossSpec("grpo"), correction=correction, length_buckets=buckets)
-    optimizer = make_optimizer(OptimizerSpec(1e-2, 100))
-    expected = init_state(tiny_adapter(model, train_norms=True), optimizer)
-    state = jax.tree.map(jnp.copy, expected)
-    step = jax.jit(functools.partial(update_step, optimizer=optimizer, settings=settings))
-    experiment = types.SimpleNamespace(
-        config=types.SimpleNamespace(row_tokens=64),
-        settings=types.SimpleNamespace(update=settings),
-        optimizer=optimizer,
-    )
-    update = Update(experiment)
-    for _ in range(2):  # on the policy of the rollout, then off it
-        before = state.adapter
-        expected, of_step = step(expected, model, batch)
-        state, metrics = update(state, model, batch)
-        assert metrics["nonfinite"] == 0 and metrics["grad_norm"] > 1e-3
-        for a, b in zip(jax.tree.leaves((state, metrics)), jax.tree.leaves((expected, of_step)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    refuse_what_does_not_fit(program, kept * 10**9, config)
 
 
 def test_what_fits_exactly_fits(monkeypatch):

@@ -1,0 +1,97 @@
+"""Causal attention of whole rows: by cuDNN on a GPU in 16 bits, by XLA's products elsewhere; padded rows or a pack.
+
+Dimension letters: B rows, T positions, H query heads, K key-value heads, E head size; L token slots of a pack, F rows
+of a frame and W its width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.models.flash_attention import flash_attention, flash_backward, flash_forward
+from qerl_jax.models.packed_rows import PackedRows, Placed, placed
+
+
+def _by_cudnn(q: jax.Array) -> bool:
+    return q.dtype.itemsize == 2 and jax.default_backend() == "gpu"
+
+
+def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
+    """Grouped-query causal attention [B, T, H, E]; `mask_BT` hides key positions (left padding)."""
+    if mask_BT is None and _by_cudnn(q_BTHE):
+        return flash_attention(q_BTHE, k_BTKE, v_BTKE)
+    mask = None if mask_BT is None else mask_BT[:, None, None, :].astype(bool)
+    return plain_attention(q_BTHE, k_BTKE, v_BTKE, mask, is_causal=True)
+
+
+def plain_attention(
+    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask: jax.Array | None, is_causal: bool = False
+) -> jax.Array:
+    """Grouped-query attention by XLA's products. On a CPU these have no float16 with float32 sums, which JAX asks for
+    by name there: what is between its inputs and its result is float32 then."""
+    dtype = q_BTHE.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":
+        q_BTHE, k_BTKE, v_BTKE = (x.astype(jnp.float32) for x in (q_BTHE, k_BTKE, v_BTKE))
+    return jax.nn.dot_product_attention(
+        q_BTHE, k_BTKE, v_BTKE, mask=mask, is_causal=is_causal, implementation="xla"
+    ).astype(dtype)
+
+
+@jax.custom_vjp
+def packed_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, packing: PackedRows) -> jax.Array:
+    """`causal_attention` of each row of a pack, [L, H, E].
+
+    The rows are taken out into one of the packing's frames. Its gradient keeps what it needs in the pack: what a choice
+    among frames would keep by itself is room for all of them.
+    """
+    return _in_frame(packing, _attend, q_LHE, k_LKE, v_LKE)
+
+
+def _fwd(q: jax.Array, k: jax.Array, v: jax.Array, packing: PackedRows) -> tuple[jax.Array, tuple[Any, ...]]:
+    if not _by_cudnn(q):
+        return packed_attention(q, k, v, packing), (packing, q, k, v)
+    o, log_sums_LH = _in_frame(packing, _forward, q, k, v)
+    return o, (packing, q, k, v, log_sums_LH, o)
+
+
+def _bwd(kept: tuple[Any, ...], do_LHE: jax.Array) -> tuple[Any, ...]:
+    packing, *operands = kept
+    backward = _backward if len(operands) > 3 else _attend_backward
+    return *_in_frame(packing, backward, do_LHE, *operands), None
+
+
+packed_attention.defvjp(_fwd, _bwd)
+
+
+def _in_frame(packing: PackedRows, function: Callable[..., Any], *operands: jax.Array) -> Any:
+    """`function(placed, *operands)` in the frame that the pack's rows are taken out into."""
+    branches = [functools.partial(function, placed(packing, frame)) for frame in packing.frames]
+    return branches[0](*operands) if len(branches) == 1 else jax.lax.switch(packing.frame, branches, *operands)
+
+
+def _attend(at: Placed, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    q, k, v = (at.take_out(x) for x in (q, k, v))
+    return at.put_back(causal_attention(q, k, v, None))
+
+
+def _attend_backward(at: Placed, do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    gradients: tuple[jax.Array, ...] = jax.vjp(functools.partial(_attend, at), q, k, v)[1](do)
+    return gradients
+
+
+def _forward(at: Placed, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    o_FWHE, log_sums_FHW = flash_forward(*map(at.take_out, (q, k, v)))
+    return at.put_back(o_FWHE), at.put_back(log_sums_FHW.swapaxes(1, 2))
+
+
+def _backward(
+    at: Placed, do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_sums_LH: jax.Array, o: jax.Array
+) -> tuple[jax.Array, ...]:
+    # Queries that are no token's have no gradient, and add nothing to their keys' and values'.
+    do_FWHE = jnp.where(at.real_FW[:, :, None, None], at.take_out(do), 0)
+    sums_FHW = at.take_out(log_sums_LH).swapaxes(1, 2)
+    gradients = flash_backward(*map(at.take_out, (q, k, v)), sums_FHW, do_FWHE, at.take_out(o))
+    return tuple(jnp.where(at.real_L[:, None, None], at.put_back(gradient), 0) for gradient in gradients)

@@ -1,0 +1,145 @@
+"""Rows of different lengths in one pack: one behind the other, without padding between.
+
+Nearly all of a network computes token by token and takes a pack as one long row. Where rows must stand apart, in
+attention, they are taken out into a frame of rows of one width, and the results put back.
+
+Dimension letters: L token slots of a pack, N the most rows in it, F rows of a frame, W its width.
+"""
+
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+NARROWEST = 128  # of frames that are narrower than the longest row: to attend in fewer slots saves next to nothing
+_MULTIPLE = 16  # of such a width
+
+
+class Frame(NamedTuple):
+    """A shape that rows are taken out into."""
+
+    rows: int
+    width: int
+
+
+def frames_of(rows: int, slots: int, longest: int) -> tuple[Frame, ...]:
+    """The frames of a pack of `slots` token slots and up to so many `rows`, what is cheapest to attend in first.
+
+    Of the full width one as large as the pack; of it, and of about a half, a quarter, .. one twice as large, for rows
+    that are at most as long and more than half of it: these fill the pack before they are too many. Shorter rows than
+    of the narrowest frame may be too many (see `most_rows`).
+    """
+    found = {Frame(min(rows, max(1, slots // longest)), longest)}
+    width, parts = longest, 1
+    while True:
+        found.add(Frame(min(rows, 2 * slots // width), width))
+        parts, wider = 2 * parts, width
+        width = -(-longest // (parts * _MULTIPLE)) * _MULTIPLE
+        if not NARROWEST <= width < wider:
+            return tuple(sorted(found, key=lambda frame: (frame.rows * frame.width**2, frame.width)))
+
+
+def most_rows(frames: tuple[Frame, ...], lengths: jax.Array) -> jax.Array:
+    """How many rows a frame holds at most, of which the longest has so many tokens; int32, elementwise."""
+    holds = [jnp.where(lengths <= frame.width, frame.rows, 0) for frame in frames]
+    return jnp.max(jnp.stack(holds), axis=0).astype(jnp.int32)
+
+
+class PackedRows(flax.struct.PyTreeNode):
+    """Where the tokens of a pack stand, all int32. Slots behind the last row repeat its last token: its place is
+    theirs, nothing reads them, and they hold no numbers that rows do not."""
+
+    starts_N: jax.Array  # the slot of each row's first token
+    lengths_N: jax.Array  # rows of no tokens come last
+    row_L: jax.Array  # of each slot its row
+    place_L: jax.Array  # and its token's place in that
+    live_L: jax.Array  # bool, whether it is not such a repetition
+    frame: jax.Array  # [], which of `frames` the rows are taken out into
+    frames: tuple[Frame, ...] = flax.struct.field(pytree_node=False)
+
+
+def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
+    """The packing of rows of these lengths, one behind the other.
+
+    Args:
+      lengths_N: 1 to `longest`, 0 of the last ones; the sum is at most `slots`, and a frame of `frames_of` holds them.
+      slots: L.
+      longest: tokens of the longest row that there may be.
+    """
+    frames = frames_of(lengths_N.shape[0], slots, longest)
+    lengths_N = lengths_N.astype(jnp.int32)
+    row_L, place_L, live_L, starts_N = in_a_row(lengths_N, slots)
+    rows, widest = jnp.sum(lengths_N > 0), jnp.max(lengths_N)
+    holds = jnp.stack([(rows <= frame.rows) & (widest <= frame.width) for frame in frames])
+    return PackedRows(starts_N, lengths_N, row_L, place_L, live_L, jnp.argmax(holds).astype(jnp.int32), frames)
+
+
+def in_a_row(lengths_N: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Parts of these lengths one behind the other, those of length 0 last: each slot's part, its place in that, whether
+    there is one (or else the last one's last place), [slots]; and where each part starts [N]."""
+    ends_N = jnp.cumsum(lengths_N, dtype=jnp.int32)
+    starts_N = ends_N - lengths_N
+    slot_L = jnp.arange(slots, dtype=jnp.int32)
+    last = jnp.maximum(jnp.sum(lengths_N > 0, dtype=jnp.int32) - 1, 0)
+    part_L = jnp.minimum(jnp.searchsorted(ends_N, slot_L, side="right").astype(jnp.int32), last)
+    place_L = jnp.clip(slot_L - starts_N[part_L], 0, jnp.maximum(lengths_N[part_L] - 1, 0))
+    return part_L, place_L, slot_L < ends_N[-1], starts_N
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, to: jax.Array, back: jax.Array) -> jax.Array:
+    """x[to], whose gradient is a gather too, where a plain one's adds up in no order that a GPU keeps.
+
+    Args:
+      x: [M, ...].
+      to: int32 of any shape, from 0 to M - 1. Of what is moved to several places only that in `back` may have a
+        gradient that is not 0.
+      back: int32 [M], where in the result, whose dimensions are counted through, x's numbers have gone; negative if
+        nowhere.
+    """
+    return x.at[to].get(mode="promise_in_bounds")
+
+
+def _moved(x: jax.Array, to: jax.Array, back: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return moved(x, to, back), (to, back)
+
+
+def _moved_back(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, None, None]:
+    to, back = kept
+    flat = dy.reshape(-1, *dy.shape[to.ndim :])
+    found = flat.at[jnp.maximum(back, 0)].get(mode="promise_in_bounds")
+    return jnp.where((back >= 0).reshape(-1, *[1] * (flat.ndim - 1)), found, 0), None, None
+
+
+moved.defvjp(_moved, _moved_back)
+
+
+class Placed(NamedTuple):
+    """Where tokens are in a pack and in one of its frames, for `moved`: of each place of the frame the token's slot,
+    its row's last where it has none, [F, W]; of each slot its place in the frame, [L]; and which are real on either
+    side."""
+
+    slot_FW: jax.Array
+    place_L: jax.Array
+    real_FW: jax.Array
+    real_L: jax.Array
+
+    def take_out(self, x_L: jax.Array) -> jax.Array:
+        """[L, ...] to [F, W, ...]."""
+        return moved(x_L, self.slot_FW, jnp.where(self.real_L, self.place_L, -1))
+
+    def put_back(self, y_FW: jax.Array) -> jax.Array:
+        """[F, W, ...] to [L, ...]."""
+        flat = y_FW.reshape(-1, *y_FW.shape[2:])
+        return moved(flat, self.place_L, jnp.where(self.real_FW, self.slot_FW, -1).reshape(-1))
+
+
+def placed(packing: PackedRows, frame: Frame) -> Placed:
+    """The pack in one of its frames; of no meaning where that does not hold its rows."""
+    (F, W), L = frame, packing.row_L.shape[0]
+    starts_F1, lengths_F1 = packing.starts_N[:F, None], packing.lengths_N[:F, None]
+    place_W = jnp.arange(W, dtype=jnp.int32)
+    slot_FW = jnp.clip(starts_F1 + jnp.minimum(place_W, lengths_F1 - 1), 0, L - 1)
+    place_L = jnp.minimum(packing.row_L, F - 1) * W + jnp.minimum(packing.place_L, W - 1)
+    return Placed(slot_FW, place_L, place_W < lengths_F1, packing.live_L)

@@ -1,0 +1,347 @@
+"""Packs of rows: every row once, in as few packs as hold them, and the same log-probabilities, gradients and update."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_adapter, tiny_model
+
+from qerl_jax.models import packed_rows as packed_rows_module
+from qerl_jax.models.attention import causal_attention, packed_attention
+from qerl_jax.models.packed_rows import Frame, frames_of, in_a_row, moved, packed_rows, placed
+from qerl_jax.models.transformer import forward
+from qerl_jax.rl.correction import SamplerCorrection
+from qerl_jax.rl.logprobs import completion_logps, token_logps
+from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.packs import in_packs, packs_of
+from qerl_jax.rl.update import Batch, UpdateSettings, init_state, score, update_step
+
+MODEL = tiny_model()
+P, C = 6, 58
+SGD = optax.sgd(0.1)
+LENGTHS = {
+    "a long tail": [3, 5, 58, 4, 9, 2, 30, 1, 12, 7, 6, 20],
+    "all full": [58] * 12,
+    "all short": [2] * 12,
+    "one at each limit": [10, 26, 58, 11, 27, 57, 9, 25, 58, 1, 42, 12],
+}
+
+
+def batch_of(lengths):
+    """Rows of 2 to 6 prompt tokens; rewards and old log-probabilities of their own."""
+    B, keys = len(lengths), iter(jax.random.split(jax.random.key(0), 9))
+    completion_lengths = jnp.array(lengths, jnp.int32)
+    mask = jnp.arange(C) < completion_lengths[:, None]
+    tokens = jax.random.randint(next(keys), (B, P + C), 0, MODEL.config.vocab_size)
+    logps = -4 + 0.1 * jax.random.normal(next(keys), (3, B, C))
+    return Batch(
+        prompt=tokens[:, :P],
+        prompt_lengths=2 + jnp.arange(B) % 5,
+        completion=jnp.where(mask, tokens[:, P:], 0),
+        completion_lengths=completion_lengths,
+        mask=mask.at[1].set(False),
+        rewards=jax.random.uniform(next(keys), (B,)),
+        sampled_logps=logps[0],
+        rollout_step=jnp.int32(7),
+        old_logps=logps[1],
+        ref_logps=logps[2],
+    )
+
+
+def rows_of(batch):
+    return batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
+
+
+def settings_of(size, level="none"):
+    loss, correction = LossSpec("grpo", beta=0.05), SamplerCorrection(level, "truncate", 2.0)
+    return UpdateSettings(4, 1.0, size, loss=loss, correction=correction)
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "loss_fn"))
+def update(state, batch, settings, loss_fn=None):
+    return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setattr(packed_rows_module, "NARROWEST", 16)
+
+
+# ---- which rows go together ---------------------------------------------------------------------------------------
+
+
+def test_frames_by_hand(monkeypatch):
+    monkeypatch.undo()
+    assert frames_of(64, 2 * 2112, 2112) == (
+        Frame(58, 144), Frame(31, 272), Frame(16, 528), Frame(8, 1056), Frame(2, 2112), Frame(4, 2112)
+    )  # fmt: skip
+    assert frames_of(8, 2112, 2112)[-3:] == (Frame(4, 1056), Frame(1, 2112), Frame(2, 2112))
+    assert frames_of(64, 64 * 96, 96) == (Frame(64, 96),)
+    assert frames_of(4, 4 * 256, 256) == (Frame(4, 128), Frame(4, 256))
+
+
+def test_packs_by_hand():
+    """32 slots: the longest first, each into the first pack with room."""
+    packs = packs_of(jnp.array([5, 16, 3, 12, 1, 9]), size=2, longest=16)
+    assert packs.rows[:6].tolist() == [1, 2, 3, 4, 0, 5] and packs.first[:3].tolist() == [0, 4, 6]
+    assert int(packs.number) == 2  # 16 + 12 + 3 + 1, 9 + 5
+
+
+def cases():
+    generator = np.random.default_rng(0)
+    for name, lengths in LENGTHS.items():
+        for size in (1, 3, 12):
+            yield pytest.param(np.array(lengths) + 6, size, 64, id=f"{name} {size}")
+    for i in range(12):
+        B, longest = int(generator.integers(1, 40)), int(generator.choice([16, 40, 64, 300]))
+        lengths = np.minimum(1 + generator.pareto(1, B) * longest / 16, longest).astype(int)
+        yield pytest.param(lengths, int(generator.integers(1, B + 1)), longest, id=f"random {i}")
+
+
+@pytest.mark.parametrize(("lengths", "size", "longest"), list(cases()))
+def test_every_row_once_in_few_packs_that_frames_hold(lengths, size, longest):
+    B = len(lengths)
+    packs = jax.tree.map(np.asarray, jax.jit(functools.partial(packs_of, size=size, longest=longest))(lengths))
+    number, frames = int(packs.number), frames_of(B, size * longest, longest)
+    together = [packs.rows[packs.first[i] : packs.first[i + 1]] for i in range(number)]
+    assert sorted(np.concatenate(together).tolist()) == list(range(B)) and all(len(rows) for rows in together)
+    assert (packs.rows[B:] == B).all() and len(packs.rows) - B == max(frame.rows for frame in frames)
+    for rows in together:
+        assert (np.diff(rows) > 0).all() and lengths[rows].sum() <= size * longest
+        widest = lengths[rows].max()
+        assert any(len(rows) <= frame.rows and widest <= frame.width for frame in frames)
+    assert number <= -(-B // size)
+    if lengths.max() * 16 < longest and size > 1:
+        assert number < -(-B // size)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("size", [1, 3, 12])
+def test_each_row_goes_with_its_own(name, size):
+    lengths = jnp.array(LENGTHS[name])
+
+    def body(carry, rows, places):
+        seen, wrong, packs = carry
+        own, of_two = rows
+        live = places < 12
+        wrong += jnp.sum(live & ((own != 100 + places) | (of_two[:, 1] != 3 * places)))
+        wrong += jnp.sum(~live & (own != 111))  # copies of the last one
+        return seen.at[places].add(1, mode="drop"), wrong, packs + 1
+
+    none = jnp.zeros(12, jnp.int32), jnp.int32(0), jnp.int32(0)
+    rows = 100 + jnp.arange(12), jnp.stack([jnp.zeros(12), 3 * jnp.arange(12)], 1)
+    seen, wrong, packs = jax.jit(functools.partial(in_packs, body, size=size, longest=64))(none, rows, lengths)
+    assert seen.tolist() == [1] * 12 and int(wrong) == 0 and packs <= -(-12 // size)
+
+
+# ---- where tokens stand -------------------------------------------------------------------------------------------
+
+
+def test_a_pack_by_hand():
+    packing = packed_rows(jnp.array([3, 1, 2, 0]), 8, 4)
+    assert packing.row_L.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert packing.place_L.tolist() == [0, 1, 2, 0, 0, 1, 1, 1]  # the last token again
+    assert packing.live_L.tolist() == [True] * 6 + [False] * 2 and packing.starts_N.tolist() == [0, 3, 4, 6]
+    at = placed(packing, Frame(4, 4))
+    assert at.slot_FW.tolist() == [[0, 1, 2, 2], [3, 3, 3, 3], [4, 5, 5, 5], [5, 5, 5, 5]]
+    assert at.real_FW.sum(1).tolist() == [3, 1, 2, 0]
+    x = jnp.arange(8.0)
+    assert at.take_out(x).tolist() == [[0, 1, 2, 2], [3, 3, 3, 3], [4, 5, 5, 5], [5, 5, 5, 5]]
+    assert at.put_back(at.take_out(x)).tolist() == [0, 1, 2, 3, 4, 5, 5, 5]
+
+
+def test_no_parts_at_all_are_places_still():
+    part, place, live, starts = in_a_row(jnp.zeros(3, jnp.int32), 4)
+    assert part.tolist() == place.tolist() == [0] * 4 and not live.any() and starts.tolist() == [0] * 3
+
+
+def test_the_gradient_of_what_is_moved_is_that_of_a_gather():
+    x, to = jax.random.normal(jax.random.key(0), (6, 3)), jnp.array([[4, 0], [5, 5]])
+    back = jnp.array([1, -1, -1, -1, 0, 2])  # of 5's two places the first
+    weights = jnp.array([[1.0, 2.0], [3.0, 0.0]])[..., None]
+    found = jax.grad(lambda x: jnp.sum(moved(x, to, back) * weights))(x)
+    np.testing.assert_array_equal(found, jax.grad(lambda x: jnp.sum(x[to] * weights))(x))
+
+
+# ---- what is computed ---------------------------------------------------------------------------------------------
+
+
+def attended(lengths, slots, longest, dtype, seed=0):
+    """Queries, keys, values and the result's gradient of a pack, and its packing."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    drawn = [jax.random.normal(k, (slots, heads, 16), dtype) for k, heads in zip(keys, (4, 2, 2, 4), strict=True)]
+    return *drawn, packed_rows(jnp.array(lengths, jnp.int32), slots, longest)
+
+
+def with_gradients(q, k, v, do, packing):
+    o, back = jax.vjp(lambda q, k, v: packed_attention(q, k, v, packing), q, k, v)
+    return o, *back(jnp.where(packing.live_L[:, None, None], do, 0))
+
+
+PACKS = [[64], [64, 40], [64, 9, 20, 3], [30, 32, 1, 25], [20, 9, 3, 14, 30], [16, 2, 5, 1, 7], [3]]
+
+
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_row_of_a_pack_attends_to_itself_alone(lengths, dtype):
+    q, k, v, do, packing = attended(lengths + [0] * (8 - len(lengths)), 128, 64, dtype)
+    found = jax.jit(with_gradients)(q, k, v, do, packing)
+    start, tolerance = 0, 1e-5 if dtype == jnp.float32 else 3e-2
+    for length in lengths:
+        at = slice(start, start + length)
+        alone = [x[None, at] for x in (q, k, v)]
+        o, back = jax.vjp(lambda q, k, v: causal_attention(q, k, v, None), *alone)
+        for ours, right in zip(found, (o, *back(do[None, at])), strict=True):
+            np.testing.assert_allclose(ours[at].astype("float32"), right[0].astype("float32"), atol=tolerance)
+        start += length
+    assert all(not gradient[start:].any() for gradient in found[1:])
+
+
+def test_the_packs_use_every_frame():
+    used = {int(packed_rows(jnp.array(n + [0] * (8 - len(n))), 128, 64).frame) for n in PACKS}
+    assert used == set(range(len(frames_of(8, 128, 64)))) and len(used) == 4
+
+
+def test_a_choice_among_frames_keeps_no_room_for_all_of_them():
+    q, k, v, _, packing = attended([16, 2, 5, 1, 7, 0, 0, 0], 128, 64, jnp.float32)
+    assert len(packing.frames) > 1
+    kept = jax.eval_shape(
+        lambda q, k, v: jax.vjp(lambda q, k, v: packed_attention(q, k, v, packing), q, k, v)[1], q, k, v
+    )
+    floats = [leaf for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.float32]
+    assert sum(math.prod(leaf.shape) for leaf in floats) <= q.size + k.size + v.size
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def log_probabilities(adapter, rows, slots=None):
+    return completion_logps(MODEL, adapter, *rows, 0.7, slots=slots)
+
+
+@pytest.mark.parametrize("slots", [None, 448, 384])
+def test_log_probabilities_are_those_of_each_row_alone(slots):
+    batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
+    found = log_probabilities(adapter, rows_of(batch), slots)
+    p, c = (np.asarray(n) for n in (batch.prompt_lengths, batch.completion_lengths))
+    rows = [np.concatenate([batch.prompt[i, : p[i]], batch.completion[i, : c[i]]]) for i in range(12)]
+    padded = np.stack([np.pad(row, (0, P + C - len(row))) for row in rows])
+    hidden = jax.jit(forward)(MODEL, adapter, padded)[0]
+    of_all = jax.jit(token_logps, static_argnums=3)(
+        MODEL, hidden[:, :-1].reshape(12 * 63, -1), padded[:, 1:].ravel(), 0.7
+    )
+    for ours, right in zip(found, of_all, strict=True):
+        for i in range(12):
+            np.testing.assert_allclose(ours[i, : c[i]], right.reshape(12, 63)[i, p[i] - 1 :][: c[i]], atol=2e-5)
+
+
+def test_a_row_of_nan_spoils_none_beside_it():
+    batch, poison = batch_of(LENGTHS["a long tail"]), 7
+    tokens = [jnp.where(x == poison, 8, x) for x in (batch.prompt, batch.completion)]
+    clean = batch.replace(prompt=tokens[0], completion=tokens[1])
+    embed = MODEL.base.embed
+    model = MODEL.replace(base=MODEL.base.replace(embed=embed.at[poison].set(jnp.nan), lm_head=embed))
+    spoilt = clean.replace(completion=clean.completion.at[6, 3].set(poison))
+    right, found = (np.asarray(score(model, tiny_adapter(MODEL), b, settings_of(2))[0]) for b in (clean, spoilt))
+    mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
+    assert np.isnan(found[6][4:30]).all() and np.isfinite(right[mask]).all()
+    others = np.arange(12) != 6
+    np.testing.assert_array_equal(found[others][mask[others]], right[others][mask[others]])
+
+
+# ---- the same update ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_an_update_in_packs_is_the_same_update(name):
+    state, batch = init_state(tiny_adapter(MODEL, train_norms=True), SGD), batch_of(LENGTHS[name])
+    whole, expected = update(state, batch, settings_of(12, "sequence"))
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.adapter, state.adapter))) > 1e-3
+    given = functools.partial(policy_loss, settings_of(1).loss)
+    for size, loss_fn in ((1, None), (2, given), (5, None)):
+        assert_close(update(state, batch, settings_of(size, "sequence"), loss_fn), (whole, expected))
+
+
+@pytest.mark.parametrize(
+    ("loss", "size", "bounded"),
+    [(LossSpec("grpo", 0.05, 0.2, 0.28, "sequence", 3.0), 1, {"clip_ratio/low_mean", "clip_ratio/high_mean"}),
+     (LossSpec("dapo", 0.05, 0.2, 0.28, "sequence"), 3, {"clip_ratio/low_mean", "clip_ratio/high_mean"}),
+     (LossSpec("cispo", 0.0, 0.2, 2.0, "sequence"), 3, {"cispo_clip_ratio"})],
+)  # fmt: skip
+def test_ratios_of_rows_and_bounded_weights_are_the_same_in_packs(loss, size, bounded):
+    """Off-policy, with rows beyond every bound, and with a correction per token."""
+    state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
+    batch = batch.replace(old_logps=batch.old_logps - jnp.tile(jnp.array([0.0, 1.5, 3.0]), 4)[:, None])
+    settings = dataclasses.replace(settings_of(12, "token"), loss=loss)
+    whole, expected = update(state, batch, settings)
+    assert all(0 < float(expected[name]) < 1 for name in bounded)
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.adapter, state.adapter))) > 1e-3
+    assert_close(update(state, batch, dataclasses.replace(settings, micro_batch_size=size)), (whole, expected))
+
+
+def test_an_update_is_the_same_where_doubles_are_enabled():
+    state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
+    settings = settings_of(2)
+    given = functools.partial(policy_loss, settings.loss)
+    expected = update(state, batch, settings)
+    with jax.enable_x64(True):
+        found = [update(state, batch, settings, loss_fn) for loss_fn in (None, given)]
+    for new, metrics in found:
+        assert {leaf.dtype for leaf in jax.tree.leaves(new.adapter)} == {jnp.dtype(jnp.float32)}
+        assert_close((new, metrics), expected)
+
+
+@pytest.mark.parametrize("size", [2, 12])
+def test_a_loss_of_ones_own_sees_the_rows_in_their_order(size):
+    """One that weighs rows by their places, where packs reorder them."""
+
+    def by_place(logp, old_logp, ref_logp, advantages, mask):
+        return jnp.sum(jnp.where(mask, logp, 0.0) * jnp.arange(12.0)[:, None]), {}
+
+    state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
+    new, _ = update(state, batch, settings_of(size), by_place)
+    rows = rows_of(batch)
+
+    def alone(adapter):
+        return by_place(log_probabilities_at_1(adapter, rows), None, None, None, batch.mask)[0]
+
+    for a, b in zip(jax.tree.leaves(new.adapter), jax.tree.leaves(gradient_step(alone, state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+        assert float(jnp.abs(a).max()) > 0.1
+
+
+@jax.jit
+def log_probabilities_at_1(adapter, rows):
+    return completion_logps(MODEL, adapter, *rows, 1.0)[0]
+
+
+def gradient_step(loss, state):
+    return jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, state.adapter, jax.grad(loss)(state.adapter))
+
+
+def test_scores_in_packs_are_the_same_scores():
+    batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
+    mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
+    in_two, whole = (jax.jit(score, static_argnums=3)(MODEL, adapter, batch, settings_of(n)) for n in (2, 12))
+    for a, b in zip(in_two, whole, strict=True):
+        np.testing.assert_allclose(np.asarray(a)[mask], np.asarray(b)[mask], atol=1e-5)
+
+
+def test_packs_under_vmap():
+    """Of batches whose lengths, and so packs and frames, differ."""
+    batches = [batch_of(LENGTHS[name]) for name in ("a long tail", "all full")]
+    states = [init_state(tiny_adapter(MODEL, seed=seed), SGD) for seed in range(2)]
+    step = functools.partial(update_step, model=MODEL, optimizer=SGD, settings=settings_of(2))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *zip(states, batches, strict=True))
+    many, _ = jax.jit(jax.vmap(lambda pair: step(pair[0], batch=pair[1])))(stacked)
+    for i, (state, batch) in enumerate(zip(states, batches, strict=True)):
+        one, _ = update(state, batch, settings_of(2))
+        assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], many.adapter), one.adapter)
