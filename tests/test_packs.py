@@ -13,6 +13,7 @@ from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.models import packed_rows as packed_rows_module
 from qerl_jax.models.attention import causal_attention, packed_attention
+from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.packed_rows import Frame, frames_of, in_a_row, moved, packed_rows, placed
 from qerl_jax.models.transformer import forward
 from qerl_jax.rl.correction import SamplerCorrection
@@ -215,9 +216,8 @@ def test_the_packs_use_every_frame():
 def test_a_choice_among_frames_keeps_no_room_for_all_of_them():
     q, k, v, _, packing = attended([16, 2, 5, 1, 7, 0, 0, 0], 128, 64, jnp.float32)
     assert len(packing.frames) > 1
-    kept = jax.eval_shape(
-        lambda q, k, v: jax.vjp(lambda q, k, v: packed_attention(q, k, v, packing), q, k, v)[1], q, k, v
-    )
+    attention = functools.partial(packed_attention, packing=packing)
+    kept = jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[1], q, k, v)
     floats = [leaf for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.float32]
     assert sum(math.prod(leaf.shape) for leaf in floats) <= q.size + k.size + v.size
 
@@ -235,9 +235,8 @@ def test_log_probabilities_are_those_of_each_row_alone(slots):
     rows = [np.concatenate([batch.prompt[i, : p[i]], batch.completion[i, : c[i]]]) for i in range(12)]
     padded = np.stack([np.pad(row, (0, P + C - len(row))) for row in rows])
     hidden = jax.jit(forward)(MODEL, adapter, padded)[0]
-    of_all = jax.jit(token_logps, static_argnums=3)(
-        MODEL, hidden[:, :-1].reshape(12 * 63, -1), padded[:, 1:].ravel(), 0.7
-    )
+    flat = hidden[:, :-1].reshape(12 * 63, -1)
+    of_all = jax.jit(token_logps, static_argnums=3)(MODEL, flat, padded[:, 1:].ravel(), 0.7)
     for ours, right in zip(found, of_all, strict=True):
         for i in range(12):
             np.testing.assert_allclose(ours[i, : c[i]], right.reshape(12, 63)[i, p[i] - 1 :][: c[i]], atol=2e-5)
@@ -255,6 +254,35 @@ def test_a_row_of_nan_spoils_none_beside_it():
     assert np.isnan(found[6][4:30]).all() and np.isfinite(right[mask]).all()
     others = np.arange(12) != 6
     np.testing.assert_array_equal(found[others][mask[others]], right[others][mask[others]])
+
+
+LARGE_PACKS = [
+    [2112, 2112], [2112, 600, 1, 1400], [1056, 900, 530, 1000, 700], [528] * 8, [300, 2, 77, 500, 128, 31],
+    [272, 100, 90, 17, 200], [144] * 29, [9],
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("lengths", LARGE_PACKS, ids=lambda lengths: f"{len(lengths)} rows, {max(lengths)}")
+def test_packs_by_cudnn_are_right_and_repeat_bit_for_bit(lengths, dtype, monkeypatch):
+    monkeypatch.undo()
+    slots, keys = 2 * 2112, jax.random.split(jax.random.key(0), 4)
+    operands = [jax.random.normal(k, (slots, h, 128), dtype) for k, h in zip(keys, (28, 4, 4, 28), strict=True)]
+    packing = packed_rows(jnp.array(lengths + [0] * (64 - len(lengths)), jnp.int32), slots, 2112)
+    found = ordered(*operands, packing)
+    expected = in_float32(*(x.astype(jnp.float32) for x in operands), packing)
+    total = sum(lengths)
+    for ours, right in zip(found, expected, strict=True):
+        largest = float(jnp.abs(right[:total]).max())
+        assert float(jnp.abs(ours[:total] - right[:total]).max()) <= 2 * float(jnp.finfo(dtype).eps) * largest
+        assert bool(jnp.isfinite(ours).all())
+    for _ in range(5):
+        for again, first in zip(ordered(*operands, packing), found, strict=True):
+            np.testing.assert_array_equal(np.asarray(again), np.asarray(first))
+
+
+ordered, in_float32 = deterministic_jit(with_gradients), jax.jit(with_gradients)
 
 
 # ---- the same update ----------------------------------------------------------------------------------------------

@@ -118,10 +118,14 @@ def test_the_final_norm_gets_noise_where_the_schedule_says_so(final_norm):
 
 
 @pytest.mark.parametrize("size", [5, 24])
-def test_rows_that_no_micro_batch_would_take_are_not_left_without_log_probabilities(size):
-    settings = dataclasses.replace(UPDATE, micro_batch_size=size, loss=LossSpec(beta=0.1))
-    with pytest.raises(ValueError, match=f"12 completions is not a multiple of micro_batch_size {size}"):
-        with_policies(MODEL, None, batch_of(), settings, several_updates=False)
+def test_any_number_of_rows_at_once_gives_the_same_log_probabilities(size):
+    """One that does not divide the batch, and one that is more than the batch has."""
+    found = [
+        with_policies(MODEL, None, batch_of(), dataclasses.replace(UPDATE, micro_batch_size=n), several_updates=True)
+        for n in (size, 12)
+    ]
+    mask = np.asarray(found[0].mask)
+    np.testing.assert_allclose(*(np.asarray(batch.old_logps)[mask] for batch in found), atol=1e-5)
 
 
 def test_adapter_and_moments_are_float32_on_a_bfloat16_model():

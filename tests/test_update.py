@@ -300,8 +300,6 @@ def test_a_token_drawn_from_logits_that_are_no_numbers_is_enough():
     assert_trees_close(new, state, rtol=0, atol=0)
 
 
-def test_a_batch_that_cannot_be_cut_is_named():
-    with pytest.raises(ValueError, match="micro_batch_size 5"):
-        update(state_of(), batch_of(), dataclasses.replace(UPDATE, micro_batch_size=5))
+def test_a_batch_that_is_no_whole_groups_is_named():
     with pytest.raises(ValueError, match="num_generations 5"):
         update(state_of(), batch_of(), dataclasses.replace(UPDATE, num_generations=5))

@@ -13,6 +13,7 @@ from training_runs import config_in, reward_file, same_adapter, train
 from qerl_jax import evaluation
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import experience, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
@@ -123,14 +124,18 @@ def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_st
 
 
 def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_path, monkeypatch, capsys):
-    class RefusesTheSecond(trainer.Update):
+    class RefusesTheSecond:
+        def __init__(self, *args, **options):
+            self.update = deterministic_jit(*args, **options)
+            self.lower = self.update.lower
+
         def __call__(self, state, model, batch):
             if int(state.step) != 1 or int(batch.rollout_step) != 0:
-                return super().__call__(state, model, batch)
-            _, metrics = super().__call__(jax.tree.map(jnp.copy, state), model, batch)
+                return self.update(state, model, batch)
+            _, metrics = self.update(jax.tree.map(jnp.copy, state), model, batch)
             return state, metrics | {"nonfinite": 1}
 
-    monkeypatch.setattr(trainer, "Update", RefusesTheSecond)
+    monkeypatch.setattr(trainer, "deterministic_jit", RefusesTheSecond)
     run = train(config, tmp_path / "run")
     assert [(row["rollout"], row["step"], row["nonfinite"]) for row in rows(run)] == [
         (0, 1, 0), (0, 2, 1), (1, 2, 0), (1, 3, 0), (2, 4, 0), (2, 5, 0), (3, 6, 0)
