@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.flash_attention import flash_attention, flash_backward, flash_forward
-from qerl_jax.models.packed_rows import PackedRows, Placed, placed
+from qerl_jax.models.packed_rows import AsItStands, PackedRows, Placed, placed
 
 
 def _by_cudnn(q: jax.Array) -> bool:
@@ -72,26 +72,33 @@ def _in_frame(packing: PackedRows, function: Callable[..., Any], *operands: jax.
     return branches[0](*operands) if len(branches) == 1 else jax.lax.switch(packing.frame, branches, *operands)
 
 
-def _attend(at: Placed, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _attend(at: Placed | AsItStands, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q, k, v = (at.take_out(x) for x in (q, k, v))
     return at.put_back(causal_attention(q, k, v, None))
 
 
-def _attend_backward(at: Placed, do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+def _attend_backward(
+    at: Placed | AsItStands, do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, ...]:
     gradients: tuple[jax.Array, ...] = jax.vjp(functools.partial(_attend, at), q, k, v)[1](do)
     return gradients
 
 
-def _forward(at: Placed, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward(at: Placed | AsItStands, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     o_FWHE, log_sums_FHW = flash_forward(*map(at.take_out, (q, k, v)))
     return at.put_back(o_FWHE), at.put_back(log_sums_FHW.swapaxes(1, 2))
 
 
 def _backward(
-    at: Placed, do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_sums_LH: jax.Array, o: jax.Array
+    at: Placed | AsItStands,
+    do: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_sums_LH: jax.Array,
+    o: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    # Queries that are no token's have no gradient, and add nothing to their keys' and values'.
-    do_FWHE = jnp.where(at.real_FW[:, :, None, None], at.take_out(do), 0)
+    # Queries that are no token's have no gradient, and so add nothing to the keys' and values'.
     sums_FHW = at.take_out(log_sums_LH).swapaxes(1, 2)
-    gradients = flash_backward(*map(at.take_out, (q, k, v)), sums_FHW, do_FWHE, at.take_out(o))
-    return tuple(jnp.where(at.real_L[:, None, None], at.put_back(gradient), 0) for gradient in gradients)
+    gradients = flash_backward(*map(at.take_out, (q, k, v)), sums_FHW, at.take_out_gradient(do), at.take_out(o))
+    return tuple(map(at.put_back_gradient, gradients))

@@ -1,7 +1,8 @@
 """Rows of different lengths in one pack: one behind the other, without padding between.
 
 Nearly all of a network computes token by token and takes a pack as one long row. Where rows must stand apart, in
-attention, they are taken out into a frame of rows of one width, and the results put back.
+attention, they are taken out into a frame of rows of one width, and the results put back. Where the pack has no more
+rows than its slots have room for at the full width, they stand in it as in that frame, and nothing is moved.
 
 Dimension letters: L token slots of a pack, N the most rows in it, F rows of a frame, W its width.
 """
@@ -21,6 +22,10 @@ class Frame(NamedTuple):
 
     rows: int
     width: int
+
+    def fills(self, slots: int) -> bool:
+        """Whether a pack of so many slots is that shape."""
+        return self.rows * self.width == slots
 
 
 def frames_of(rows: int, slots: int, longest: int) -> tuple[Frame, ...]:
@@ -47,8 +52,8 @@ def most_rows(frames: tuple[Frame, ...], lengths: jax.Array) -> jax.Array:
 
 
 class PackedRows(flax.struct.PyTreeNode):
-    """Where the tokens of a pack stand, all int32. Slots behind the last row repeat its last token: its place is
-    theirs, nothing reads them, and they hold no numbers that rows do not."""
+    """Where the tokens of a pack stand, all int32. Slots behind a row repeat its last token: its place is theirs, and
+    nothing reads them."""
 
     starts_N: jax.Array  # the slot of each row's first token
     lengths_N: jax.Array  # rows of no tokens come last
@@ -60,7 +65,7 @@ class PackedRows(flax.struct.PyTreeNode):
 
 
 def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
-    """The packing of rows of these lengths, one behind the other.
+    """The packing of rows of these lengths.
 
     Args:
       lengths_N: 1 to `longest`, 0 of the last ones; the sum is at most `slots`, and a frame of `frames_of` holds them.
@@ -69,10 +74,16 @@ def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
     """
     frames = frames_of(lengths_N.shape[0], slots, longest)
     lengths_N = lengths_N.astype(jnp.int32)
-    row_L, place_L, live_L, starts_N = in_a_row(lengths_N, slots)
     rows, widest = jnp.sum(lengths_N > 0), jnp.max(lengths_N)
     holds = jnp.stack([(rows <= frame.rows) & (widest <= frame.width) for frame in frames])
-    return PackedRows(starts_N, lengths_N, row_L, place_L, live_L, jnp.argmax(holds).astype(jnp.int32), frames)
+    chosen = jnp.argmax(holds).astype(jnp.int32)
+    where: tuple[jax.Array, ...] = in_a_row(lengths_N, slots)
+    for i, frame in enumerate(frames):
+        if frame.fills(slots):
+            as_in_frame = _in_rows(lengths_N, frame)
+            where = tuple(jnp.where(chosen == i, a, b) for a, b in zip(as_in_frame, where, strict=True))
+    row_L, place_L, live_L, starts_N = where
+    return PackedRows(starts_N, lengths_N, row_L, place_L, live_L, chosen, frames)
 
 
 def in_a_row(lengths_N: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -85,6 +96,14 @@ def in_a_row(lengths_N: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, ja
     part_L = jnp.minimum(jnp.searchsorted(ends_N, slot_L, side="right").astype(jnp.int32), last)
     place_L = jnp.clip(slot_L - starts_N[part_L], 0, jnp.maximum(lengths_N[part_L] - 1, 0))
     return part_L, place_L, slot_L < ends_N[-1], starts_N
+
+
+def _in_rows(lengths_N: jax.Array, frame: Frame) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`in_a_row`'s, of rows as they stand in a frame."""
+    row_L, place_L = (x.reshape(-1) for x in jnp.mgrid[: frame.rows, : frame.width].astype(jnp.int32))
+    length_L = lengths_N[row_L]
+    starts_N = frame.width * jnp.arange(lengths_N.shape[0], dtype=jnp.int32)
+    return row_L, jnp.clip(place_L, 0, jnp.maximum(length_L - 1, 0)), place_L < length_L, starts_N
 
 
 @jax.custom_vjp
@@ -109,7 +128,7 @@ def _moved_back(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.A
     to, back = kept
     flat = dy.reshape(-1, *dy.shape[to.ndim :])
     found = flat.at[jnp.maximum(back, 0)].get(mode="promise_in_bounds")
-    return jnp.where((back >= 0).reshape(-1, *[1] * (flat.ndim - 1)), found, 0), None, None
+    return _where(back >= 0, found), None, None
 
 
 moved.defvjp(_moved, _moved_back)
@@ -134,10 +153,42 @@ class Placed(NamedTuple):
         flat = y_FW.reshape(-1, *y_FW.shape[2:])
         return moved(flat, self.place_L, jnp.where(self.real_FW, self.slot_FW, -1).reshape(-1))
 
+    def take_out_gradient(self, x_L: jax.Array) -> jax.Array:
+        """[L, ...] to [F, W, ...], 0 where there is no token."""
+        return _where(self.real_FW, self.take_out(x_L))
 
-def placed(packing: PackedRows, frame: Frame) -> Placed:
-    """The pack in one of its frames; of no meaning where that does not hold its rows."""
+    def put_back_gradient(self, y_FW: jax.Array) -> jax.Array:
+        """[F, W, ...] to [L, ...], 0 where there is no token."""
+        return _where(self.real_L, self.put_back(y_FW))
+
+
+def _where(real: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - real.ndim)), x, 0)
+
+
+class AsItStands(NamedTuple):
+    """`Placed` in a frame that the pack is already. What is no token has no gradient there as here."""
+
+    frame: Frame
+
+    def take_out(self, x_L: jax.Array) -> jax.Array:
+        return x_L.reshape(*self.frame, *x_L.shape[1:])
+
+    def put_back(self, y_FW: jax.Array) -> jax.Array:
+        return y_FW.reshape(-1, *y_FW.shape[2:])
+
+    def take_out_gradient(self, x_L: jax.Array) -> jax.Array:
+        return self.take_out(x_L)
+
+    def put_back_gradient(self, y_FW: jax.Array) -> jax.Array:
+        return self.put_back(y_FW)
+
+
+def placed(packing: PackedRows, frame: Frame) -> Placed | AsItStands:
+    """The pack in one of its frames; of no meaning where it is another one that its rows are taken out into."""
     (F, W), L = frame, packing.row_L.shape[0]
+    if frame.fills(L):
+        return AsItStands(frame)
     starts_F1, lengths_F1 = packing.starts_N[:F, None], packing.lengths_N[:F, None]
     place_W = jnp.arange(W, dtype=jnp.int32)
     slot_FW = jnp.clip(starts_F1 + jnp.minimum(place_W, lengths_F1 - 1), 0, L - 1)
