@@ -4,6 +4,8 @@ Dimension letters: N rows, P prompt slots, C completion slots, L token slots of 
 hidden size, V vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,33 +22,56 @@ def token_logps(
     """log_softmax(logits / temperature)[target] and the entropy of that distribution (no gradient), float32 [M].
 
     The vocabulary's logits exist for one chunk of tokens at a time, in the backward pass too; chunks behind the first
-    `wanted` tokens are zeros.
+    `wanted` tokens are left out, and zeros.
     """
-
-    def chunk(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden, targets = args
-        logs = jax.nn.log_softmax(head(model, hidden) / temperature, axis=-1)
-        detached = jax.lax.stop_gradient(logs)
-        return jnp.take_along_axis(logs, targets[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(detached) * detached, -1)
-
-    M, D = hidden_MD.shape
+    M = targets_M.shape[0]
     rows = max(1, _LOGITS_BUDGET // model.config.vocab_size)
     if rows >= M:
-        return chunk((hidden_MD, targets_M))
-    chunks = -(-M // rows)
-    padding = chunks * rows - M
-    hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(chunks, rows, D)
-    targets = jnp.pad(targets_M, (0, padding)).reshape(chunks, rows)
-    wanted = M if wanted is None else wanted
-
-    def chunk_if_wanted(args: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        first, *of_chunk = args
-        nothing = jnp.zeros(rows), jnp.zeros(rows)
-        return jax.lax.cond(first < wanted, chunk, lambda _: nothing, tuple(of_chunk))
-
-    starts = jnp.arange(0, chunks * rows, rows)
-    logps, entropies = jax.lax.map(jax.checkpoint(chunk_if_wanted), (starts, hidden, targets))
+        return _of_chunk(model, temperature, hidden_MD, targets_M)
+    padding = -M % rows
+    hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(-1, rows, hidden_MD.shape[1])
+    targets = jnp.pad(targets_M, (0, padding)).reshape(-1, rows)
+    used = -(-jnp.int32(M if wanted is None else wanted) // rows)
+    logps, entropies = _of_chunks(model, temperature, hidden, targets, used)
     return logps.reshape(-1)[:M], entropies.reshape(-1)[:M]
+
+
+def _of_chunk(model: Model, temperature: float, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logs = jax.nn.log_softmax(head(model, hidden) / temperature, axis=-1)
+    detached = jax.lax.stop_gradient(logs)
+    return jnp.take_along_axis(logs, targets[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(detached) * detached, -1)
+
+
+@jax.custom_vjp
+def _of_chunks(
+    model: Model, temperature: float, hidden: jax.Array, targets: jax.Array, used: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`_of_chunk` of the first `used` chunks, one by one: a loop of that many turns has no gradient of JAX's own."""
+
+    def one(i: jax.Array, found: Any) -> Any:
+        return jax.tree.map(
+            lambda kept, x: kept.at[i].set(x), found, _of_chunk(model, temperature, hidden[i], targets[i])
+        )
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    return jax.lax.fori_loop(0, used, one, (zeros, zeros))
+
+
+def _of_chunks_forward(*given: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    return _of_chunks(*given), given
+
+
+def _of_chunks_backward(given: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    (model, temperature, hidden, targets, used), (dlogps, _) = given, gradients
+
+    def one(i: jax.Array, dhidden: jax.Array) -> jax.Array:
+        _, back, _ = jax.vjp(lambda h: _of_chunk(model, temperature, h, targets[i]), hidden[i], has_aux=True)
+        return dhidden.at[i].set(back(dlogps[i])[0])
+
+    return None, None, jax.lax.fori_loop(0, used, one, jnp.zeros_like(hidden)), None, None
+
+
+_of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
 
 
 def completion_logps(
