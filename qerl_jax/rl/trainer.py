@@ -261,8 +261,9 @@ class _Run:
 
     def _evaluate(self, when: str) -> dict[str, Any]:
         self.live.note(f"evaluating {when}, on held-out problems")
-        policy, seed = self.experiment.policy, self.config.run.seed
-        return evaluate(self.config, policy, self.state.adapter, self.rewards, seed)
+        experiment, seed = self.experiment, self.config.run.seed
+        examples = held_out(self.config, experiment.evaluation_data)
+        return evaluate(self.config, experiment.policy, self.state.adapter, self.rewards, examples, seed)
 
     def _save(self) -> None:
         step = int(self.state.step)
@@ -285,7 +286,7 @@ class _Run:
             "steps": int(self.state.step),
             "seed": self.config.run.seed,
             "device": jax.devices()[0].device_kind,
-            "identity": self.experiment.identity(),
+            "identity": self.progress["identity"],
             "before": before,
             "after": after,
         }
