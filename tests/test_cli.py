@@ -301,6 +301,15 @@ def test_prompts_takes_a_text(text, calls, tmp_path, monkeypatch):
     assert prompts == [text]
 
 
+def test_a_word_longer_than_the_name_of_a_file_may_be(calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out.jsonl").touch()
+    assert main(["train", f"model.model_name_or_path={'x' * 300}"]) == 0
+    assert main(["generate", "m", "--prompts", "a long text " * 99, "--output", "out.jsonl"]) == 0
+    (_, (config,), _), (_, (_, prompts), _) = calls.seen
+    assert (config.model.model_name_or_path, prompts) == ("x" * 300, ["a long text " * 99])
+
+
 def test_evaluate_prints_what_it_measured(calls, run, capsys):
     assert main(["evaluate", str(run), "--seed", "7"]) == 0
     assert capsys.readouterr().out == "eval/arithmetic/pass@1: 0.6543\nproblems: 512\n"

@@ -161,7 +161,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 def _check_output(name: str, prompts: str | None) -> None:
     """Refuses a name that no file can have, and the file of the prompts, without touching one that is there."""
     file = Path(name)
-    if prompts is not None and file.exists() and Path(prompts).exists() and file.samefile(prompts):
+    if prompts is not None and file.exists() and os.path.exists(prompts) and file.samefile(prompts):
         raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")
     if file.is_dir():
         raise UserError(f"--output {name} is a folder; expected the name of a file")

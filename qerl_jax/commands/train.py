@@ -1,6 +1,7 @@
 """`qerl train`: trains as a config says."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,4 +59,4 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _is_override(word: str) -> bool:
     """Whether it sets an option. The path of a config may have a = too, in a folder named after its options."""
-    return "=" in word and "/" not in word.partition("=")[0] and not Path(word).is_file()
+    return "=" in word and "/" not in word.partition("=")[0] and not os.path.isfile(word)
