@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from qerl_jax.durable import flush, flush_tree
+from qerl_jax.durable import flush, flush_tree, with_home
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import Damaged, Progress, match_target, prng_of, read_manifest, verify_leaves, write_manifest
 
@@ -44,15 +44,16 @@ _logger = logging.getLogger(__name__)
 
 def checkpoint_steps(directory: str | os.PathLike[str]) -> list[int]:
     """Steps of the complete checkpoints in `directory`, ascending; their bytes are not looked at."""
-    return sorted(_folders(Path(directory)))
+    return sorted(_folders(with_home(directory)))
 
 
 def remove_partial(directory: str | os.PathLike[str]) -> None:
     """Clears what killed saves left behind. For the one program that writes to `directory`, at its start."""
-    for path in list(Path(directory).glob(f"{_OLD}step_*")):
+    directory = with_home(directory)
+    for path in list(directory.glob(f"{_OLD}step_*")):
         final = path.with_name(path.name.removeprefix(_OLD))
         os.rename(path, path.with_name(_TEMP + final.name + ".old") if final.exists() else final)
-    for path in Path(directory).glob(f"{_TEMP}step_*"):
+    for path in directory.glob(f"{_TEMP}step_*"):
         shutil.rmtree(path)
 
 
@@ -87,7 +88,7 @@ def save_checkpoint(
     leaves = _leaves(tree)
     if json.loads(json.dumps(progress, allow_nan=False)) != progress:
         raise TypeError(f"progress must hold JSON values only (no tuples, no keys but strings); got {progress!r}")
-    directory = Path(directory).absolute()
+    directory = with_home(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     remove_partial(directory)
     final = directory / f"step_{step:08d}"
@@ -189,7 +190,7 @@ def restore_checkpoint[Tree](
       UserError: every checkpoint is damaged, `step` does not exist or is damaged, or a leaf of `target` is absent from
         the checkpoint or of another dtype or shape there.
     """
-    folders = _folders(Path(directory).absolute())
+    folders = _folders(with_home(directory).absolute())
     if step is None and not folders:
         return None
     if step is not None and step not in folders:

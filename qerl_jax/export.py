@@ -19,6 +19,7 @@ from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
+from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint
@@ -74,7 +75,7 @@ def export_model(
     base = resolve(found.model)
     if adapter is not None:
         warn_of_scaled_base(adapter_folder(adapter), found.model)
-    if Path(path).absolute().resolve() in (base.resolve(), Path(source).resolve()):
+    if where_it_leads(path).resolve() in (base.resolve(), where_it_leads(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     if format == "nvfp4":
         if adapter is not None:

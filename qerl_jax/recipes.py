@@ -64,6 +64,7 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
       UserError: no such file or recipe, unreadable YAML (with line and column), not a mapping, a repeated key, an
         override that is not `section.option=value`.
     """
+    path_or_name = os.path.expanduser(path_or_name)
     text, where = _read_text(path_or_name)
     values, sources = _parse(text, where)
     for override in overrides:

@@ -325,6 +325,24 @@ def test_plot_writes_beside_one_run_and_elsewhere_for_several(calls, run, capsys
     assert capsys.readouterr().out == f"{run / 'plots' / 'overview.png'}\nout/overview.png\n"
 
 
+def test_runs_and_files_may_lie_at_home(calls, run, tmp_path, monkeypatch, capsys):
+    """A shell expands no ~ behind a =."""
+    calls.fake("qerl_jax.plots", "plot_runs", lambda runs, output: [])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["evaluate", "~/run1"]) == main(["plot", "~/run1", "--output=~/drawn"]) == 0
+    assert main(["generate", "~/run1", "--prompts=~/q.jsonl", "--output=~/out.jsonl"]) == 0
+    assert main(["train", "~/run1/config.yaml", "--profile=~/trace"]) == 0
+    evaluated, drawn, generated, trained = calls.seen
+    assert evaluated[1] == (run, 0, None) and drawn[1] == ([run], tmp_path / "drawn")
+    assert generated[1][1] == ["a"] and generated[2]["temperature"] == 0.7
+    assert (tmp_path / "out.jsonl").read_text().count("a -> 0") == 1
+    assert trained[1][0].generation.temperature == 0.7 and trained[2]["profile"] == str(tmp_path / "trace")
+    assert main(["generate", "~/run1", "--prompts=~/q.jsonl", "--output=q.jsonl"]) == 2
+    assert "q.jsonl is the file of the prompts, which would be lost" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys):
     """A write that fails names no file."""
 

@@ -73,6 +73,21 @@ def test_the_adapter_of_an_unfinished_run(tmp_path, run):
     assert options["base_model_name_or_path"] == str(tmp_path / "base") and options["r"] == 4
 
 
+def test_a_run_and_its_export_may_lie_at_home(tmp_path, run, monkeypatch):
+    _, model, adapter = run
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    export_model("~/r", "~/out", "peft")
+    assert_equal(load_adapter("~/out", model), adapter)
+    for _ in range(2):  # the second takes the first one's place
+        export_model("~/r", "~/merged", "bf16")
+    assert_equal(load_model(tmp_path / "merged"), load_model("~/merged"))
+    for source in ("~/base", "~/r"):
+        with pytest.raises(UserError, match="the export would replace what it is made from"):
+            export_model(source, source, "peft")
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_finished_run_has_its_adapter_in_a_folder(tmp_path, run):
     folder, model, adapter = run
     last = jax.tree.map(lambda x: 2 * x, adapter)

@@ -34,7 +34,9 @@ def add(commands: "Commands") -> None:
         "words", nargs="*", metavar="CONFIG | section.option=value", help="the config, then options to set otherwise"
     )
     parser.add_argument("--fresh", action="store_true", help="start over in a new run folder beside the existing one")
-    parser.add_argument("--profile", metavar="DIR", help="write a JAX profiler trace of a few steps to DIR")
+    parser.add_argument(
+        "--profile", type=os.path.expanduser, metavar="DIR", help="write a JAX profiler trace of a few steps to DIR"
+    )
     parser.set_defaults(command=run)
 
 
