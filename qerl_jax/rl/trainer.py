@@ -143,6 +143,7 @@ class _Run:
             # Trace a rollout that compiles nothing, if more than one is left.
             rollouts_left = (total - int(self.state.step)) / config.updates_per_rollout
             traced = self.progress["rollout"] + (1 if rollouts_left > 1 else 0)
+            measured = None
             while int(self.state.step) < total:
                 self._stop_if_interrupted()
                 first_step = int(self.state.step)
@@ -155,12 +156,12 @@ class _Run:
                             live.note(f"step {row['step']}: loss or gradient is not finite; this update was refused")
                 step = int(self.state.step)
                 self._stop_if_never_finite()
-                self._evaluate_if_due(first_step)
+                measured = self._evaluate_if_due(first_step)
                 if config.run.save_steps and step - self.saved_at >= config.run.save_steps:
                     self._save()
             self._save()
             self._stop_if_interrupted()
-            after = self._evaluate("after training")
+            after = measured or self._evaluate("after training")
         return self._finish(after)
 
     def _compile(self) -> None:
@@ -248,16 +249,17 @@ class _Run:
                 "leave model.dtype float16, if that is it: its numbers end at 65504"
             )
 
-    def _evaluate_if_due(self, before: int) -> None:
-        """Writes a row of held-out accuracy if the rollout just trained on reached a multiple of eval_steps."""
+    def _evaluate_if_due(self, before: int) -> dict[str, Any] | None:
+        """Evaluates, and writes a row of it, if the rollout just trained on reached a multiple of eval_steps."""
         every, step = self.config.evaluation.eval_steps, int(self.state.step)
         if every is None or step // every == before // every:
-            return
+            return None
         results = self._evaluate(f"at step {step}")
         row = {"step": step, "rollout": self.progress["rollout"] - 1}
         for mode, prefix in (("sampled", "eval/"), ("greedy", "eval/greedy/")):
             row |= {prefix + name: value for name, value in results[mode].items()}
         self.writer.log(row)
+        return results
 
     def _evaluate(self, when: str) -> dict[str, Any]:
         self.live.note(f"evaluating {when}, on held-out problems")

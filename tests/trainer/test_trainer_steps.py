@@ -49,11 +49,15 @@ def test_two_reward_functions_are_summed_with_their_weights(finished):
         assert row["reward"] == pytest.approx(digits + 0.2 * row["rewards/format"], abs=1e-6)
 
 
-def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp_path):
-    run = train(config, tmp_path / "run", "evaluation.eval_steps=4")
+@pytest.mark.parametrize(("every", "at"), [(4, [(4, 1)]), (2, [(2, 0), (4, 1), (6, 2)])])
+def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp_path, capsys, every, at):
+    run = train(config, tmp_path / "run", f"evaluation.eval_steps={every}")
     evaluated = [row for row in rows(run) if "eval/format" in row]
-    assert [(row["step"], row["rollout"]) for row in evaluated] == [(4, 1)]
-    assert {"eval/greedy/digits", "eval/digits", "eval/completions/mean_length"} <= evaluated[0].keys()
+    assert [(row["step"], row["rollout"]) for row in evaluated] == at
+    for row in evaluated:
+        assert {"eval/greedy/digits", "eval/digits", "eval/completions/mean_length"} <= row.keys()
+    # Before training, on the way and at the end, where one evaluation serves for both.
+    assert capsys.readouterr().out.count("evaluating ") == 1 + len({step for step, _ in at} | {6})
     assert [row for row in rows(run) if row not in evaluated] == rows(finished)
     assert same_adapter(run, finished)
     assert (run / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
