@@ -30,6 +30,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
+from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
@@ -86,8 +87,8 @@ def export_model(
         model = load_model(found.model, found.weight_format)
         if all(isinstance(weight, jax.Array) for weight in named_weights(model).values()):
             raise UserError(
-                f"{found.model}: its linear layers are plain, not nvfp4; `qerl quantize {found.model} {path}` packs "
-                "them"
+                f"{found.model}: its linear layers are plain, not nvfp4; `{program()} quantize {found.model} {path}` "
+                "packs them"
             )
         save_model(model, path, found.model, "nvfp4")
     elif format == "peft":

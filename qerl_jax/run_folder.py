@@ -27,6 +27,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.program import program
 from qerl_jax.rewards import loading
 from qerl_jax.rewards.loading import titles
 
@@ -154,7 +155,7 @@ def _forget(folder: Path) -> None:
 
 def continuing(folder: Path) -> str:
     """The command that continues the run in `folder`, whatever command began it."""
-    return f"qerl train {shlex.quote(str(folder / CONFIG))}"
+    return f"{program()} train {shlex.quote(str(folder / CONFIG))}"
 
 
 def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:

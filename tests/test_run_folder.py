@@ -10,6 +10,7 @@ from qerl_jax import run_folder
 from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.program import program
 
 
 def config(tmp_path, *overrides):
@@ -97,7 +98,7 @@ def test_a_run_folder_may_be_moved_and_continued(tmp_path, monkeypatch):
     (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
     moved = folder.rename(tmp_path / "else where")
     stored = str(moved / "config.yaml")
-    assert run_folder.continuing(moved) == f"qerl train '{stored}'"
+    assert run_folder.continuing(moved) == f"{program()} train '{stored}'"
     assert open_once(load_config(stored)) == moved and not folder.exists()
     monkeypatch.chdir(moved)
     assert open_once(load_config("config.yaml")) == moved
