@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from qerl_jax.durable import flush, flush_tree, with_home
+from qerl_jax.durable import flush, flush_tree, make_folder, with_home
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import Damaged, Progress, match_target, prng_of, read_manifest, verify_leaves, write_manifest
 
@@ -79,8 +79,8 @@ def save_checkpoint(
     Raises:
       TypeError: a leaf is not an array, or `progress` does not survive JSON.
       ValueError: a negative step, a limit below 1, or NaN or infinity in `progress`.
-      UserError: the system refuses to write, as where the disk is full, or orbax cannot be told the folder; older
-        checkpoints are as they were.
+      UserError: `directory` is a file or lies in one, the system refuses to write, as where the disk is full, or orbax
+        cannot be told the folder; older checkpoints are as they were.
     """
     step = operator.index(step)  # of a scalar array, as `TrainState.step` is
     if step < 0 or (save_total_limit is not None and save_total_limit < 1):
@@ -89,7 +89,7 @@ def save_checkpoint(
     if json.loads(json.dumps(progress, allow_nan=False)) != progress:
         raise TypeError(f"progress must hold JSON values only (no tuples, no keys but strings); got {progress!r}")
     directory = with_home(directory).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     remove_partial(directory)
     final = directory / f"step_{step:08d}"
     temp = directory / (_TEMP + final.name)
