@@ -147,6 +147,9 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
       UserError: the run has no adapter yet, or something it names is gone.
     """
     config = load_config(str(run / run_folder.CONFIG))
+    run_folder.refuse_what_has_gone(
+        config, run, "model.model_name_or_path", "evaluation.eval_dataset", "reward.functions"
+    )
     if num_generations_eval is not None:
         options = dataclasses.replace(config.evaluation, num_generations_eval=num_generations_eval)
         config = dataclasses.replace(config, evaluation=options)

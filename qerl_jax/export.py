@@ -110,6 +110,7 @@ def _source(name: str) -> _Source:
     if run is None:
         return _Source(name, None, None, None)
     config = load_config(str(run / run_folder.CONFIG))
+    run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
     return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)
 
 
@@ -121,6 +122,8 @@ def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | Non
         return None
     config = source.config
     finished = source.run / run_folder.ADAPTER
+    if not finished.is_dir():
+        run_folder.refuse_what_has_gone(config, source.run, "lora.adapter")
 
     def begun(base: Model, key: jax.Array) -> Saved:
         # Of a finished run the adapter that it began with may be gone, and its own has the same shapes.

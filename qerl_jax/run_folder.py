@@ -45,6 +45,7 @@ _PLACES = {
     "data.train_dataset": dataset.from_anywhere,
     "evaluation.eval_dataset": dataset.from_anywhere,
 }
+_REWARDS = "reward.functions"
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -131,7 +132,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
         if begun is not None:
-            _refuse_what_has_gone(config, stored)
+            refuse_what_has_gone(config, folder, *_PLACES, _REWARDS)
         if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)
         if changes or begun is None:
@@ -177,15 +178,21 @@ def _with_whole_paths(config: Config) -> Config:
     return config_from_dict(values)
 
 
-def _refuse_what_has_gone(config: Config, stored: Path) -> None:
+def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
+    """Refuses a run, in `folder`, when what one of these options of its config names is no longer there.
+
+    Raises:
+      UserError: naming the option, the place, and the file to write another one into.
+    """
     values = _flat(config_to_dict(config))
-    places = [(option, values[option]) for option in _PLACES]
-    places += [("reward.functions", one["function"].rpartition(":")[0]) for one in values["reward.functions"]]
-    for option, place in places:
-        if place is not None and os.path.isabs(place) and not os.path.exists(place):
-            raise UserError(
-                f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into {stored}"
-            )
+    functions = [one["function"].rpartition(":")[0] for one in values[_REWARDS]]
+    for option in options:
+        for place in functions if option == _REWARDS else [values[option]]:
+            if place is not None and os.path.isabs(place) and not os.path.exists(place):
+                raise UserError(
+                    f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into "
+                    f"{folder / CONFIG}"
+                )
 
 
 def _changes(stored: Config, given: Config) -> list[str]:
