@@ -22,7 +22,6 @@ from qerl_jax.data.hashing import fold
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest
 
-Message = dict[str, str]
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
 _ROLES = ("system", "user", "assistant", "tool")

@@ -34,7 +34,7 @@ from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
-from qerl_jax.rl.assembly import Experiment, assemble, held_out
+from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import make_batch, with_policies
@@ -104,7 +104,7 @@ class _Run:
 
     def _begin_or_resume(self) -> None:
         root = jax.random.key(self.config.run.seed)
-        adapter = self.experiment.initial_adapter(jax.random.fold_in(root, _INIT))
+        adapter = initial_adapter(self.config, self.experiment.policy.model, jax.random.fold_in(root, _INIT))
         saved = Saved(init_state(adapter, self.experiment.optimizer), root)
         identity = self.experiment.identity()
         remove_partial(self.folder / run_folder.CHECKPOINTS)
