@@ -66,10 +66,6 @@ def ptx(code: str, *args: ir.Value, results: Sequence[ir.Type] = (), effects: bo
     return list(out) if isinstance(out, (tuple, list)) else [out]
 
 
-def as_i32(value: ir.Value) -> ir.Value:
-    return arith.index_cast(i32_t(), value) if isinstance(value.type, ir.IndexType) else value
-
-
 def add(a, b):
     return arith.addi(_v(a), _v(b))
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from qerl_jax.durable import flush, flush_tree
+from qerl_jax.durable import flush, flush_tree, make_folder, with_home
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import Damaged, Progress, match_target, prng_of, read_manifest, verify_leaves, write_manifest
 
@@ -44,15 +44,16 @@ _logger = logging.getLogger(__name__)
 
 def checkpoint_steps(directory: str | os.PathLike[str]) -> list[int]:
     """Steps of the complete checkpoints in `directory`, ascending; their bytes are not looked at."""
-    return sorted(_folders(Path(directory)))
+    return sorted(_folders(with_home(directory)))
 
 
 def remove_partial(directory: str | os.PathLike[str]) -> None:
     """Clears what killed saves left behind. For the one program that writes to `directory`, at its start."""
-    for path in list(Path(directory).glob(f"{_OLD}step_*")):
+    directory = with_home(directory)
+    for path in list(directory.glob(f"{_OLD}step_*")):
         final = path.with_name(path.name.removeprefix(_OLD))
         os.rename(path, path.with_name(_TEMP + final.name + ".old") if final.exists() else final)
-    for path in Path(directory).glob(f"{_TEMP}step_*"):
+    for path in directory.glob(f"{_TEMP}step_*"):
         shutil.rmtree(path)
 
 
@@ -78,8 +79,8 @@ def save_checkpoint(
     Raises:
       TypeError: a leaf is not an array, or `progress` does not survive JSON.
       ValueError: a negative step, a limit below 1, or NaN or infinity in `progress`.
-      UserError: the system refuses to write, as where the disk is full, or orbax cannot be told the folder; older
-        checkpoints are as they were.
+      UserError: `directory` is a file or lies in one, the system refuses to write, as where the disk is full, or orbax
+        cannot be told the folder; older checkpoints are as they were.
     """
     step = operator.index(step)  # of a scalar array, as `TrainState.step` is
     if step < 0 or (save_total_limit is not None and save_total_limit < 1):
@@ -87,8 +88,8 @@ def save_checkpoint(
     leaves = _leaves(tree)
     if json.loads(json.dumps(progress, allow_nan=False)) != progress:
         raise TypeError(f"progress must hold JSON values only (no tuples, no keys but strings); got {progress!r}")
-    directory = Path(directory).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = with_home(directory).absolute()
+    make_folder(directory)
     remove_partial(directory)
     final = directory / f"step_{step:08d}"
     temp = directory / (_TEMP + final.name)
@@ -189,7 +190,7 @@ def restore_checkpoint[Tree](
       UserError: every checkpoint is damaged, `step` does not exist or is damaged, or a leaf of `target` is absent from
         the checkpoint or of another dtype or shape there.
     """
-    folders = _folders(Path(directory).absolute())
+    folders = _folders(with_home(directory).absolute())
     if step is None and not folders:
         return None
     if step is not None and step not in folders:

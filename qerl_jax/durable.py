@@ -1,4 +1,4 @@
-"""Folders that are made, and files and folders that appear on disk whole or not at all."""
+"""Paths, folders that are made, and files and folders that appear on disk whole or not at all."""
 
 import contextlib
 import fcntl
@@ -43,8 +43,14 @@ def named(folder: Path) -> Path:
     return folder if folder.name not in ("", "..") else folder.resolve()
 
 
-def where_it_leads(path: Path) -> Path:
+def with_home(path: str | os.PathLike[str]) -> Path:
+    """A path in which a `~` at the beginning is the home folder, or `~name` that of another user."""
+    return Path(os.path.expanduser(path))  # which leaves ~ and a name that nobody has as they are
+
+
+def where_it_leads(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a folder to write; of a symbolic link that of what it names, which may be yet to appear."""
+    path = with_home(path)
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
 
 
@@ -83,7 +89,7 @@ def _is_file_at(handle: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, names: Sequence[str]) -> Iterator[Path]:
+def whole_folder(path: str | os.PathLike[str], names: Sequence[str]) -> Iterator[Path]:
     """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
 
     A folder of the same kind that stands there is replaced: for an instant between two renames `path` is absent, never

@@ -42,15 +42,23 @@ _MEAN_LENGTH = "completions/mean_length"
 STREAM = 2
 
 
-def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFunctions, seed: int) -> dict[str, Any]:
-    """Means of every reward function over the held-out problems, num_generations_eval completions of each sampled, and
-    one greedy.
+def evaluate(
+    config: Config,
+    policy: Policy,
+    adapter: Adapter,
+    rewards: RewardFunctions,
+    examples: list[dict[str, Any]],
+    seed: int,
+) -> dict[str, Any]:
+    """Means of every reward function over held-out problems, num_generations_eval completions of each sampled, and one
+    greedy.
 
     Args:
       config: `evaluation`, `generation` (lengths) and `data` (prompt limit) are read.
       policy, adapter: what is measured; no noise.
       rewards: scores the completions; `accuracy` and `format` are among them in the shipped recipes.
-      seed: of the sampling, and of the problems of a generated data set; of a file the first rows are taken.
+      examples: the problems, rows of a data set (see `rl.assembly.held_out`).
+      seed: of the sampling.
 
     Returns:
       {"sampled": {name: mean}, "greedy": {name: mean}, "samples": the first greedy completions with their prompts}.
@@ -58,7 +66,6 @@ def evaluate(config: Config, policy: Policy, adapter: Adapter, rewards: RewardFu
       and a function `accuracy` "pass@k" for k = 2, 4, .. and all of them.
     """
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
-    examples = held_out(config, evaluation_data(config, seed))
     prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
     batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
@@ -140,17 +147,19 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
       UserError: the run has no adapter yet, or something it names is gone.
     """
     config = load_config(str(run / run_folder.CONFIG))
+    run_folder.refuse_what_has_gone(
+        config, run, "model.model_name_or_path", "evaluation.eval_dataset", "reward.functions"
+    )
     if num_generations_eval is not None:
         options = dataclasses.replace(config.evaluation, num_generations_eval=num_generations_eval)
         config = dataclasses.replace(config, evaluation=options)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
-        rewards.check(held_out(config, evaluation_data(config, seed)), config.evaluation.eval_dataset)
+        examples = held_out(config, evaluation_data(config, seed))
+        rewards.check(examples, config.evaluation.eval_dataset)
         policy = configured_policy(config)
         adapter = trained_adapter(run, policy)
-        compiled_together(
-            lowered_evaluation(config, policy, adapter, len(held_out(config, evaluation_data(config, seed))))
-        )
-        measured = evaluate(config, policy, adapter, rewards, seed)
+        compiled_together(lowered_evaluation(config, policy, adapter, len(examples)))
+        measured = evaluate(config, policy, adapter, rewards, examples, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 

@@ -19,6 +19,7 @@ from qerl_jax import run_folder
 from qerl_jax.checkpoints import restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
+from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint
@@ -29,6 +30,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
+from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
@@ -74,7 +76,7 @@ def export_model(
     base = resolve(found.model)
     if adapter is not None:
         warn_of_scaled_base(adapter_folder(adapter), found.model)
-    if Path(path).absolute().resolve() in (base.resolve(), Path(source).resolve()):
+    if where_it_leads(path).resolve() in (base.resolve(), where_it_leads(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     if format == "nvfp4":
         if adapter is not None:
@@ -85,8 +87,8 @@ def export_model(
         model = load_model(found.model, found.weight_format)
         if all(isinstance(weight, jax.Array) for weight in named_weights(model).values()):
             raise UserError(
-                f"{found.model}: its linear layers are plain, not nvfp4; `qerl quantize {found.model} {path}` packs "
-                "them"
+                f"{found.model}: its linear layers are plain, not nvfp4; `{program()} quantize {found.model} {path}` "
+                "packs them"
             )
         save_model(model, path, found.model, "nvfp4")
     elif format == "peft":
@@ -108,6 +110,7 @@ def _source(name: str) -> _Source:
     if run is None:
         return _Source(name, None, None, None)
     config = load_config(str(run / run_folder.CONFIG))
+    run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
     return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)
 
 
@@ -119,6 +122,8 @@ def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | Non
         return None
     config = source.config
     finished = source.run / run_folder.ADAPTER
+    if not finished.is_dir():
+        run_folder.refuse_what_has_gone(config, source.run, "lora.adapter")
 
     def begun(base: Model, key: jax.Array) -> Saved:
         # Of a finished run the adapter that it began with may be gone, and its own has the same shapes.

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from qerl_jax.durable import flush, write_whole
+from qerl_jax.durable import flush, make_folder, write_whole
 from qerl_jax.errors import UserError
 
 METRICS = "metrics.jsonl"
@@ -87,11 +87,11 @@ class MetricsWriter:
       step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
 
     Raises:
-      UserError: a service's package is not installed.
+      UserError: the folder is a file or lies in one, or a service's package is not installed.
     """
 
     def __init__(self, run_dir: Path, report_to: Sequence[str] = (), step: int = 0) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
         with contextlib.ExitStack() as opened:
             self._services = [
                 opened.enter_context(contextlib.closing(_SERVICES[name](run_dir, step))) for name in report_to

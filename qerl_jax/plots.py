@@ -162,12 +162,12 @@ def _accuracy(axes: Axes, runs: list[_Run]) -> bool:
 
 
 def _evaluations(run: _Run) -> dict[str, dict[float, float]]:
-    """{mode: {step: accuracy}} for the modes "sampled" and "greedy": metrics `eval/.../accuracy` and `eval/.../pass@1`
-    of the rows, and the summary's accuracy before (step 0) and after the run."""
+    """{mode: {step: accuracy}} for the modes "sampled" and "greedy": metrics `eval/.../accuracy` of the rows, and the
+    summary's accuracy before (step 0) and after the run."""
     found: dict[str, dict[float, float]] = {}
     for row in run.rows:
         for key, value in row.items():
-            if key.startswith("eval/") and key.rsplit("/", 1)[1] in ("accuracy", "pass@1") and value is not None:
+            if key.startswith("eval/") and key.endswith("/accuracy") and value is not None:
                 found.setdefault("greedy" if "greedy" in key else "sampled", {})[row["step"]] = float(value)
     for step, moment in ((0, "before"), (run.rows[-1]["step"], "after")):
         for mode in ("sampled", "greedy"):

@@ -7,6 +7,7 @@ that a later complaint can name the file and line.
 import dataclasses
 import importlib.resources
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
       UserError: no such file or recipe, unreadable YAML (with line and column), not a mapping, a repeated key, an
         override that is not `section.option=value`.
     """
+    path_or_name = os.path.expanduser(path_or_name)
     text, where = _read_text(path_or_name)
     values, sources = _parse(text, where)
     for override in overrides:
@@ -93,7 +95,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
     shipped = path.stem if bare or path.parent.name == "configs" else None
     if shipped in shipped_recipes() and (bare or not path.exists()):
         return (importlib.resources.files("qerl_jax") / "configs" / f"{shipped}.yaml").read_text("utf-8"), path_or_name
-    if path.is_dir():
+    if os.path.isdir(path):
         inside = path / RUN_CONFIG
         hint = f"; to continue this run name its config: {inside}" if inside.exists() else ""
         raise UserError(f"{path_or_name} is a folder; expected a YAML file or a shipped recipe{hint}")

@@ -27,6 +27,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.program import program
 from qerl_jax.rewards import loading
 from qerl_jax.rewards.loading import titles
 
@@ -44,6 +45,7 @@ _PLACES = {
     "data.train_dataset": dataset.from_anywhere,
     "evaluation.eval_dataset": dataset.from_anywhere,
 }
+_REWARDS = "reward.functions"
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -130,7 +132,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
         if begun is not None:
-            _refuse_what_has_gone(config, stored)
+            refuse_what_has_gone(config, folder, *_PLACES, _REWARDS)
         if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)
         if changes or begun is None:
@@ -154,7 +156,7 @@ def _forget(folder: Path) -> None:
 
 def continuing(folder: Path) -> str:
     """The command that continues the run in `folder`, whatever command began it."""
-    return f"qerl train {shlex.quote(str(folder / CONFIG))}"
+    return f"{program()} train {shlex.quote(str(folder / CONFIG))}"
 
 
 def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
@@ -176,15 +178,21 @@ def _with_whole_paths(config: Config) -> Config:
     return config_from_dict(values)
 
 
-def _refuse_what_has_gone(config: Config, stored: Path) -> None:
+def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
+    """Refuses a run, in `folder`, when what one of these options of its config names is no longer there.
+
+    Raises:
+      UserError: naming the option, the place, and the file to write another one into.
+    """
     values = _flat(config_to_dict(config))
-    places = [(option, values[option]) for option in _PLACES]
-    places += [("reward.functions", one["function"].rpartition(":")[0]) for one in values["reward.functions"]]
-    for option, place in places:
-        if place is not None and os.path.isabs(place) and not os.path.exists(place):
-            raise UserError(
-                f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into {stored}"
-            )
+    functions = [one["function"].rpartition(":")[0] for one in values[_REWARDS]]
+    for option in options:
+        for place in functions if option == _REWARDS else [values[option]]:
+            if place is not None and os.path.isabs(place) and not os.path.exists(place):
+                raise UserError(
+                    f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into "
+                    f"{folder / CONFIG}"
+                )
 
 
 def _changes(stored: Config, given: Config) -> list[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from qerl_jax import run_folder
+from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
 from qerl_jax.models.peft import ADAPTER_CONFIG
 from qerl_jax.models.source import CONFIG
@@ -14,7 +15,7 @@ def find_run(name: str) -> Path | None:
     Raises:
       UserError: the folder is neither.
     """
-    folder = Path(name)
+    folder = with_home(name)
     if (folder / run_folder.CONFIG).is_file():
         return folder
     if not folder.is_dir() or (folder / CONFIG).exists():

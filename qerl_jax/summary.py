@@ -1,10 +1,10 @@
 """What a run prints when it ends: before and after, side by side, and what to do next."""
 
 import shlex
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
+
+from qerl_jax.program import program
 
 
 def report(folder: Path, summary: dict[str, Any]) -> str:
@@ -29,7 +29,7 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
             f"    after   {_text(now['completion'])}",
         ]
     other = 0 if summary["seed"] == 1 else 1
-    qerl, run, prompt = _program(), shlex.quote(str(folder)), shlex.quote(_text(after["samples"][0]["prompt"]))
+    qerl, run, prompt = program(), shlex.quote(str(folder)), shlex.quote(_text(after["samples"][0]["prompt"]))
     lines += [
         "",
         f"everything is in {folder}: metrics.jsonl, completions.jsonl, summary.json, plots/, checkpoints/, adapter/",
@@ -54,13 +54,3 @@ def _text(prompt: Any) -> str:
     """A prompt or completion on one line; of a conversation, its last message."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return " ".join(text.split())
-
-
-def _program() -> str:
-    """What to type for this program: `qerl` where PATH finds this installation's, else the way to it."""
-    script = Path(sys.executable).with_name("qerl")
-    if not script.is_file():
-        return f"{shlex.quote(sys.executable)} -m qerl_jax.cli"
-    if shutil.which("qerl") == str(script):
-        return "qerl"
-    return shlex.quote(str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script))

@@ -378,3 +378,19 @@ def test_sigkill_during_saves_leaves_a_verified_checkpoint(tmp_path):
     assert last >= 1
     remove_partial(directory)
     assert all(name.startswith("step_") for name in os.listdir(directory))
+
+
+def test_checkpoints_may_lie_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = save_checkpoint("~/kept", 3, {"a": jnp.ones(2)}, {})
+    assert folder == tmp_path / "kept" / "step_00000003" and checkpoint_steps("~/kept") == [3]
+    tree, _, step = restore_checkpoint("~/kept", {"a": jnp.zeros(2)})
+    assert step == 3 and tree["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["file", "file/inside"])
+def test_a_folder_that_is_a_file_is_named(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file; expected a folder"):
+        save_checkpoint(tmp_path / name, 0, {"a": jnp.ones(2)}, {})

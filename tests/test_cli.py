@@ -301,6 +301,15 @@ def test_prompts_takes_a_text(text, calls, tmp_path, monkeypatch):
     assert prompts == [text]
 
 
+def test_a_word_longer_than_the_name_of_a_file_may_be(calls, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out.jsonl").touch()
+    assert main(["train", f"model.model_name_or_path={'x' * 300}"]) == 0
+    assert main(["generate", "m", "--prompts", "a long text " * 99, "--output", "out.jsonl"]) == 0
+    (_, (config,), _), (_, (_, prompts), _) = calls.seen
+    assert (config.model.model_name_or_path, prompts) == ("x" * 300, ["a long text " * 99])
+
+
 def test_evaluate_prints_what_it_measured(calls, run, capsys):
     assert main(["evaluate", str(run), "--seed", "7"]) == 0
     assert capsys.readouterr().out == "eval/arithmetic/pass@1: 0.6543\nproblems: 512\n"
@@ -314,6 +323,24 @@ def test_plot_writes_beside_one_run_and_elsewhere_for_several(calls, run, capsys
     assert main(["plot", str(run), str(run), "--output", "out"]) == 0
     assert [call[1] for call in calls.seen] == [([run], run / "plots"), ([run, run], Path("out"))]
     assert capsys.readouterr().out == f"{run / 'plots' / 'overview.png'}\nout/overview.png\n"
+
+
+def test_runs_and_files_may_lie_at_home(calls, run, tmp_path, monkeypatch, capsys):
+    """A shell expands no ~ behind a =."""
+    calls.fake("qerl_jax.plots", "plot_runs", lambda runs, output: [])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["evaluate", "~/run1"]) == main(["plot", "~/run1", "--output=~/drawn"]) == 0
+    assert main(["generate", "~/run1", "--prompts=~/q.jsonl", "--output=~/out.jsonl"]) == 0
+    assert main(["train", "~/run1/config.yaml", "--profile=~/trace"]) == 0
+    evaluated, drawn, generated, trained = calls.seen
+    assert evaluated[1] == (run, 0, None) and drawn[1] == ([run], tmp_path / "drawn")
+    assert generated[1][1] == ["a"] and generated[2]["temperature"] == 0.7
+    assert (tmp_path / "out.jsonl").read_text().count("a -> 0") == 1
+    assert trained[1][0].generation.temperature == 0.7 and trained[2]["profile"] == str(tmp_path / "trace")
+    assert main(["generate", "~/run1", "--prompts=~/q.jsonl", "--output=q.jsonl"]) == 2
+    assert "q.jsonl is the file of the prompts, which would be lost" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys):

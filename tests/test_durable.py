@@ -2,10 +2,11 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from qerl_jax.durable import make_folder, whole_folder
+from qerl_jax.durable import make_folder, whole_folder, with_home
 from qerl_jax.errors import UserError
 
 
@@ -173,3 +174,13 @@ def test_a_link_stays_and_what_it_names_is_replaced(tmp_path, there):
         put(tmp_path / "link", text)
         assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "real" / "a.txt").read_text() == text
     assert sorted(os.listdir(tmp_path)) == ["disk", "link"] and os.listdir(tmp_path / "disk") == ["real"]
+
+
+def test_a_folder_may_lie_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text in "12":
+        put(Path("~/x"), text)
+        assert (tmp_path / "x" / "a.txt").read_text() == text
+    assert [str(with_home(name)) for name in ("~", "a~/b", "~nobody-has-this-name/x")] == [
+        str(tmp_path), "a~/b", "~nobody-has-this-name/x"
+    ]  # fmt: skip

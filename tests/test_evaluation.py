@@ -10,7 +10,7 @@ from qerl_jax.config_files import load_config
 from qerl_jax.evaluation import evaluate, pass_at_k
 from qerl_jax.models.init import init_adapter
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.assembly import configured_policy
+from qerl_jax.rl.assembly import configured_policy, evaluation_data, held_out
 
 SMALL = ["optimizer.per_device_train_batch_size=8", "optimizer.gradient_accumulation_steps=2"]
 
@@ -44,11 +44,11 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
 
     words = ["evaluation.num_problems=12", "evaluation.batch_size=8", *SMALL]
     config = load_config("quickstart", [*words, "evaluation.num_generations_eval=3"])
-    policy = configured_policy(config)
+    policy, examples = configured_policy(config), held_out(config, evaluation_data(config, 0))
     adapter = init_adapter(jnp.zeros(2, jnp.uint32), policy.model, 4, 8)
     with Watched(config.reward) as rewards:
-        several = evaluate(config, policy, adapter, rewards, 0)
-        single = evaluate(load_config("quickstart", words), policy, adapter, rewards, 0)
+        several = evaluate(config, policy, adapter, rewards, examples, 0)
+        single = evaluate(load_config("quickstart", words), policy, adapter, rewards, examples, 0)
     # No call is larger than one of training, with 16 completions: 5 problems of 3, and 16 of one.
     assert [(len(texts), count) for texts, count in seen] == [(15, 3), (15, 3), (6, 3), (12, 1), (12, 1), (12, 1)]
     texts = [text for part, _ in seen[:3] for text in part]

@@ -73,6 +73,21 @@ def test_the_adapter_of_an_unfinished_run(tmp_path, run):
     assert options["base_model_name_or_path"] == str(tmp_path / "base") and options["r"] == 4
 
 
+def test_a_run_and_its_export_may_lie_at_home(tmp_path, run, monkeypatch):
+    _, model, adapter = run
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    export_model("~/r", "~/out", "peft")
+    assert_equal(load_adapter("~/out", model), adapter)
+    for _ in range(2):  # the second takes the first one's place
+        export_model("~/r", "~/merged", "bf16")
+    assert_equal(load_model(tmp_path / "merged"), load_model("~/merged"))
+    for source in ("~/base", "~/r"):
+        with pytest.raises(UserError, match="the export would replace what it is made from"):
+            export_model(source, source, "peft")
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_finished_run_has_its_adapter_in_a_folder(tmp_path, run):
     folder, model, adapter = run
     last = jax.tree.map(lambda x: 2 * x, adapter)
@@ -87,7 +102,9 @@ def test_a_finished_run_whose_first_adapter_is_gone(tmp_path, base, run):
     save_yaml(
         load_config("configs/quickstart.yaml", ["lora={}", *words, f"run.output_dir={folder}"]), folder / "config.yaml"
     )
-    with pytest.raises(UserError, match="gone: no such folder"):
+    with pytest.raises(
+        UserError, match=r"lora.adapter: .*gone is no longer there; .* write its place into .*/r/config.yaml"
+    ):
         export_model(folder, tmp_path / "out", "peft")
     save_adapter(adapter, folder / "adapter", "base")
     export_model(folder, tmp_path / "out", "peft")
@@ -148,7 +165,7 @@ def test_what_cannot_be_exported(tmp_path, base, run, capsys):
         export_model(base, tmp_path / "x", "mxfp4")
     with pytest.raises(UserError, match="base: a model alone has no adapter; expected a run folder, or --adapter"):
         export_model(base, tmp_path / "x", "peft")
-    with pytest.raises(UserError, match="linear layers are plain, not nvfp4; `qerl quantize"):
+    with pytest.raises(UserError, match=r"linear layers are plain, not nvfp4; `.* quantize .* packs them"):
         export_model(base, tmp_path / "x", "nvfp4")
     for source in (base, folder):
         with pytest.raises(UserError, match="base: the export would replace what it is made from"):
@@ -175,7 +192,7 @@ def test_a_run_whose_base_has_changed_is_refused(tmp_path, base, run):
 def test_a_run_without_a_checkpoint(tmp_path, run):
     folder, _, _ = run
     os.rename(folder / "checkpoints", tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="r: holds neither adapter/ nor a checkpoint; `qerl train"):
+    with pytest.raises(UserError, match=r"r: holds neither adapter/ nor a checkpoint; `.* train .*config.yaml` begins"):
         export_model(folder, tmp_path / "out", "bf16")
 
 

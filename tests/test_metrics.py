@@ -253,3 +253,9 @@ def test_live_line_elsewhere_prints_every_n_steps():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file; expected a folder"):
+        MetricsWriter(tmp_path / "file")

@@ -37,6 +37,12 @@ def test_rows_are_cut_padded_and_every_eighth_is_held_out(tmp_path, tokenizer):
     assert found.description["held_out_tokens"] == 8 and found.description["length"] == 4
 
 
+def test_a_file_may_lie_at_home(tmp_path, tokenizer, monkeypatch):
+    written(tmp_path, [{"text": "w1 w2"}] * 2)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_calibration("~/rows.jsonl", tokenizer, None, 4, 64).search.tokens.tolist() == [[1, 2]]
+
+
 def test_fewer_rows_than_the_file_has_are_spread_over_it(tmp_path, tokenizer):
     rows = [{"text": f"w{i} w0"} for i in range(20)]
     found = load_calibration(written(tmp_path, rows), tokenizer, 4, None, 64)

@@ -54,6 +54,7 @@ def test_unreadable_files_name_the_place(tmp_path, text, expected):
 def test_missing_files_binary_files_and_folders(tmp_path):
     assert "nope.yaml: no such file, and no shipped recipe" in failure("nope.yaml")
     assert "did you mean 'quickstart'?" in failure("quikstart")
+    assert "xx: cannot be read: File name too long" in failure("x" * 300)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8 text (byte 0)" in failure(tmp_path / "binary.yaml")
     assert "is a folder" in failure(tmp_path)

@@ -72,6 +72,50 @@ def test_accuracy(completion, answer, expected):
     assert score(completion, answer) == expected
 
 
+# Answers in the words of models; None where there is no number, or no telling which.
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("12 m2", 12),
+        ("12 m^2", 12),
+        ("12 m s-1", 12),
+        ("12 m s^-2", 12),
+        ("5 mol CO2", 5),
+        ("12km", 12),
+        ("12.5%", Fraction(25, 2)),
+        ("x=5", 5),
+        ("x=-5", -5),
+        ("x2 = 5", 5),
+        ("e5 = 7", 7),
+        ("Rs50", 50),
+        ("Rs.50", 50),
+        ("USD-50", -50),
+        ("$1,234.50", Fraction(2469, 2)),
+        ("1,234,567", 1234567),
+        ("-$1,234", -1234),
+        ("**72**.", 72),
+        ("\\boxed{72}", 72),
+        ("5, 7", 7),
+        ("5-7", 7),
+        ("5+7", 7),
+        ("5 - 7 = -2", -2),
+        ("3/4 cups", Fraction(3, 4)),
+        ("1,2345", None),
+        ("1234,567", None),
+        ("1,23", None),
+        ("3,4", None),
+        ("1.2.3", None),
+        ("1.234,56", None),
+        ("2^10", None),
+        ("10^-3", None),
+        ("1/2^3", None),
+        ("1e5^2", None),
+    ],
+)
+def test_what_a_final_number_stands_beside(answer, expected):
+    assert final_number(f"It is 99. #### {answer}") == expected
+
+
 def test_accuracy_reads_the_assistants_message():
     assert score([{"role": "assistant", "content": "#### 4"}], 4) == 1.0
     several = [{"role": "assistant", "content": "#### 4"}, {"role": "assistant", "content": "No. #### 5"}]

@@ -95,6 +95,20 @@ def test_a_worker_whose_parent_is_gone_ends_whatever_threads_are_left(source, at
     worker.close()
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_worker_whose_parent_dies_at_its_start_says_nothing(tmp_path, monkeypatch, capfd, told):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.5)\n\ndef score(completions):\n    return []\n")
+    if not told:  # before the name of the function was sent
+        monkeypatch.setattr(Worker, "_send", lambda *_: None)
+    worker = Worker(parse_name(f"{tmp_path / 'slow.py'}:score"), timeout=5)
+    process = worker._process
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(30) == 0
+    worker.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_sys_exit_is_an_exception_like_others(sometimes):
     with pytest.raises(UserError, match="SystemExit: enough"):
         sometimes("exit")

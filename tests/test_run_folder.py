@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from qerl_jax import run_folder
+from qerl_jax.cli import main
 from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.program import program
 
 
 def config(tmp_path, *overrides):
@@ -97,7 +99,7 @@ def test_a_run_folder_may_be_moved_and_continued(tmp_path, monkeypatch):
     (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
     moved = folder.rename(tmp_path / "else where")
     stored = str(moved / "config.yaml")
-    assert run_folder.continuing(moved) == f"qerl train '{stored}'"
+    assert run_folder.continuing(moved) == f"{program()} train '{stored}'"
     assert open_once(load_config(stored)) == moved and not folder.exists()
     monkeypatch.chdir(moved)
     assert open_once(load_config("config.yaml")) == moved
@@ -300,3 +302,30 @@ def test_what_a_run_no_longer_finds_is_named_with_its_option(tmp_path, monkeypat
     (tmp_path / "here" / gone).rename(tmp_path / gone)
     with pytest.raises(UserError, match=message):
         open_once(load_config(str(folder / "config.yaml")))
+
+
+EVALUATE, GENERATE = ["evaluate", "run"], ["generate", "run", "--prompt", "x"]
+EXPORT = ["export", "run", "out", "--format", "peft"]
+
+
+@pytest.mark.parametrize(
+    ("gone", "option", "refusing", "others"),
+    [
+        ("model", "model.model_name_or_path", [EVALUATE, GENERATE, EXPORT], []),
+        ("rows.jsonl", "evaluation.eval_dataset", [EVALUATE], [GENERATE, EXPORT]),
+        ("own.py", "reward.functions", [EVALUATE], [GENERATE, EXPORT]),
+    ],
+)
+def test_so_do_the_commands_that_read_it(gone, option, refusing, others, tmp_path, monkeypatch, capsys):
+    lie_in(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    open_once(load_config("quickstart", [*PLACES, "run.output_dir=run"]))
+    (tmp_path / gone).rename(tmp_path / "elsewhere")
+    expected = (
+        f"{option}: {tmp_path / gone} is no longer there; put it back or, if it has moved, write its place into "
+        "run/config.yaml\n"
+    )
+    for words in (*refusing, *others):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said == f"qerl {words[0]}: {expected}" if words in refusing else "is no longer there" not in said

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_jax.run_folder import continuing
 from qerl_jax.summary import report
 
 
@@ -73,3 +74,4 @@ def test_the_commands_name_the_program_as_it_can_be_called_from_here(script, on_
     point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
     (line,) = (line for line in report(Path("x"), summary(point, point)).splitlines() if " plot " in line)
     assert line.endswith(expected) and (script is None or line == f"  {expected}")
+    assert f"  {continuing(Path('x'))}" == line.replace("plot x", "train x/config.yaml")

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest_beside
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def check_n(n: int) -> None:
 
 def run_folder(name: str, file: str) -> Path:
     """The folder of a run, which must hold `file`."""
-    folder = Path(name)
+    folder = with_home(name)
     if not folder.is_dir():
         raise UserError(
             f"{name}: no such run folder{nearest_beside(folder)}; expected the folder that `qerl train` made"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_jax.commands.command import add_command, check_n, check_seed
 from qerl_jax.data import ROW_FILES
+from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def add(commands: "Commands") -> None:
     )
     parser.add_argument(
         "--output",
+        type=os.path.expanduser,
         metavar="FILE",
         help="write JSON rows to this file, not the terminal; an existing one is replaced when the first row is there",
     )
@@ -161,7 +163,8 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 def _check_output(name: str, prompts: str | None) -> None:
     """Refuses a name that no file can have, and the file of the prompts, without touching one that is there."""
     file = Path(name)
-    if prompts is not None and file.exists() and Path(prompts).exists() and file.samefile(prompts):
+    of_prompts = os.path.expanduser(prompts or "")
+    if file.exists() and os.path.exists(of_prompts) and file.samefile(of_prompts):
         raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")
     if file.is_dir():
         raise UserError(f"--output {name} is a folder; expected the name of a file")
@@ -223,7 +226,7 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
     names = (*sampling, "max_completion_length")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    saved = Path(arguments.model_or_run) / "config.yaml"
+    saved = with_home(arguments.model_or_run) / "config.yaml"
     start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
     try:
         options = dataclasses.replace(start, **given)

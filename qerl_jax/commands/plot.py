@@ -1,6 +1,7 @@
 """`qerl plot`: draws runs."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,10 @@ def add(commands: "Commands") -> None:
     parser = add_command(commands, "plot", "draw runs", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument(
-        "--output", metavar="DIR", help="where the pictures go (default: RUN/plots; several runs: plots)"
+        "--output",
+        type=os.path.expanduser,
+        metavar="DIR",
+        help="where the pictures go (default: RUN/plots; several runs: plots)",
     )
     parser.set_defaults(command=run)
 

@@ -1,6 +1,7 @@
 """`qerl train`: trains as a config says."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,9 @@ def add(commands: "Commands") -> None:
         "words", nargs="*", metavar="CONFIG | section.option=value", help="the config, then options to set otherwise"
     )
     parser.add_argument("--fresh", action="store_true", help="start over in a new run folder beside the existing one")
-    parser.add_argument("--profile", metavar="DIR", help="write a JAX profiler trace of a few steps to DIR")
+    parser.add_argument(
+        "--profile", type=os.path.expanduser, metavar="DIR", help="write a JAX profiler trace of a few steps to DIR"
+    )
     parser.set_defaults(command=run)
 
 
@@ -58,4 +61,4 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _is_override(word: str) -> bool:
     """Whether it sets an option. The path of a config may have a = too, in a folder named after its options."""
-    return "=" in word and "/" not in word.partition("=")[0] and not Path(word).is_file()
+    return "=" in word and "/" not in word.partition("=")[0] and not os.path.isfile(word)

@@ -19,9 +19,9 @@ import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
+from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest
 
-Message = dict[str, str]
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
 _ROLES = ("system", "user", "assistant", "tool")
@@ -184,7 +184,7 @@ def load_dataset(
             hint = nearest(split, _ARITHMETIC_ROWS)
             raise UserError(f"data set 'arithmetic': no split {split!r}{hint}; allowed: {', '.join(_ARITHMETIC_ROWS)}")
         return ArithmeticDataset(split, _ARITHMETIC_ROWS[split] if size is None else size, seed)
-    path = Path(name_or_path)
+    path = with_home(name_or_path)
     if path.suffix in ROW_FILES and path.is_file():
         return JsonlDataset(path, empty_prompts)
     if path.suffix in ROW_FILES:

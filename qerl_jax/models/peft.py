@@ -209,7 +209,7 @@ def save_adapter(
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
     copied = companions(tokenizer_from)
     own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, *TOKENIZER_FILES]
-    with whole_folder(Path(path), own) as folder:
+    with whole_folder(path, own) as folder:
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         write_json(folder / ADAPTER_CONFIG, options)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.durable import whole_folder
+from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.format_names import FORMATS
 from qerl_jax.formats import Weight, dequantize
@@ -95,7 +95,7 @@ def write_model_folder(
       UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
     """
     copied = companions(tokenizer_from)
-    target = Path(path)
+    target = where_it_leads(path)
     with whole_folder(target, [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, *weight_files(target)]) as folder:
         write_json(folder / CONFIG, dict(hf))
         write_shards(folder, tensors)

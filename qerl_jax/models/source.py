@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest, nearest_beside, shown
 from qerl_jax.models.files import file_size, parse_json
 from qerl_jax.models.safetensors import read_safetensors
@@ -49,7 +50,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path)
     if name.startswith(_BUILTIN):
         return _builtin(name.removeprefix(_BUILTIN))
-    folder = Path(os.path.expanduser(name))  # which leaves ~ and a name that nobody has as they are
+    folder = with_home(name)
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -18,6 +18,7 @@ import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.prompts import Prompt, prompt_ids, templated, text_ids
+from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ def load_calibration(
     if source == ARITHMETIC:
         documents = _arithmetic(tokenizer, sequences or DEFAULT_SEQUENCES)
     else:
-        documents = _jsonl(Path(source), tokenizer, sequences)
+        documents = _jsonl(with_home(source), tokenizer, sequences)
     lengths = np.asarray([min(length, len(ids)) for ids, _ in documents], np.int32)
     starts = np.asarray([start for _, start in documents], np.int32)
     tokens = np.zeros((len(documents), lengths.max()), np.int32)

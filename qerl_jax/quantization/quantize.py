@@ -86,7 +86,7 @@ def quantize_folder(
         )
     if text is None and (sequences, length) != (None, None):
         raise UserError("--sequences and --length have no effect without --calibration; leave them out")
-    target = where_it_leads(Path(destination))
+    target = where_it_leads(destination)
     _refuse_existing(target)
     opened = open_model(source)
     if opened.packing is not None:

@@ -22,10 +22,15 @@ RewardFunction = Callable[..., list[float | None]]
 
 MARKER = "####"
 # Digits, with or without commas between thousands, a decimal part, a power of ten; a sign and a divisor where they are.
-_EXPONENT = r"[eE]([-+]?[0-9]+)"
+_SIGN, _EXPONENT = r"[-+\u2212]", r"[eE]([-+]?[0-9]+)"
 _UNSIGNED = rf"(?:(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:{_EXPONENT})?"
-_NUMBER = re.compile(rf"[-+\u2212]?{_UNSIGNED}(?:/{_UNSIGNED})?")
-_SIGNED_DOLLARS = re.compile(r"([-+\u2212])\$")
+_SIGNED = rf"{_SIGN}?(?>{_UNSIGNED}(?:/{_UNSIGNED})?)"
+_NUMBER = re.compile(_SIGNED)
+# In a text: not where digits go on before or after it, behind a comma, nor in a power. Between numbers a - is no sign.
+_WHOLE = rf"(?<![0-9,^])(?<![0-9]\.)(?<![,^]{_SIGN}){_SIGNED}(?![0-9^]|[.,][0-9])"
+_IN_TEXT = re.compile(_WHOLE)
+_NO_LETTER_BEFORE = re.compile(rf"(?<!\w)(?<![^\W\d]{_SIGN}){_WHOLE}")
+_SIGNED_DOLLARS = re.compile(rf"({_SIGN})\$")
 # More digits than any answer has, written out or as a power of ten; Python itself refuses to convert more than 4300.
 _MOST_DIGITS = 1000
 
@@ -55,10 +60,15 @@ def final_number(text: str) -> Fraction | None:
 
     `1,234.50`, `-3`, `.5`, `3/4` and `1.5e-3` are numbers, with a hyphen or U+2212 for the minus; `-$3` is `$-3`. What
     else stands beside one, such as a unit, is passed over.
+
+    No part of `1,2345`, `1.2.3`, `3,4` or `2^10` is a number: they are not written as one, and which was meant cannot
+    be told. In `5-7` the last number is 7. One right behind a letter, as in `12 m2` and `5 s-1`, belongs to the unit;
+    it counts only where there is no other (`Rs50`).
     """
     _, marker, tail = text.rpartition(MARKER)
-    numbers = [match[0] for match in _NUMBER.finditer(_SIGNED_DOLLARS.sub(r"\1", tail))] if marker else []
-    return _value(numbers[-1]) if numbers else None
+    tail = _SIGNED_DOLLARS.sub(r"\1", tail) if marker else ""
+    found = list(_NO_LETTER_BEFORE.finditer(tail)) or list(_IN_TEXT.finditer(tail))
+    return _value(found[-1][0]) if found else None
 
 
 def _expected(answer: Any, row: int) -> Fraction:

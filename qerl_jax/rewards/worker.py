@@ -31,7 +31,6 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    name, load_timeout = channel.read(requests)
     function: Any = None
 
     def answer(action: Any, timeout: float) -> None:
@@ -52,12 +51,14 @@ def main() -> None:
         return source_digest(name)
 
     try:
+        name, load_timeout = channel.read(requests)
         answer(load, load_timeout)
         while True:
             timeout, kind, arguments = channel.read(requests)
             action = {"call": call, "accepted": accepted}[kind]
             answer(lambda action=action, arguments=arguments: action(name.spec, function, *arguments), timeout)
     except (EOFError, BrokenPipeError):  # of the channel: the parent is gone, or done with this worker
+        os.dup2(os.open(os.devnull, os.O_WRONLY), answers.fileno())  # for what Python still has to write at its end
         # Python would wait for the threads that the user's code has left, which may never end.
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=stack_fd)
 

@@ -146,13 +146,9 @@ class Experiment:
             "total optimizer steps": self.total_steps,
         }
 
-    def initial_adapter(self, key: jax.Array) -> Adapter:
-        """The adapter that the run begins with."""
-        return initial_adapter(self.config, self.policy.model, key)
-
 
 def initial_adapter(config: Config, model: Model, key: jax.Array) -> Adapter:
-    """A fresh LoRA adapter, or the one that lora.adapter names."""
+    """The adapter that a run begins with: a fresh LoRA adapter, or the one that lora.adapter names."""
     lora = config.lora
     if lora.adapter is not None:
         return load_adapter(lora.adapter, model, train_norms=lora.train_norms)

@@ -35,7 +35,7 @@ from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import advantages_by
-from qerl_jax.rl.assembly import Experiment, assemble, held_out
+from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
 from qerl_jax.rl.step import make_batch, with_policies
@@ -106,7 +106,7 @@ class _Run:
 
     def _begin_or_resume(self) -> None:
         root = jax.random.key(self.config.run.seed)
-        adapter = self.experiment.initial_adapter(jax.random.fold_in(root, _INIT))
+        adapter = initial_adapter(self.config, self.experiment.policy.model, jax.random.fold_in(root, _INIT))
         saved = Saved(init_state(adapter, self.experiment.optimizer), root)
         identity = self.experiment.identity()
         remove_partial(self.folder / run_folder.CHECKPOINTS)
@@ -145,6 +145,7 @@ class _Run:
             # Trace a rollout that compiles nothing, if more than one is left.
             rollouts_left = (total - int(self.state.step)) / config.updates_per_rollout
             traced = self.progress["rollout"] + (1 if rollouts_left > 1 else 0)
+            measured = None
             while int(self.state.step) < total:
                 self._stop_if_interrupted()
                 first_step = int(self.state.step)
@@ -157,12 +158,12 @@ class _Run:
                             live.note(f"step {row['step']}: loss or gradient is not finite; this update was refused")
                 step = int(self.state.step)
                 self._stop_if_never_finite()
-                self._evaluate_if_due(first_step)
+                measured = self._evaluate_if_due(first_step)
                 if config.run.save_steps and step - self.saved_at >= config.run.save_steps:
                     self._save()
             self._save()
             self._stop_if_interrupted()
-            after = self._evaluate("after training")
+            after = measured or self._evaluate("after training")
         return self._finish(after)
 
     def _compile(self) -> None:
@@ -251,21 +252,23 @@ class _Run:
                 "leave model.dtype float16, if that is it: its numbers end at 65504"
             )
 
-    def _evaluate_if_due(self, before: int) -> None:
-        """Writes a row of held-out accuracy if the rollout just trained on reached a multiple of eval_steps."""
+    def _evaluate_if_due(self, before: int) -> dict[str, Any] | None:
+        """Evaluates, and writes a row of it, if the rollout just trained on reached a multiple of eval_steps."""
         every, step = self.config.evaluation.eval_steps, int(self.state.step)
         if every is None or step // every == before // every:
-            return
+            return None
         results = self._evaluate(f"at step {step}")
         row = {"step": step, "rollout": self.progress["rollout"] - 1}
         for mode, prefix in (("sampled", "eval/"), ("greedy", "eval/greedy/")):
             row |= {prefix + name: value for name, value in results[mode].items()}
         self.writer.log(row)
+        return results
 
     def _evaluate(self, when: str) -> dict[str, Any]:
         self.live.note(f"evaluating {when}, on held-out problems")
-        policy, seed = self.experiment.policy, self.config.run.seed
-        return evaluate(self.config, policy, self.state.adapter, self.rewards, seed)
+        experiment, seed = self.experiment, self.config.run.seed
+        examples = held_out(self.config, experiment.evaluation_data)
+        return evaluate(self.config, experiment.policy, self.state.adapter, self.rewards, examples, seed)
 
     def _save(self) -> None:
         step = int(self.state.step)
@@ -288,7 +291,7 @@ class _Run:
             "steps": int(self.state.step),
             "seed": self.config.run.seed,
             "device": jax.devices()[0].device_kind,
-            "identity": self.experiment.identity(),
+            "identity": self.progress["identity"],
             "before": before,
             "after": after,
         }

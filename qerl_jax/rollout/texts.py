@@ -89,7 +89,9 @@ def generate_texts(
     if adapter is not None:
         adapter_folder(adapter)
     if run is not None:
-        options = load_config(str(run / run_folder.CONFIG)).model
+        config = load_config(str(run / run_folder.CONFIG))
+        run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
+        options = config.model
         policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
         trained = trained_adapter(run, policy) if adapter is None else None
         base = options.model_name_or_path

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,15 @@ def test_two_reward_functions_are_summed_with_their_weights(finished):
         assert row["reward"] == pytest.approx(digits + 0.2 * row["rewards/format"], abs=1e-6)
 
 
-def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp_path):
-    run = train(config, tmp_path / "run", "evaluation.eval_steps=4")
+@pytest.mark.parametrize(("every", "at"), [(4, [(4, 1)]), (2, [(2, 0), (4, 1), (6, 2)])])
+def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp_path, capsys, every, at):
+    run = train(config, tmp_path / "run", f"evaluation.eval_steps={every}")
     evaluated = [row for row in rows(run) if "eval/format" in row]
-    assert [(row["step"], row["rollout"]) for row in evaluated] == [(4, 1)]
-    assert {"eval/greedy/digits", "eval/digits", "eval/completions/mean_length"} <= evaluated[0].keys()
+    assert [(row["step"], row["rollout"]) for row in evaluated] == at
+    for row in evaluated:
+        assert {"eval/greedy/digits", "eval/digits", "eval/completions/mean_length"} <= row.keys()
+    # Before training, on the way and at the end, where one evaluation serves for both.
+    assert capsys.readouterr().out.count("evaluating ") == 1 + len({step for step, _ in at} | {6})
     assert [row for row in rows(run) if row not in evaluated] == rows(finished)
     assert same_adapter(run, finished)
     assert (run / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
@@ -299,3 +304,27 @@ def test_training_goes_on_from_an_adapter(config, finished, tmp_path):
     assert all(first[name].tobytes() == last[name].tobytes() for name in adapter)
     assert not same_adapter(run, finished, 6)
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_a_run_has_read_at_its_start_is_what_it_evaluates_and_names(config, finished, tmp_path, monkeypatch):
+    """The file of the problems changes while it trains, and the adapter that it began with goes."""
+    problems, first = arithmetic_rows(tmp_path, 4), shutil.copytree(finished / "adapter", tmp_path / "first")
+    rollout, read = trainer._Run._one_rollout, []
+
+    def meanwhile(self):
+        problems.write_text(problems.read_text().replace("Ann", "Tom"))
+        shutil.rmtree(first)
+        return rollout(self)
+
+    monkeypatch.setattr(trainer._Run, "_one_rollout", meanwhile)
+    words = [f"evaluation.eval_dataset={problems}", f"lora.adapter={first}", "noise.num_stages=2"]
+    run = train(config, tmp_path / "run", *words, "optimizer.max_steps=2")
+    summary = json.loads((run / "summary.json").read_text())
+    before, after = ([row["prompt"] for row in summary[when]["samples"]] for when in ("before", "after"))
+    assert before == after and "Ann" in before[0]
+    assert summary["identity"] == leaves(run)[1]["identity"] and "initial adapter" in summary["identity"]
+
+    load = evaluation.evaluation_data
+    monkeypatch.setattr(evaluation, "evaluation_data", lambda *arguments: read.append(arguments) or load(*arguments))
+    evaluation.evaluate_run(run, 0)
+    assert len(read) == 1

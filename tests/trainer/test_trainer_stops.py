@@ -246,7 +246,7 @@ def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, 
         assert process.wait() == 130, process.output()
         said = process.output()
     assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
-    (saved,) = re.findall(rf"saved at step (\d) of 6; `qerl train {run}/config.yaml` continues it", said)
+    (saved,) = re.findall(rf"saved at step (\d) of 6; `.*qerl.* train {run}/config.yaml` continues it", said)
     assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
     trainer.train(load_config(f"{run}/config.yaml"))
     assert differences(run, finished) == []
@@ -276,7 +276,7 @@ def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
         patch.setattr(module, during, interrupted)
         if during == "lowered_evaluation":
             patch.setattr(trainer, "evaluate", None)  # what compiled was interrupted: nothing is sampled any more
-        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `qerl train .* continues it"):
+        with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `.* train .* continues it"):
             train(config, run)
     assert checkpoints(run)[-1] == len(rows(run)) == saved
     train(config, run)
