@@ -17,7 +17,7 @@ from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.packed_rows import Frame, frames_of, in_a_row, moved, packed_rows, placed
 from qerl_jax.models.transformer import forward
 from qerl_jax.rl.correction import SamplerCorrection
-from qerl_jax.rl.logprobs import completion_logps, token_logps
+from qerl_jax.rl.logprobs import completion_logps, longest_row, token_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.packs import in_packs, packs_of
 from qerl_jax.rl.update import Batch, UpdateSettings, init_state, score, update_step
@@ -236,6 +236,10 @@ def test_a_choice_among_frames_keeps_no_room_for_all_of_them():
 @functools.partial(jax.jit, static_argnames="slots")
 def log_probabilities(adapter, rows, slots=None):
     return completion_logps(MODEL, adapter, *rows, 0.7, slots=slots)
+
+
+def test_the_longest_row_is_rounded_up():
+    assert longest_row(6, 58) == 64 and longest_row(7, 58) == 80
 
 
 @pytest.mark.parametrize("slots", [None, 448, 384])

@@ -13,6 +13,7 @@ from qerl_jax.models.packed_rows import in_a_row, moved, packed_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import forward, head
 
+_MULTIPLE = 16  # of the longest row, so that packs have as many slots as products of 16-bit numbers are fast with
 _LOGITS_BUDGET = 2**26  # float32 logits held at a time (256 MB); a whole batch's would not fit at 152k tokens
 
 
@@ -74,6 +75,11 @@ def _of_chunks_backward(given: Any, gradients: tuple[jax.Array, jax.Array]) -> t
 _of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
 
 
+def longest_row(prompt_slots: int, completion_slots: int) -> int:
+    """The token slots that packs have for the longest prompt and completion together."""
+    return -(-(prompt_slots + completion_slots) // _MULTIPLE) * _MULTIPLE
+
+
 def completion_logps(
     model: Model,
     adapter: Adapter | None,
@@ -95,14 +101,15 @@ def completion_logps(
       prompt_lengths_N, completion_lengths_N: 1 or more; both 0 where there is no row, behind all others.
       temperature: that logits are divided by.
       gradient_checkpointing: see `forward`.
-      slots: the token slots of the pack, into which the rows must fit (see `packs_of`); None is N (P + C).
+      slots: the token slots of the pack, into which the rows must fit (see `packs_of`); None is N of `longest_row`.
 
     Returns:
       Both [N, C]; slots past a completion's end hold values of no meaning, to be masked by length.
     """
     (N, P), C = prompt_NP.shape, completion_NC.shape[1]
-    slots = N * (P + C) if slots is None else slots
-    packing = packed_rows(prompt_lengths_N + completion_lengths_N, slots, P + C)
+    longest = longest_row(P, C)
+    slots = N * longest if slots is None else slots
+    packing = packed_rows(prompt_lengths_N + completion_lengths_N, slots, longest)
     row_L, place_L, starts_N = packing.row_L, packing.place_L, packing.starts_N
     of_completion_L = place_L - prompt_lengths_N[row_L]  # the token's place in the completion
     tokens_L = jnp.where(

@@ -25,7 +25,7 @@ from qerl_jax.errors import check_fields
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
-from qerl_jax.rl.logprobs import completion_logps
+from qerl_jax.rl.logprobs import completion_logps, longest_row
 from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
 from qerl_jax.rl.packs import Body, in_packs, put
 
@@ -152,8 +152,7 @@ def _size(batch: Batch, settings: UpdateSettings) -> int:
 
 
 def _longest(batch: Batch) -> int:
-    """Of prompt and completion together."""
-    return batch.prompt.shape[1] + batch.completion.shape[1]
+    return longest_row(batch.prompt.shape[1], batch.completion.shape[1])
 
 
 def _learner(
