@@ -139,7 +139,7 @@ class OutputTiles:
         found.scale, found.bias, found.b = mem.load_global_f32(scale), None, []
         if any(part.biased):
             at = p.select(p.eq(is_biased, 1), p.mul(row, 4), 0)
-            low, high = mem.load_global_f32(mem.offset(bias, at)), None
+            low = mem.load_global_f32(mem.offset(bias, at))
             high = mem.load_global_f32(mem.offset(bias, p.select(p.eq(is_biased, 1), p.mul(p.add(row, 8), 4), 0)))
             has = p.eq(is_biased, 1)
             found.bias = [arith.select(has, v, p.f32(0.0)) for v in (low, low, high, high)]

@@ -1,7 +1,9 @@
 """qerl_jax: reinforcement learning of language models with 4-bit frozen weights, on one GPU, in JAX.
 
-The functions that scripts need, all pure over explicit pytrees: usable under `jax.jit`, `jax.vmap` and, where it means
-something, `jax.grad`. `Model` is the frozen base, `Adapter` what is trained, `TrainState` what an update changes.
+The functions that scripts need. What computes is pure over explicit pytrees: usable under `jax.jit`, `jax.vmap` and,
+where it means something, `jax.grad`; beside it what loads and saves. `Model` is the frozen base, `Adapter` what is
+trained, `TrainState` what an update changes. A run as the command line makes it is `qerl_jax.rl.trainer.train`, of a
+`Config` of `qerl_jax.config`.
 
 Each name is imported from its module on first use, so that `import qerl_jax` and the command line start at once.
 """

@@ -67,7 +67,7 @@ class LoraOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class DataOptions:
-    """Prompts: `arithmetic` (generated) or a local .jsonl file. A prompt beyond the limit is an error, never cut."""
+    """Prompts: `arithmetic` (generated) or a local .jsonl or .ndjson file. A prompt beyond the limit is an error."""
 
     train_dataset: Location = "arithmetic"
     max_prompt_length: Count = 48

@@ -11,19 +11,17 @@ _EVERY = {True: 0.2, False: 10.0}  # seconds between two lines, on a terminal an
 
 
 class Progress:
-    """Counts bytes and items of a known total. As a context manager it ends the line; use it from one thread.
+    """Counts bytes and tensors of a known total. As a context manager it ends the line; use it from one thread.
 
     Args:
       title: what is going on.
-      items, total_bytes: how much there is.
-      noun: what the items are.
+      items: tensors that there are.
+      total_bytes: how large they are together.
       stream: None is stderr.
     """
 
-    def __init__(
-        self, title: str, items: int, total_bytes: int, noun: str = "tensors", stream: TextIO | None = None
-    ) -> None:
-        self._title, self._items, self._bytes, self._noun = title, items, total_bytes, noun
+    def __init__(self, title: str, items: int, total_bytes: int, stream: TextIO | None = None) -> None:
+        self._title, self._items, self._bytes = title, items, total_bytes
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
         self._begin = time.monotonic()
@@ -56,7 +54,7 @@ class Progress:
         rate = self._done_bytes / seconds
         left = (self._bytes - self._done_bytes) / rate if rate else 0.0
         line = (
-            f"{self._title}: {self._done_items}/{self._items} {self._noun}, {self._done_bytes / 1e9:.2f}/"
+            f"{self._title}: {self._done_items}/{self._items} tensors, {self._done_bytes / 1e9:.2f}/"
             f"{self._bytes / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {_clock(seconds)} gone, {_clock(left)} left"
         )
         self._stream.write(f"\r{line:<{self._width}}" if self._terminal else f"{line}\n")

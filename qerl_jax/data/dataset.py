@@ -170,7 +170,7 @@ def load_dataset(
     """Opens a data set.
 
     Args:
-      name_or_path: `arithmetic`, or a .jsonl file (which has no splits: all its rows are taken).
+      name_or_path: `arithmetic`, or a .jsonl or .ndjson file (which has no splits: all its rows are taken).
       split: `train`, `eval` or `pretrain` of a generated data set.
       seed: of a generated data set; another seed gives other problems of the same split.
       size: rows of a generated data set, None for its usual number.

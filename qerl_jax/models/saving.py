@@ -26,7 +26,7 @@ def save_model(
     model: Model,
     path: str | os.PathLike[str],
     tokenizer_from: str | os.PathLike[str] | None = None,
-    weight_format: str | None = None,
+    weight_format: str = "bf16",
 ) -> None:
     """Writes a folder that transformers and `load_model` read, one tensor in memory at a time.
 
@@ -36,7 +36,7 @@ def save_model(
       model: the network.
       path: the folder; one that holds a model already is replaced.
       tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
-      weight_format: None or "bf16" writes plain weights in the embeddings' dtype, unpacking packed ones; "nvfp4" writes
+      weight_format: "bf16" writes plain weights in the embeddings' dtype, unpacking packed ones; "nvfp4" writes
         the packed bytes as they are, in compressed-tensors' `nvfp4-pack-quantized`. Linear layers that are plain beside
         packed ones stay plain and are named in the configuration's `ignore`. Norm scales that the embeddings' dtype
         would round are written in float32.
@@ -45,7 +45,7 @@ def save_model(
       UserError: an unknown format, "nvfp4" for linear layers of another format, `path` holds other files, or
         `tokenizer_from` has no tokenizer.
     """
-    if weight_format not in (None, *SAVED_FORMATS):
+    if weight_format not in SAVED_FORMATS:
         hint = nearest(weight_format, SAVED_FORMATS, elsewhere=FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; written are {', '.join(SAVED_FORMATS)}{hint}")
     dtype = model.base.embed.dtype

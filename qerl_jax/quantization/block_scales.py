@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.formats import NVFP4Weight
-from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1
+from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs
 from qerl_jax.formats.nvfp4 import BLOCK
 from qerl_jax.formats.row_blocks import in_row_blocks
 
@@ -77,7 +77,7 @@ def search_block_scales(w_NK: jax.Array, whole: jax.Array, power_K: jax.Array) -
             ),
         )
         codes = best_codes.reshape(n, K)
-        return codes[:, 0::2] | (codes[:, 1::2] << 4), best_scale
+        return pack_pairs(codes), best_scale
 
     packed, scale = in_row_blocks(rows, w_NK)
     return NVFP4Weight(packed, scale, jnp.asarray(whole, jnp.float32).reshape(()))

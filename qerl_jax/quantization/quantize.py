@@ -138,7 +138,7 @@ def _check_options(weight_format: str, method: str) -> None:
 
 
 def _compute_dtype(opened: Opened) -> jnp.dtype:
-    """What activations are computed in: float32 on a CPU, elsewhere as the model is stored."""
+    """What activations are computed in: bfloat16 off a CPU where the model is stored in it, or else float32."""
     stored = opened.tensors["model.embed_tokens.weight"][1].dtype
     return jnp.dtype(jnp.bfloat16 if stored == jnp.bfloat16 and jax.default_backend() != "cpu" else jnp.float32)
 
