@@ -31,7 +31,7 @@ from qerl_jax.durable import flush, flush_tree, make_folder, with_home
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import Damaged, Progress, match_target, prng_of, read_manifest, verify_leaves, write_manifest
 
-__all__ = ["checkpoint_steps", "remove_partial", "restore_checkpoint", "save_checkpoint"]
+__all__ = ["checkpoint_steps", "newest_progress", "remove_partial", "restore_checkpoint", "save_checkpoint"]
 
 _ARRAYS = "arrays"
 _TEMP, _OLD = ".tmp-", ".old-"
@@ -209,6 +209,15 @@ def restore_checkpoint[Tree](
         return jax.tree.unflatten(jax.tree.structure(target), placed), manifest["progress"], candidate
     tried = f"checkpoint {step}" if step is not None else f"every checkpoint ({', '.join(map(str, sorted(folders)))})"
     raise UserError(f"{directory}: {tried} is damaged; the warnings above say where. Start again in another folder.")
+
+
+def newest_progress(directory: str | os.PathLike[str]) -> Progress | None:
+    """What the newest undamaged checkpoint holds beside its arrays, None where there is none."""
+    for step, folder in sorted(_folders(with_home(directory)).items(), reverse=True):
+        with contextlib.suppress(Damaged):
+            progress: Progress = read_manifest(folder, step)["progress"]
+            return progress
+    return None
 
 
 def _folders(directory: Path) -> dict[int, Path]:

@@ -5,6 +5,7 @@ before and after a run gives the same problems and the same draws.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,11 +31,13 @@ from qerl_jax.rl.assembly import (
     decode_completions,
     evaluation_data,
     held_out,
+    model_identity,
     sampling_engine,
     sampling_settings,
 )
 from qerl_jax.rollout import Engine, Prompts
 
+_log = logging.getLogger(__name__)
 _SAMPLES = 3
 # As TRL calls it. A slash without a colon is in no name of a reward function, so none has this one.
 _MEAN_LENGTH = "completions/mean_length"
@@ -144,7 +147,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
     run's own.
 
     Raises:
-      UserError: the run has no adapter yet, or something it names is gone.
+      UserError: the run has no adapter yet, or something it names is gone or another model now.
     """
     config = load_config(str(run / run_folder.CONFIG))
     run_folder.refuse_what_has_gone(
@@ -157,23 +160,40 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         examples = held_out(config, evaluation_data(config, seed))
         rewards.check(examples, config.evaluation.eval_dataset)
         policy = configured_policy(config)
-        adapter = trained_adapter(run, policy)
+        adapter = trained_adapter(run, config.model.model_name_or_path, policy)
+        _warn_of_changed_data(run, config)
         compiled_together(lowered_evaluation(config, policy, adapter, len(examples)))
         measured = evaluate(config, policy, adapter, rewards, examples, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 
-def trained_adapter(run: Path, policy: Policy) -> Adapter:
-    """The adapter that a finished run left, for the base that it was trained on.
+def trained_adapter(run: Path, model: str, policy: Policy) -> Adapter:
+    """The adapter that a finished run left, for the model that it was trained on, of that name and loaded as `policy`.
 
     Raises:
-      UserError: there is none yet, or the base is another one now.
+      UserError: there is none yet, or the base, its tokenizer or the ids that end a text are others now.
     """
     if not (run / run_folder.SUMMARY).is_file():  # which is written last
         raise UserError(
             f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
             f"`{run_folder.continuing(run)}` continues it"
         )
-    trained_on = read_json(run / run_folder.SUMMARY).get("identity", {})
-    run_folder.refuse_changed_identity(run, trained_on, {"base weights": policy.fingerprint})
+    run_folder.refuse_another_model(run, _trained_on(run), model_identity(model, policy.fingerprint))
     return load_adapter(run / run_folder.ADAPTER, policy.model)
+
+
+def _trained_on(run: Path) -> dict[str, Any]:
+    identity: dict[str, Any] = read_json(run / run_folder.SUMMARY).get("identity", {})
+    return identity
+
+
+def _warn_of_changed_data(run: Path, config: Config) -> None:
+    name = "evaluation data"
+    # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
+    if evaluation_data(config, config.run.seed).fingerprint != (was := _trained_on(run).get(name)) and was is not None:
+        _log.warning(
+            "%s: the %s (%s) has changed since the run: what is measured now may not compare with its summary.json",
+            run,
+            name,
+            config.evaluation.eval_dataset,
+        )

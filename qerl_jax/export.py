@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax import run_folder
-from qerl_jax.checkpoints import restore_checkpoint
+from qerl_jax.checkpoints import newest_progress, restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
@@ -29,10 +29,10 @@ from qerl_jax.models.merging import save_merged
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
-from qerl_jax.models.source import resolve
+from qerl_jax.models.source import read_json, resolve
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
-from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
+from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.trainer import Saved
 from qerl_jax.rl.update import init_state
@@ -66,8 +66,8 @@ def export_model(
       adapter: a PEFT folder; for a run, instead of its own.
 
     Raises:
-      UserError: an unknown format, an option that would have no effect, nothing to export, a base that is not the one
-        trained on, or a `path` that holds other files.
+      UserError: an unknown format, an option that would have no effect, nothing to export, a model that is not the one
+        trained on (of format "peft" its tokenizer and ids alone are compared), or a `path` that holds other files.
     """
     if format not in EXPORT_FORMATS:
         hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
@@ -90,9 +90,12 @@ def export_model(
                 f"{found.model}: its linear layers are plain, not nvfp4; `{program()} quantize {found.model} {path}` "
                 "packs them"
             )
+        _refuse_another_model(found, _as_trained(found, model))
         save_model(model, path, found.model, "nvfp4")
     elif format == "peft":
-        # Shapes are enough: no weight of the base is read.
+        # Shapes are enough: no weight of the base is read, and none compared.
+        if adapter is None:
+            _refuse_another_model(found, None)
         config = open_model(found.model).config
         shapes = jax.eval_shape(lambda key: init_model(key, config), jax.random.key(0))
         trained = _adapter(found, shapes, adapter)
@@ -102,6 +105,8 @@ def export_model(
     else:
         dtype = None if found.config is None else found.config.model.dtype
         model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
+        if adapter is None:
+            _refuse_another_model(found, model)
         save_merged(model, _adapter(found, model, adapter), path, found.model, jnp.bfloat16)
 
 
@@ -114,6 +119,27 @@ def _source(name: str) -> _Source:
     return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)
 
 
+def _as_trained(source: _Source, model: Model) -> Model:
+    """The model in the dtype that the run held it in."""
+    dtype = "auto" if source.config is None else source.config.model.dtype
+    if dtype in ("auto", model.base.embed.dtype.name):
+        return model
+    return load_model(source.model, source.weight_format, dtype)
+
+
+def _refuse_another_model(source: _Source, model: Model | None) -> None:
+    """Refuses a run whose model is not the one it was trained on; without `model` no weights are compared."""
+    if source.run is None:
+        return
+    if (summary := source.run / run_folder.SUMMARY).is_file():
+        trained_on = read_json(summary).get("identity", {})
+    else:
+        progress = newest_progress(source.run / run_folder.CHECKPOINTS)
+        trained_on = {} if progress is None else progress["identity"]
+    now = model_identity(source.model, None if model is None else fingerprint(model))
+    run_folder.refuse_another_model(source.run, trained_on, now)
+
+
 def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | None) -> Adapter | None:
     """The adapter to export: the one asked for, the run's, or none. `model` may be shapes only."""
     if folder is not None:
@@ -122,25 +148,18 @@ def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | Non
         return None
     config = source.config
     finished = source.run / run_folder.ADAPTER
-    if not finished.is_dir():
-        run_folder.refuse_what_has_gone(config, source.run, "lora.adapter")
+    if finished.is_dir():
+        return load_adapter(finished, model)
+    run_folder.refuse_what_has_gone(config, source.run, "lora.adapter")
 
     def begun(base: Model, key: jax.Array) -> Saved:
-        # Of a finished run the adapter that it began with may be gone, and its own has the same shapes.
-        adapter = load_adapter(finished, base) if finished.is_dir() else initial_adapter(config, base, key)
-        return Saved(init_state(adapter, make_optimizer(optimizer_spec(config, 1))), key)
+        return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)
 
     target = jax.eval_shape(begun, model, jax.random.key(0))
     found = restore_checkpoint(source.run / run_folder.CHECKPOINTS, target)
     if found is None:
-        if not finished.is_dir():
-            raise UserError(
-                f"{source.run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; "
-                f"`{run_folder.continuing(source.run)}` begins the run"
-            )
-        return load_adapter(finished, model)
-    saved, progress, _ = found
-    if isinstance(model.base.embed, jax.Array):
-        now = {"base weights": fingerprint(model)}
-        run_folder.refuse_changed_identity(source.run, progress["identity"], now)
-    return load_adapter(finished, model) if finished.is_dir() else saved.train.adapter
+        raise UserError(
+            f"{source.run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; "
+            f"`{run_folder.continuing(source.run)}` begins the run"
+        )
+    return found[0].train.adapter

@@ -232,10 +232,31 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
     Raises:
       UserError: naming each with the two values.
     """
-    changed = [f"{name} was {stored[name]!r}, is now {now[name]!r}" for name in _changed(stored, now)]
-    if changed:
+    if changed := _differences(stored, now):
         raise UserError(
-            f"{folder}: its checkpoints belong to a run on something else:\n  "
-            + "\n  ".join(changed)
-            + "\nRestore what was there before, or start another run with `--fresh`"
+            f"{folder}: its checkpoints belong to a run on something else:\n  {changed}\n"
+            "Restore what was there before, or start another run with `--fresh`"
         )
+
+
+def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to use what a run learned with a model that is not the one it was trained on.
+
+    Args:
+      folder: the run's.
+      stored: the run's identity.
+      now: that of the model (`rl.assembly.model_identity`). What is not known of both is not compared.
+
+    Raises:
+      UserError: naming each with the two values.
+    """
+    if changed := _differences(stored, now):
+        raise UserError(
+            f"{folder}: the run was trained on another model than is there now:\n  {changed}\n"
+            "Restore what was there before, or write its place into model.model_name_or_path of "
+            f"{folder / CONFIG}"
+        )
+
+
+def _differences(stored: dict[str, Any], now: dict[str, Any]) -> str:
+    return "\n  ".join(f"{name} was {stored[name]!r}, is now {now[name]!r}" for name in _changed(stored, now))

@@ -164,17 +164,31 @@ def test_evaluating_with_the_seed_of_the_run_gives_its_summary_again(trained, su
     assert json.loads((trained.folder / "summary.json").read_text()) == summary
 
 
-def test_a_run_is_not_measured_on_another_base(trained, monkeypatch):
+@pytest.mark.parametrize("name", ["base weights", "tokenizer and chat template", "EOS and pad ids"])
+def test_a_run_is_not_measured_on_another_model(trained, monkeypatch, name):
     run = run_folder.SUMMARY
     summary = json.loads((trained.folder / run).read_text())
     assert summary["identity"]["base weights"] == load_policy(MODEL, "nvfp4", "auto").fingerprint
-    summary["identity"]["base weights"] = "other"
+    summary["identity"][name] = "other"
     monkeypatch.setattr(evaluation, "read_json", lambda path: summary if path.name == run else None)
     for words in (["evaluate", trained.folder], ["generate", trained.folder, "--prompt", "x"]):
         error = io.StringIO()
         with contextlib.redirect_stderr(error):
             assert main([str(word) for word in words]) == 2
-        assert "base weights was 'other', is now" in error.getvalue()
+        assert f"{name} was 'other', is now" in error.getvalue() and "--fresh" not in error.getvalue()
+
+
+def test_other_problems_than_the_run_was_measured_on_are_told(trained, monkeypatch, caplog):
+    run_main("evaluate", trained.folder, "--seed", 4)
+    assert not caplog.records
+    summary = json.loads((trained.folder / run_folder.SUMMARY).read_text())
+    summary["identity"]["evaluation data"] = "other"
+    monkeypatch.setattr(evaluation, "read_json", lambda path: summary)
+    run_main("evaluate", trained.folder, "--seed", 3)
+    assert [record.message for record in caplog.records] == [
+        f"{trained.folder}: the evaluation data (arithmetic) has changed since the run: what is measured now may not "
+        "compare with its summary.json"
+    ]
 
 
 def test_generate_answers_as_the_evaluation_did(trained, summary):

@@ -23,7 +23,7 @@ from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
-from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
+from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.trainer import Saved
 from qerl_jax.rl.update import init_state
@@ -51,7 +51,7 @@ def run(tmp_path, base):
     save_yaml(config, folder / "config.yaml")
     model = load_model(base, "nvfp4", "float32")
     optimizer = make_optimizer(optimizer_spec(config, 100))
-    identity = {"base weights": fingerprint(model), "training data": "x", "total optimizer steps": 100}
+    identity = model_identity(str(base), fingerprint(model)) | {"training data": "x", "total optimizer steps": 100}
     key = jax.random.key(0)
     for step in (3, 5):
         adapter = jax.tree.map(lambda x, step=step: x + 0.01 * step, initial_adapter(config, model, key))
@@ -184,8 +184,20 @@ def test_what_cannot_be_exported(tmp_path, base, run, capsys):
 def test_a_run_whose_base_has_changed_is_refused(tmp_path, base, run):
     folder, _, _ = run
     write_folder(base, random_arrays(seed=1), V4)
-    with pytest.raises(UserError, match="base weights was"):
-        export_model(folder, tmp_path / "out", "bf16")
+    for format in ("bf16", "nvfp4"):
+        with pytest.raises(UserError, match="base weights was") as error:
+            export_model(folder, tmp_path / "out", format)
+        assert "--fresh" not in str(error.value) and f"of {folder / 'config.yaml'}" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["peft", "bf16", "nvfp4"])
+def test_a_run_whose_tokenizer_has_changed_is_refused(tmp_path, base, run, format):
+    folder, _, _ = run
+    (base / "chat_template.jinja").write_text("{{ messages | length }}")
+    (base / "generation_config.json").write_text('{"eos_token_id": 20}')
+    with pytest.raises(UserError, match=r"tokenizer and chat template was '\w+', is now '(.|\n)*EOS and pad ids was"):
+        export_model(folder, tmp_path / "out", format)
     assert not (tmp_path / "out").exists()
 
 

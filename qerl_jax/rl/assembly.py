@@ -138,13 +138,21 @@ class Experiment:
         policy, adapter = self.policy, self.config.lora.adapter
         initial = {} if adapter is None else {"initial adapter": adapter_fingerprint(adapter)}
         return initial | {
-            "base weights": policy.fingerprint,
+            **model_identity(self.config.model.model_name_or_path, policy.fingerprint),
             "training data": self.dataset.fingerprint,
             "evaluation data": self.evaluation_data.fingerprint,
-            "tokenizer and chat template": tokenizer_fingerprint(self.config.model.model_name_or_path),
-            "EOS and pad ids": [*policy.eos_token_ids, policy.pad_token_id],
             "total optimizer steps": self.total_steps,
         }
+
+
+def model_identity(path: str, weights: str | None) -> dict[str, Any]:
+    """What a run's identity holds of its model, from the model's name; without `weights`, their fingerprint, the rest
+    alone."""
+    generation = load_generation_config(path)
+    return ({} if weights is None else {"base weights": weights}) | {
+        "tokenizer and chat template": tokenizer_fingerprint(path),
+        "EOS and pad ids": [*generation.eos_token_ids, generation.pad_token_id],
+    }
 
 
 def initial_adapter(config: Config, model: Model, key: jax.Array) -> Adapter:
