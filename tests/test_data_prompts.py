@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from qerl_jax.data.prompts import encode_prompts, prompt_ids, prompt_text
+from qerl_jax.data.prompts import check_prompts, encode_prompts, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.policies.tokenizer import save_tokenizer
@@ -33,13 +33,14 @@ def test_messages_go_through_the_chat_template(tokenizer):
 
 def test_a_prompt_is_never_cut(tokenizer):
     with pytest.raises(
-        UserError, match=r"prompt 1 has 7 tokens; allowed: 1 to 6 .*max_prompt_length.*'Ann has 12 pens.'"
+        UserError,
+        match=r"prompt 1 \(counted from 0\) has 7 tokens; allowed: 1 to 6 .*'Ann has 12 pens.'",
     ):
         encode_prompts(tokenizer, ["Ann", "Ann has 12 pens."], 6)
 
 
 def test_an_empty_prompt_is_refused(tokenizer):
-    with pytest.raises(UserError, match="prompt 1 has 0 tokens"):
+    with pytest.raises(UserError, match=r"prompt 1 \(counted from 0\) has 0 tokens"):
         encode_prompts(tokenizer, ["Ann", ""], 6)
 
 
@@ -56,8 +57,16 @@ def test_messages_without_a_template(tokenizer, monkeypatch):
 
 def test_a_template_that_refuses(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match="roles must alternate"):
-        encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]], 6)
+    talk = [{"role": "user", "content": "a"}]
+    with pytest.raises(UserError, match=r"^prompt 1 \(counted from 0\): .*roles must alternate"):
+        encode_prompts(tokenizer, ["Ann", talk], 6)
+    with pytest.raises(UserError, match=r"^mine\.jsonl: row 1 \(counted from 0\): .*roles must alternate"):
+        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": talk}], "mine.jsonl", 6)
+
+
+def test_a_row_with_too_many_tokens_is_named(tokenizer):
+    with pytest.raises(UserError, match=r"^mine\.jsonl: row 1 \(counted from 0\) has 7 tokens; allowed: 1 to 6"):
+        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": "Ann has 12 pens."}], "mine.jsonl", 6)
 
 
 def test_half_of_a_surrogate_pair_is_named():

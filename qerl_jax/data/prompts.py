@@ -79,19 +79,23 @@ def check_prompts(tokenizer: Tokenizer, examples: Iterable[dict[str, Any]], name
     """Refuses rows of a data set with a prompt of no tokens or too many, before anything is trained on them.
 
     Raises:
-      UserError: naming the data set, the row (from 0), its length and its beginning.
+      UserError: naming the data set, the row (from 0), and its length and beginning or what its prompt is refused for.
     """
     for row, example in enumerate(examples):
-        length = len(prompt_ids(tokenizer, example["prompt"]))
-        _check_length(length, f"{name}: row {row}", example["prompt"], max_prompt_length)
+        _checked_ids(tokenizer, example["prompt"], f"{name}: row {row} (counted from 0)", max_prompt_length)
 
 
-def _check_length(length: int, which: str, prompt: Prompt, max_prompt_length: int) -> None:
-    if not 1 <= length <= max_prompt_length:
+def _checked_ids(tokenizer: Tokenizer, prompt: Prompt, which: str, max_prompt_length: int) -> list[int]:
+    try:
+        ids = prompt_ids(tokenizer, prompt)
+    except UserError as error:
+        raise UserError(f"{which}: {error}") from error
+    if not 1 <= len(ids) <= max_prompt_length:
         raise UserError(
-            f"{which} has {length} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it begins "
+            f"{which} has {len(ids)} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it begins "
             f"{beginning(prompt)}"
         )
+    return ids
 
 
 def encode_prompts(
@@ -108,7 +112,7 @@ def encode_prompts(
       Ids [N, P] int32, padded on the right, and lengths [N] int32.
 
     Raises:
-      UserError: a prompt of no tokens or of more than P, by its number in the list and its beginning.
+      UserError: a prompt of no tokens, of more than P or that is refused, by its number in the list (from 0).
       TypeError: one text instead of a list.
     """
     if isinstance(prompts, str):
@@ -117,8 +121,7 @@ def encode_prompts(
     tokens = np.full((len(prompts), max_prompt_length), pad, np.int32)
     lengths = np.zeros(len(prompts), np.int32)
     for row, prompt in enumerate(prompts):
-        ids = prompt_ids(tokenizer, prompt)
-        _check_length(len(ids), f"prompt {row}", prompt, max_prompt_length)
+        ids = _checked_ids(tokenizer, prompt, f"prompt {row} (counted from 0)", max_prompt_length)
         tokens[row, : len(ids)] = ids
         lengths[row] = len(ids)
     return tokens, lengths
