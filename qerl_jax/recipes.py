@@ -136,6 +136,10 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
 
 
 def _locate(node: Node, prefix: str, where: str, sources: dict[str, Source]) -> None:
+    if isinstance(node, SequenceNode):
+        for index, item in enumerate(node.value):
+            sources[f"{prefix}{index}"] = Source(f"{where}, line {item.start_mark.line + 1}")
+            _locate(item, f"{prefix}{index}.", where, sources)
     if not isinstance(node, MappingNode):
         return
     # First what `<<` takes over from other mappings, which the mapping's own options replace.

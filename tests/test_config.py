@@ -294,6 +294,18 @@ def test_all_problems_are_told_at_once_with_their_lines(tmp_path):
     assert "3 is not the name of an option; allowed: a mapping with the options model, lora" in rest[1]
 
 
+def test_an_option_inside_a_list_has_its_own_line(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        "reward:\n  functions:\n    - function: accuracy\n    - function: format\n      wieght: 2\n"
+        "run:\n  report_to:\n    - tensorboard\n    - wandbb\n"
+    )
+    first, second = message(recipe=str(path)).splitlines()
+    assert first.startswith(f"{path}, line 5: unknown option reward.functions.1.wieght (did you mean 'weight'?)")
+    assert second.startswith(f"{path}, line 9: run.report_to.1 is 'wandbb'; allowed: ")
+    assert message("reward.functions=[{wieght: 1}]", recipe=str(path)).startswith("command line: ")
+
+
 @pytest.mark.parametrize("options", [[], ["noise.num_stages=1"], ["lora.adapter=a/b", "grpo.num_iterations=2"], CISPO])
 def test_saved_yaml_reads_back_as_the_same_config(tmp_path, options):
     config = load_config("quickstart", options)
