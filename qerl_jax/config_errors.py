@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from qerl_jax.errors import nearest
 _UNKNOWN = "unexpected_keyword_argument"
 _MISSING = "missing"
 _NOT_TEXT = "invalid_key"
+_OPTION = re.compile(r"\w+(?:\.\w+)+")
 
 
 def render_validation_error(error: pydantic.ValidationError, root: type, sources: Mapping[str, object]) -> str:
@@ -56,7 +58,7 @@ def allowed(annotation: Any) -> str:
 def _render(finding: Any, root: type, sources: Mapping[str, object]) -> str:
     location = tuple(part for part in finding["loc"] if isinstance(part, str | int))
     if finding["type"] == "value_error":
-        return str(finding["ctx"]["error"])
+        return "\n".join(_placed(line, sources) for line in str(finding["ctx"]["error"]).splitlines())
     owner, annotation, path = _resolve(root, location)
     option = ".".join(str(part) for part in path)
     start = _source(option, sources)
@@ -119,6 +121,11 @@ def _source(option: str, sources: Mapping[str, object]) -> str:
         for source in inside:
             return str(source)
     return ""
+
+
+def _placed(line: str, sources: Mapping[str, object]) -> str:
+    """A line about options that do not go together, after the source of the first of them that was set."""
+    return next((f"{sources[name]}{line}" for name in _OPTION.findall(line) if name in sources), line)
 
 
 def _shown(value: Any) -> str:

@@ -294,6 +294,21 @@ def test_all_problems_are_told_at_once_with_their_lines(tmp_path):
     assert "3 is not the name of an option; allowed: a mapping with the options model, lora" in rest[1]
 
 
+def test_options_that_do_not_go_together_have_their_places(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("generation:\n  num_generations: 7\noptimizer:\n  max_steps: 10\ngrpo:\n  num_iterations: 3\n")
+    first, second, default, last = message("noise.num_stages=20", recipe=str(path)).splitlines()
+    assert first.startswith(f"{path}, line 2: generation.num_generations is 7; allowed: ")
+    assert second.startswith(f"{path}, line 4: optimizer.max_steps is 10; allowed: a multiple of the 3 ")
+    assert default.startswith("run.save_steps is 10; allowed: ")
+    assert last.startswith("command line: noise.num_stages is 20; allowed: at most ")
+    path.write_text(
+        "optimizer: {max_steps: 10}\n"
+    )  # with the default of an option goes the place of what it does not go with
+    (line,) = message("optimizer.per_device_train_batch_size=3", recipe=str(path)).splitlines()
+    assert line.startswith("command line: generation.num_generations is ")
+
+
 def test_an_option_inside_a_list_has_its_own_line(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text(
