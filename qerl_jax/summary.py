@@ -29,13 +29,16 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
             f"    after   {_text(now['completion'])}",
         ]
     other = 0 if summary["seed"] == 1 else 1
-    qerl, run, prompt = program(), shlex.quote(str(folder)), shlex.quote(_text(after["samples"][0]["prompt"]))
+    qerl, run, prompt = program(), shlex.quote(str(folder)), after["samples"][0]["prompt"]
+    # A message's text alone would not pass the chat template.
+    is_text = isinstance(prompt, str)
+    generate = [f"  {qerl} generate {run} --n 3 --prompt {shlex.quote(_text(prompt))}"] if is_text else []
     lines += [
         "",
         f"everything is in {folder}: metrics.jsonl, completions.jsonl, summary.json, plots/, checkpoints/, adapter/",
         "next:",
         f"  {qerl} evaluate {run} --seed {other}",
-        f"  {qerl} generate {run} --n 3 --prompt {prompt}",
+        *generate,
         f"  {qerl} plot {run}",
         f"  {qerl} train {run}/config.yaml run.seed={other} run.output_dir={run}-seed{other}",
     ]

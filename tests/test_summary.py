@@ -38,13 +38,21 @@ def test_a_function_that_applied_nowhere_in_one_measurement_has_a_dash_there():
     assert cells(report(Path("x"), summary(before, after)), "mine") == ["1", "->", "-", "-", "->", "-"]
 
 
-def test_a_prompt_of_any_text_is_quoted_and_of_a_conversation_the_last_message():
-    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Ann\'s "$5"\nhow many?'}]
+def test_a_prompt_of_any_text_is_quoted():
     numbers = {"completions/mean_length": 1.0}
-    point = measured(numbers, numbers, prompt=talk)
+    point = measured(numbers, numbers, prompt='Ann\'s "$5"\nhow many?')
     text = report(Path("my run"), summary(point, point))
     assert "--prompt 'Ann'\"'\"'s \"$5\" how many?'\n" in text
     assert "plot 'my run'\n" in text
+
+
+def test_of_a_conversation_the_last_message_is_shown_and_no_prompt_that_would_pass_the_chat_template_by():
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "how\nmany?"}]
+    numbers = {"completions/mean_length": 1.0}
+    point = measured(numbers, numbers, prompt=talk)
+    text = report(Path("x"), summary(point, point))
+    assert "  how many?\n" in text and "generate" not in text
+    assert "evaluate x --seed 1\n" in text and "plot x\n" in text
 
 
 @pytest.mark.parametrize(("seed", "other"), [(0, 1), (1, 0), (7, 1)])

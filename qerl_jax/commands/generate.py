@@ -45,11 +45,12 @@ def add(commands: "Commands") -> None:
     parser = add_command(commands, "generate", "complete prompts", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model_or_run", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run folder")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    prompt.add_argument("--prompt", metavar="TEXT", help="one prompt, as it stands: no chat template")
     prompt.add_argument(
         "--prompts",
         metavar="FILE.jsonl|TEXT",
-        help="many: rows with a `prompt` (text or messages); or one text that does not look like the name of a file",
+        help="many: rows with a `prompt` (text, or messages, which pass the chat template); or one text that does not "
+        "look like the name of a file",
     )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="X", help="divides the logits")
