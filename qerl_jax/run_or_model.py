@@ -5,8 +5,7 @@ from pathlib import Path
 from qerl_jax import run_folder
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
-from qerl_jax.models.peft import ADAPTER_CONFIG
-from qerl_jax.models.source import CONFIG
+from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG
 
 
 def find_run(name: str) -> Path | None:

@@ -164,6 +164,29 @@ def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refu
     assert "empty/adapter_config.json is missing; expected a PEFT folder" in said
 
 
+def test_a_run_or_an_adapter_in_the_place_of_a_model_or_an_adapter(folder, refused):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "config.yaml").write_text(CONFIG)
+    (folder / "tuned").mkdir()
+    (folder / "tuned" / "adapter_config.json").write_text("{}")
+    for words in (["train", "my.yaml", "model.model_name_or_path=mine"], ["quantize", "mine", "out"]):
+        said = refused(*words)
+        assert "mine is a run, not a model; its base is model.model_name_or_path in " in said
+        assert "mine OUT --format bf16` merges base and adapter into a model" in said
+    for words in (["train", "my.yaml", "model.model_name_or_path=tuned"], ["quantize", "tuned", "out"]):
+        said = refused(*words)
+        assert "tuned is a PEFT adapter, not a model; give its base, with lora.adapter=" in said
+        assert "export BASE OUT --format bf16 --adapter " in said
+    for words in (
+        ["train", "my.yaml", "lora.adapter=mine"],
+        ["generate", MODEL, "--prompt", "x", "--adapter", "mine"],
+        ["export", MODEL, "out", "--format", "bf16", "--adapter", "mine"],
+    ):
+        said = refused(*words)
+        assert "mine is a run, not an adapter; its adapter is " in said
+        assert said.endswith("mine/adapter, once it has ended\n")
+
+
 def one_token_more(tokenizer):
     token = {"content": "<more>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     vocabulary = max([*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])])

@@ -6,6 +6,7 @@ Every name, shape and dtype is compared with the table before the first byte goe
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +23,10 @@ from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packing import Packing
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
 from qerl_jax.models.quantized import packing_of
-from qerl_jax.models.source import CONFIG, Tensors, open_tensors, read_json, resolve
+from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, Tensors, open_tensors, read_json, resolve
+from qerl_jax.program import program
 from qerl_jax.progress import Progress
+from qerl_jax.recipes import RUN_CONFIG
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _COMPUTE = ("float32", "bfloat16", "float16")
@@ -119,6 +122,8 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
       UserError: naming file and tensor, what was expected and what was found.
     """
     folder = resolve(path)
+    if not (folder / CONFIG).exists():
+        _refuse_run_or_adapter(folder, os.fspath(path))
     hf = read_json(folder / CONFIG)
     config = ModelConfig.from_hf(hf, str(folder / CONFIG))
     packing = packing_of(hf, folder)
@@ -132,6 +137,20 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
         )
     check_tensors(tensors, tensor_table(config, packing), folder)
     return Opened(folder, hf, config, packing, tensors)
+
+
+def _refuse_run_or_adapter(folder: Path, name: str) -> None:
+    export, word = f"{program()} export", shlex.quote(name)
+    if (folder / RUN_CONFIG).exists():
+        raise UserError(
+            f"{name} is a run, not a model; its base is model.model_name_or_path in {folder / RUN_CONFIG}, and "
+            f"`{export} {word} OUT --format bf16` merges base and adapter into a model"
+        )
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{name} is a PEFT adapter, not a model; give its base, with lora.adapter={word} to train it on, or merge "
+            f"both first: `{export} BASE OUT --format bf16 --adapter {word}`"
+        )
 
 
 def load_model(path: str | os.PathLike[str], weight_format: str | None = None, dtype: Any = None) -> Model:

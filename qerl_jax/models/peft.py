@@ -35,9 +35,10 @@ from qerl_jax.models.params import (
 )
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import companions
-from qerl_jax.models.source import GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve, write_json
+from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve, write_json
+from qerl_jax.recipes import RUN_CONFIG
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
 _NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
@@ -144,6 +145,8 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
     """
     folder = resolve(path)
     if not (folder / ADAPTER_CONFIG).exists():
+        if (folder / RUN_CONFIG).exists():
+            raise UserError(f"{path} is a run, not an adapter; its adapter is {folder / 'adapter'}, once it has ended")
         raise UserError(f"{folder / ADAPTER_CONFIG} is missing; expected a PEFT folder")
     return folder
 

@@ -18,6 +18,7 @@ from qerl_jax.models.files import file_size, parse_json
 from qerl_jax.models.safetensors import read_safetensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
