@@ -187,6 +187,12 @@ def test_a_run_or_an_adapter_in_the_place_of_a_model_or_an_adapter(folder, refus
         assert said.endswith("mine/adapter, once it has ended\n")
 
 
+def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
+    monkeypatch.setattr("qerl_jax.rollout.texts.load_policy", lambda *args: pytest.fail("loaded"))
+    said = refused("generate", MODEL, "--prompts", "-")
+    assert "--prompts -: standard input is not read; expected a .jsonl or .ndjson file" in said
+
+
 def one_token_more(tokenizer):
     token = {"content": "<more>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     vocabulary = max([*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"])])

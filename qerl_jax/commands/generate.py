@@ -148,6 +148,11 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
     """The prompts, and whether they come from a file."""
     if arguments.prompts is None:
         return [arguments.prompt], False
+    if arguments.prompts == "-":
+        raise UserError(
+            f"--prompts -: standard input is not read; expected a {' or '.join(ROW_FILES)} file with a `prompt` in "
+            "each row, or a text (--prompt takes any text)"
+        )
     if Path(arguments.prompts).suffix not in ROW_FILES:
         if os.path.exists(arguments.prompts) or _FILE_NAME.fullmatch(arguments.prompts):
             raise UserError(
