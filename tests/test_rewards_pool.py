@@ -130,7 +130,9 @@ def test_nan_names_function_and_prompt(sometimes):
 
 def test_a_hanging_call_is_killed_at_its_deadline_with_its_children(sometimes, source):
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"(?s)took longer than 0.5 s on rows 0 to 0.*mine.py.* in sometimes"):
+    with pytest.raises(
+        UserError, match=r"(?s)took longer than 0.5 s \(reward.timeout\) on rows 0 to 0.*mine.py.* in sometimes"
+    ):
         sometimes("hang")
     assert time.monotonic() - began < 3
     assert sometimes("fine") == [1.0]

@@ -116,8 +116,9 @@ class Worker:
         lines = self._stack.read().decode(errors="replace").splitlines()
         stack = "\n".join(line for line in lines if "/qerl_jax/rewards/" not in line and "<frozen runpy>" not in line)
         if stack or timed_out:
+            allowed = " (reward.timeout)" if self._loaded else ""
             where = f"; its process was ended here:\n{stack}" if stack else "; its process was killed"
-            return f"reward function {self.name.spec!r} took longer than {seconds:g} s {what}{where}"
+            return f"reward function {self.name.spec!r} took longer than {seconds:g} s{allowed} {what}{where}"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"reward function {self.name.spec!r}: its process ended {how} {what}"
 

@@ -190,7 +190,11 @@ class _Run:
         config, number = self.config, self.progress["rollout"]
         began = time.perf_counter()
         key = jax.random.fold_in(jax.random.fold_in(self.root, _ROLLOUTS), number)
-        found = self.collector.collect(self.state, key, self.progress["cursor"])
+        try:
+            found = self.collector.collect(self.state, key, self.progress["cursor"])
+        except UserError as error:  # of a reward function: what was learned before it failed is not to be lost
+            self._save()
+            raise UserError(f"{error}\n{self._saved()}") from error
         batch = self._batch(found.prompts, found.completions, found.rewards, jnp.copy(self.state.step))
 
         rows = []
@@ -239,8 +243,13 @@ class _Run:
     def _stop_if_interrupted(self) -> None:
         if self.interrupt:
             self._save()
-            step, total = int(self.state.step), self.experiment.total_steps
-            raise Interrupted(f"saved at step {step} of {total}; `{run_folder.continuing(self.folder)}` continues it")
+            raise Interrupted(self._saved())
+
+    def _saved(self) -> str:
+        return (
+            f"saved at step {self.saved_at} of {self.experiment.total_steps}; "
+            f"`{run_folder.continuing(self.folder)}` continues it"
+        )
 
     def _stop_if_never_finite(self) -> None:
         streak, step = self.progress["nonfinite"], int(self.state.step) + 1

@@ -238,14 +238,15 @@ def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_p
     assert checkpoints(run) == [0, 4]
 
 
-def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, programs, tmp_path):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_ctrl_c_saves_and_the_command_that_it_names_continues(number, name, config, finished, programs, tmp_path):
     run = tmp_path / "run"
     with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
         assert process.until(lambda: checkpoints(run) == [0])
-        process.interrupt()
+        process.process.send_signal(number)
         assert process.wait() == 130, process.output()
         said = process.output()
-    assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
+    assert f"{name}: saving after this rollout" in said and "Traceback" not in said
     (saved,) = re.findall(rf"saved at step (\d) of 6; `.*qerl.* train {run}/config.yaml` continues it", said)
     assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
     trainer.train(load_config(f"{run}/config.yaml"))
@@ -304,12 +305,12 @@ def test_a_second_ctrl_c_stops_at_once_and_loses_only_what_was_not_saved(config,
             os.kill(os.getpid(), signal.SIGINT)
         return rollout(self)
 
-    before = signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
         patch.setattr(trainer._Run, "_one_rollout", impatient)
         with pytest.raises(KeyboardInterrupt, match="goes on from its last checkpoint"):
             train(config, tmp_path / "run")
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert checkpoints(tmp_path / "run") == [0, 2]
     train(config, tmp_path / "run")
     assert differences(tmp_path / "run", finished) == []
@@ -336,6 +337,20 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     mine, theirs = leaves(run)[1], leaves(finished)[1]
     assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
     assert mine == theirs
+
+
+def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(policy, finished, tmp_path):
+    config, run, saved = config_in(tmp_path, policy, run={"save_steps": 6}), tmp_path / "run", [0]
+    for calls in (3, 1):  # of the process
+        reward_file(tmp_path, COUNTED + f"    if calls > {calls}:\n        1 / 0\n    return scores\n")
+        with pytest.raises(UserError, match=r"(?s)ZeroDivisionError.*\nsaved at step \d of 6; `.*qerl.* train "):
+            train(config, run)
+        assert saved[-1] < checkpoints(run)[-1] == len(rows(run)) < 6
+        saved = checkpoints(run)
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    mine, theirs = leaves(run)[0], leaves(finished)[0]
+    assert all(mine[name].tobytes() == theirs[name].tobytes() for name in theirs)
 
 
 def test_in_another_thread_ctrl_c_is_left_to_the_main_one():
