@@ -110,15 +110,14 @@ class Worker:
 
     def _obituary(self, what: str, timed_out: bool) -> str:
         """Ends the worker and says what became of it."""
-        seconds = self.timeout if self._loaded else LOAD_TIMEOUT
+        allowed = f"{self.timeout:g} s (reward.timeout)" if self._loaded else f"{LOAD_TIMEOUT:g} s"
         code = self._kill()
         self._stack.seek(0)
         lines = self._stack.read().decode(errors="replace").splitlines()
         stack = "\n".join(line for line in lines if "/qerl_jax/rewards/" not in line and "<frozen runpy>" not in line)
         if stack or timed_out:
-            allowed = " (reward.timeout)" if self._loaded else ""
             where = f"; its process was ended here:\n{stack}" if stack else "; its process was killed"
-            return f"reward function {self.name.spec!r} took longer than {seconds:g} s{allowed} {what}{where}"
+            return f"reward function {self.name.spec!r} took longer than {allowed} {what}{where}"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"reward function {self.name.spec!r}: its process ended {how} {what}"
 
