@@ -162,7 +162,7 @@ class OptimizerOptions:
     max_grad_norm: Positive = 0.2
     max_steps: Count | None = None
     num_train_epochs: Positive | None = None
-    per_device_train_batch_size: Count = 32
+    per_device_train_batch_size: Count = 32  # rows of the greatest length at once, of shorter ones as many more
     gradient_accumulation_steps: Count = 4
     gradient_checkpointing: Switch = False
 
