@@ -157,11 +157,14 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         options = dataclasses.replace(config.evaluation, num_generations_eval=num_generations_eval)
         config = dataclasses.replace(config, evaluation=options)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
-        examples = held_out(config, evaluation_data(config, seed))
+        data = evaluation_data(config, seed)
+        examples = held_out(config, data)
         rewards.check(examples, config.evaluation.eval_dataset)
         policy = configured_policy(config)
         adapter = trained_adapter(run, config.model.model_name_or_path, policy)
-        _warn_of_changed_data(run, config)
+        # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
+        of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
+        _warn_of_changed_data(run, config, of_run.fingerprint)
         compiled_together(lowered_evaluation(config, policy, adapter, len(examples)))
         measured = evaluate(config, policy, adapter, rewards, examples, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
@@ -187,10 +190,9 @@ def _trained_on(run: Path) -> dict[str, Any]:
     return identity
 
 
-def _warn_of_changed_data(run: Path, config: Config) -> None:
+def _warn_of_changed_data(run: Path, config: Config, now: str) -> None:
     name = "evaluation data"
-    # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
-    if evaluation_data(config, config.run.seed).fingerprint != (was := _trained_on(run).get(name)) and was is not None:
+    if now != (was := _trained_on(run).get(name)) and was is not None:
         _log.warning(
             "%s: the %s (%s) has changed since the run: what is measured now may not compare with its summary.json",
             run,
