@@ -23,7 +23,6 @@ from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
 from qerl_jax.models.peft import load_adapter
-from qerl_jax.models.source import read_json
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
     Policy,
@@ -181,18 +180,13 @@ def trained_adapter(run: Path, model: str, policy: Policy) -> Adapter:
             f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
             f"`{run_folder.continuing(run)}` continues it"
         )
-    run_folder.refuse_another_model(run, _trained_on(run), model_identity(model, policy.fingerprint))
+    run_folder.refuse_another_model(run, model_identity(model, policy.fingerprint))
     return load_adapter(run / run_folder.ADAPTER, policy.model)
-
-
-def _trained_on(run: Path) -> dict[str, Any]:
-    identity: dict[str, Any] = read_json(run / run_folder.SUMMARY).get("identity", {})
-    return identity
 
 
 def _warn_of_changed_data(run: Path, config: Config, now: str) -> None:
     name = "evaluation data"
-    if now != (was := _trained_on(run).get(name)) and was is not None:
+    if now != (was := run_folder.identity_of(run).get(name)) and was is not None:
         _log.warning(
             "%s: the %s (%s) has changed since the run: what is measured now may not compare with its summary.json",
             run,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax import run_folder
-from qerl_jax.checkpoints import newest_progress, restore_checkpoint
+from qerl_jax.checkpoints import restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
@@ -29,7 +29,7 @@ from qerl_jax.models.merging import save_merged
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
-from qerl_jax.models.source import read_json, resolve
+from qerl_jax.models.source import resolve
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
@@ -129,15 +129,9 @@ def _as_trained(source: _Source, model: Model) -> Model:
 
 def _refuse_another_model(source: _Source, model: Model | None) -> None:
     """Refuses a run whose model is not the one it was trained on; without `model` no weights are compared."""
-    if source.run is None:
-        return
-    if (summary := source.run / run_folder.SUMMARY).is_file():
-        trained_on = read_json(summary).get("identity", {})
-    else:
-        progress = newest_progress(source.run / run_folder.CHECKPOINTS)
-        trained_on = {} if progress is None else progress["identity"]
-    now = model_identity(source.model, None if model is None else fingerprint(model))
-    run_folder.refuse_another_model(source.run, trained_on, now)
+    if source.run is not None:
+        now = model_identity(source.model, None if model is None else fingerprint(model))
+        run_folder.refuse_another_model(source.run, now)
 
 
 def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | None) -> Adapter | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl_jax import recipes
-from qerl_jax.checkpoints import checkpoint_steps
+from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
 from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.data import dataset
@@ -232,31 +232,36 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
     Raises:
       UserError: naming each with the two values.
     """
-    if changed := _differences(stored, now):
-        raise UserError(
-            f"{folder}: its checkpoints belong to a run on something else:\n  {changed}\n"
-            "Restore what was there before, or start another run with `--fresh`"
-        )
+    said = f"{folder}: its checkpoints belong to a run on something else"
+    _refuse_changes(said, stored, now, "start another run with `--fresh`")
 
 
-def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_another_model(folder: Path, now: dict[str, Any]) -> None:
     """Refuses to use what a run learned with a model that is not the one it was trained on.
 
     Args:
       folder: the run's.
-      stored: the run's identity.
       now: that of the model (`rl.assembly.model_identity`). What is not known of both is not compared.
 
     Raises:
       UserError: naming each with the two values.
     """
-    if changed := _differences(stored, now):
-        raise UserError(
-            f"{folder}: the run was trained on another model than is there now:\n  {changed}\n"
-            "Restore what was there before, or write its place into model.model_name_or_path of "
-            f"{folder / CONFIG}"
-        )
+    said = f"{folder}: the run was trained on another model than is there now"
+    _refuse_changes(
+        said, identity_of(folder), now, f"write its place into model.model_name_or_path of {folder / CONFIG}"
+    )
 
 
-def _differences(stored: dict[str, Any], now: dict[str, Any]) -> str:
-    return "\n  ".join(f"{name} was {stored[name]!r}, is now {now[name]!r}" for name in _changed(stored, now))
+def identity_of(folder: Path) -> dict[str, Any]:
+    """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither."""
+    if (summary := folder / SUMMARY).is_file():
+        found: dict[str, Any] = source.read_json(summary).get("identity", {})
+        return found
+    progress = newest_progress(folder / CHECKPOINTS)
+    return {} if progress is None else progress["identity"]
+
+
+def _refuse_changes(said: str, stored: dict[str, Any], now: dict[str, Any], otherwise: str) -> None:
+    if changed := _changed(stored, now):
+        lines = "\n  ".join(f"{name} was {stored[name]!r}, is now {now[name]!r}" for name in changed)
+        raise UserError(f"{said}:\n  {lines}\nRestore what was there before, or {otherwise}")
