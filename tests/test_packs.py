@@ -233,19 +233,19 @@ def test_a_choice_among_frames_keeps_no_room_for_all_of_them():
     assert sum(math.prod(leaf.shape) for leaf in floats) <= q.size + k.size + v.size
 
 
-@functools.partial(jax.jit, static_argnames="slots")
-def log_probabilities(adapter, rows, slots=None):
-    return completion_logps(MODEL, adapter, *rows, 0.7, slots=slots)
+@functools.partial(jax.jit, static_argnames="size")
+def log_probabilities(adapter, rows, size=None):
+    return completion_logps(MODEL, adapter, *rows, 0.7, size=size)
 
 
 def test_the_longest_row_is_rounded_up():
     assert longest_row(6, 58) == 64 and longest_row(7, 58) == 80
 
 
-@pytest.mark.parametrize("slots", [None, 448, 384])
-def test_log_probabilities_are_those_of_each_row_alone(slots):
+@pytest.mark.parametrize("size", [None, 7, 6])
+def test_log_probabilities_are_those_of_each_row_alone(size):
     batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
-    found = log_probabilities(adapter, rows_of(batch), slots)
+    found = log_probabilities(adapter, rows_of(batch), size)
     p, c = (np.asarray(n) for n in (batch.prompt_lengths, batch.completion_lengths))
     rows = [np.concatenate([batch.prompt[i, : p[i]], batch.completion[i, : c[i]]]) for i in range(12)]
     padded = np.stack([np.pad(row, (0, P + C - len(row))) for row in rows])

@@ -89,7 +89,7 @@ def completion_logps(
     completion_lengths_N: jax.Array,
     temperature: float,
     gradient_checkpointing: bool = False,
-    slots: int | None = None,
+    size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The learner's log-probability and entropy at every completion slot, float32 [N, C].
 
@@ -101,14 +101,15 @@ def completion_logps(
       prompt_lengths_N, completion_lengths_N: 1 or more; both 0 where there is no row, behind all others.
       temperature: that logits are divided by.
       gradient_checkpointing: see `forward`.
-      slots: the token slots of the pack, into which the rows must fit (see `packs_of`); None is N of `longest_row`.
+      size: the pack has room for so many rows of the greatest length, and the rows must fit into it as `packs_of` does
+        it; None is N.
 
     Returns:
       Both [N, C]; slots past a completion's end hold values of no meaning, to be masked by length.
     """
     (N, P), C = prompt_NP.shape, completion_NC.shape[1]
     longest = longest_row(P, C)
-    slots = N * longest if slots is None else slots
+    slots = (N if size is None else size) * longest
     packing = packed_rows(prompt_lengths_N + completion_lengths_N, slots, longest)
     row_L, place_L, starts_N = packing.row_L, packing.place_L, packing.starts_N
     of_completion_L = place_L - prompt_lengths_N[row_L]  # the token's place in the completion

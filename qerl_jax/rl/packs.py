@@ -14,8 +14,6 @@ from qerl_jax.models.packed_rows import frames_of, most_rows
 # Of what has been gathered so far, rows [N, ...] and their places in the batch [N], B where there is none: what has
 # been gathered then.
 Body = Callable[[Any, Any, jax.Array], Any]
-
-
 _Packs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, rows, and the most rows of each so far, [B]
 
 

@@ -142,29 +142,27 @@ def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> Tra
 
 
 def _in_packs(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
-    size, longest = _size(batch, settings), _longest(batch)
-    return in_packs(body, carry, rows, batch.prompt_lengths + batch.completion_lengths, size=size, longest=longest)
-
-
-def _size(batch: Batch, settings: UpdateSettings) -> int:
-    """So many rows of the greatest length fit into a pack."""
-    return min(settings.micro_batch_size, batch.completion.shape[0])
-
-
-def _longest(batch: Batch) -> int:
-    return longest_row(batch.prompt.shape[1], batch.completion.shape[1])
+    lengths_B = batch.prompt_lengths + batch.completion_lengths
+    longest = longest_row(batch.prompt.shape[1], batch.completion.shape[1])
+    size = min(settings.micro_batch_size, lengths_B.shape[0])
+    return in_packs(body, carry, rows, lengths_B, size=size, longest=longest)
 
 
 def _learner(
-    model: Model, adapter: Adapter | None, rows: Rows, live_N1: jax.Array, settings: UpdateSettings, slots: int
+    model: Model, adapter: Adapter | None, rows: Rows, live_N: jax.Array, settings: UpdateSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [N, C] of a pack's rows, those that are `live`."""
     prompt, prompt_lengths, completion, completion_lengths = rows
-    lengths = (jnp.where(live_N1[:, 0], n, 0) for n in (prompt_lengths, completion_lengths))
-    checkpoints = settings.gradient_checkpointing
-    of_prompt, of_completion = lengths
     return completion_logps(
-        model, adapter, prompt, of_prompt, completion, of_completion, settings.temperature, checkpoints, slots
+        model,
+        adapter,
+        prompt,
+        jnp.where(live_N, prompt_lengths, 0),
+        completion,
+        jnp.where(live_N, completion_lengths, 0),
+        settings.temperature,
+        settings.gradient_checkpointing,
+        min(settings.micro_batch_size, live_N.shape[0]),
     )
 
 
@@ -181,10 +179,10 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
-    B, slots = batch.completion.shape[0], _size(batch, settings) * _longest(batch)
+    B = batch.completion.shape[0]
 
     def run(found: Any, rows: Rows, places: jax.Array) -> Any:
-        return put(found, places, _learner(model, adapter, rows, (places < B)[:, None], settings, slots))
+        return put(found, places, _learner(model, adapter, rows, places < B, settings))
 
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     logps_BC, entropies_BC = _in_packs(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
@@ -228,10 +226,9 @@ def update_step(
       ValueError: the batch cannot be cut into groups, or brings advantages beside `advantage_fn`.
     """
     given = _given(state, model, batch, settings, loss_fn, advantage_fn)
-    slots = _size(batch, settings) * _longest(batch)
 
     def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
-        return _accumulated(gathered, state.adapter, model, part, places, slots, settings, loss_fn)
+        return _accumulated(gathered, state.adapter, model, part, places, settings, loss_fn)
 
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     gathered = Gathered(jax.tree.map(jnp.zeros_like, state.adapter), zeros_BC, zeros_BC)
@@ -261,7 +258,7 @@ def _given(
     given = Given(_rows(batch), constants, None)
     if loss_fn is None:
         return given._replace(known=token_weights(mask_BC, settings.loss.loss_type))
-    if _size(batch, settings) == B:
+    if settings.micro_batch_size >= B:
         return given
     logps_BC = score(model, state.adapter, batch, settings)[0]
     return given._replace(known=_gradient(logps_BC, given, settings, loss_fn))
@@ -273,7 +270,6 @@ def _accumulated(
     model: Model,
     part: Given,
     places: jax.Array,
-    slots: int,
     settings: UpdateSettings,
     loss_fn: LossFn | None,
 ) -> Gathered:
@@ -282,15 +278,15 @@ def _accumulated(
     Args:
       part: the pack's rows [N, ...].
       places: [N], where they stand in the batch; B where there is none.
-      slots: the pack's token slots.
     """
     sampled, old, ref, advantages, mask, on_policy = part.constants
-    live_N1 = (places < gathered.logps_BC.shape[0])[:, None]
+    live_N = places < gathered.logps_BC.shape[0]
+    live_N1 = live_N[:, None]
     known = None if part.known is None else jnp.where(live_N1, part.known, 0)
     part = Given(part.rows, (sampled, old, ref, advantages, mask & live_N1, on_policy), known)
 
     def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
-        return _learner(model, adapter, part.rows, live_N1, settings, slots)
+        return _learner(model, adapter, part.rows, live_N, settings)
 
     logp, backward, entropy = jax.vjp(learner, adapter, has_aux=True)
     if loss_fn is None:
