@@ -9,11 +9,12 @@ import shlex
 import shutil
 import struct
 import types
+from pathlib import Path
 
 import jax
 import pytest
 
-from qerl_jax import evaluation, run_folder
+from qerl_jax import run_folder
 from qerl_jax.cli import main
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import prompt_ids
@@ -164,29 +165,41 @@ def test_evaluating_with_the_seed_of_the_run_gives_its_summary_again(trained, su
     assert json.loads((trained.folder / "summary.json").read_text()) == summary
 
 
-@pytest.mark.parametrize("name", ["base weights", "tokenizer and chat template", "EOS and pad ids"])
-def test_a_run_is_not_measured_on_another_model(trained, monkeypatch, name):
-    run = run_folder.SUMMARY
-    summary = json.loads((trained.folder / run).read_text())
+@pytest.fixture
+def trained_on_another(trained, tmp_path):
+    """A function: the folder of a run like `trained`, whose summary names another value for a part of its identity."""
+
+    def changed(name):
+        folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
+        summary = json.loads((folder / run_folder.SUMMARY).read_text())
+        summary["identity"][name] = "other"
+        (folder / run_folder.SUMMARY).write_text(json.dumps(summary))
+        return folder
+
+    return changed
+
+
+def test_a_run_remembers_the_base_it_was_trained_on(summary):
     assert summary["identity"]["base weights"] == load_policy(MODEL, "nvfp4", "auto").fingerprint
-    summary["identity"][name] = "other"
-    monkeypatch.setattr(evaluation, "read_json", lambda path: summary if path.name == run else None)
-    for words in (["evaluate", trained.folder], ["generate", trained.folder, "--prompt", "x"]):
+
+
+@pytest.mark.parametrize("name", ["base weights", "tokenizer and chat template", "EOS and pad ids"])
+def test_a_run_is_not_measured_on_another_model(trained_on_another, name):
+    folder = trained_on_another(name)
+    for words in (["evaluate", folder], ["generate", folder, "--prompt", "x"]):
         error = io.StringIO()
         with contextlib.redirect_stderr(error):
             assert main([str(word) for word in words]) == 2
         assert f"{name} was 'other', is now" in error.getvalue() and "--fresh" not in error.getvalue()
 
 
-def test_other_problems_than_the_run_was_measured_on_are_told(trained, monkeypatch, caplog):
+def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_on_another, caplog):
     run_main("evaluate", trained.folder, "--seed", 4)
     assert not caplog.records
-    summary = json.loads((trained.folder / run_folder.SUMMARY).read_text())
-    summary["identity"]["evaluation data"] = "other"
-    monkeypatch.setattr(evaluation, "read_json", lambda path: summary)
-    run_main("evaluate", trained.folder, "--seed", 3)
+    folder = trained_on_another("evaluation data")
+    run_main("evaluate", folder, "--seed", 3)
     assert [record.message for record in caplog.records] == [
-        f"{trained.folder}: the evaluation data (arithmetic) has changed since the run: what is measured now may not "
+        f"{folder}: the evaluation data (arithmetic) has changed since the run: what is measured now may not "
         "compare with its summary.json"
     ]
 
