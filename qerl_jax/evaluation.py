@@ -20,9 +20,7 @@ from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import encode_prompts
-from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
-from qerl_jax.models.peft import load_adapter
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
     Policy,
@@ -30,10 +28,10 @@ from qerl_jax.rl.assembly import (
     decode_completions,
     evaluation_data,
     held_out,
-    model_identity,
     sampling_engine,
     sampling_settings,
 )
+from qerl_jax.rl.saved import trained_adapter
 from qerl_jax.rollout import Engine, Prompts
 
 _log = logging.getLogger(__name__)
@@ -140,13 +138,13 @@ def pass_at_k(scores_NG: np.ndarray) -> dict[str, float]:
 
 
 def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) -> dict[str, Any]:
-    """Measures a finished run's adapter anew, on the problems and draws of `seed`; the run is not changed.
+    """Measures anew what a run has learned, on the problems and draws of `seed`; the run is not changed.
 
-    The seed of the run itself gives the numbers of its summary.json again, unless `num_generations_eval` replaces the
-    run's own.
+    Of a run that is not finished the newest checkpoint is taken. The seed of the run itself gives the numbers of its
+    summary.json, or of an evaluation at that step, again, unless `num_generations_eval` replaces the run's own.
 
     Raises:
-      UserError: the run has no adapter yet, or something it names is gone or another model now.
+      UserError: the run has saved nothing yet, or something it names is gone or another model now.
     """
     config = load_config(str(run / run_folder.CONFIG))
     run_folder.refuse_what_has_gone(
@@ -160,7 +158,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         examples = held_out(config, data)
         rewards.check(examples, config.evaluation.eval_dataset)
         policy = configured_policy(config)
-        adapter = trained_adapter(run, config.model.model_name_or_path, policy)
+        adapter = trained_adapter(run, config, policy)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
         _warn_of_changed_data(run, config, of_run.fingerprint)
@@ -169,26 +167,11 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 
-def trained_adapter(run: Path, model: str, policy: Policy) -> Adapter:
-    """The adapter that a finished run left, for the model that it was trained on, of that name and loaded as `policy`.
-
-    Raises:
-      UserError: there is none yet, or the base, its tokenizer or the ids that end a text are others now.
-    """
-    if not (run / run_folder.SUMMARY).is_file():  # which is written last
-        raise UserError(
-            f"{run}: holds no {run_folder.ADAPTER}/ yet, which is written when a run ends; "
-            f"`{run_folder.continuing(run)}` continues it"
-        )
-    run_folder.refuse_another_model(run, model_identity(model, policy.fingerprint))
-    return load_adapter(run / run_folder.ADAPTER, policy.model)
-
-
 def _warn_of_changed_data(run: Path, config: Config, now: str) -> None:
     name = "evaluation data"
     if now != (was := run_folder.identity_of(run).get(name)) and was is not None:
         _log.warning(
-            "%s: the %s (%s) has changed since the run: what is measured now may not compare with its summary.json",
+            "%s: the %s (%s) has changed since the run: what is measured now may not compare with what it measured",
             run,
             name,
             config.evaluation.eval_dataset,

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax import run_folder
-from qerl_jax.checkpoints import restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
@@ -32,10 +31,8 @@ from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
-from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
-from qerl_jax.rl.optimizer import make_optimizer
-from qerl_jax.rl.trainer import Saved
-from qerl_jax.rl.update import init_state
+from qerl_jax.rl.assembly import model_identity
+from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.run_or_model import find_run
 
 EXPORT_FORMATS = ("peft", "bf16", "nvfp4")
@@ -140,20 +137,4 @@ def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | Non
         return load_adapter(folder, model)
     if source.run is None or source.config is None:
         return None
-    config = source.config
-    finished = source.run / run_folder.ADAPTER
-    if finished.is_dir():
-        return load_adapter(finished, model)
-    run_folder.refuse_what_has_gone(config, source.run, "lora.adapter")
-
-    def begun(base: Model, key: jax.Array) -> Saved:
-        return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)
-
-    target = jax.eval_shape(begun, model, jax.random.key(0))
-    found = restore_checkpoint(source.run / run_folder.CHECKPOINTS, target)
-    if found is None:
-        raise UserError(
-            f"{source.run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; "
-            f"`{run_folder.continuing(source.run)}` begins the run"
-        )
-    return found[0].train.adapter
+    return learned_adapter(source.run, source.config, model)

@@ -384,10 +384,10 @@ def test_a_folder_in_a_file(command, words, folder, refused):
     assert "my.yaml is a file; expected a folder" in refused(command, *words)
 
 
-def test_a_run_that_is_not_finished_has_no_adapter_yet(folder, refused):
+def test_a_run_that_has_saved_nothing_yet(folder, refused):
     """`run/adapter` has the form of a name on the Hub, which must not be asked for it."""
     refused("train", "my.yaml", "data.max_prompt_length=8")
     assert (folder / "run" / "config.yaml").is_file()
     for words in (("evaluate", "run"), ("generate", "run", "--prompt", "x")):
-        assert "run: holds no adapter/ yet" in refused(*words)
+        assert "run: holds neither adapter/ nor a checkpoint; `" in refused(*words)
     assert "run: holds no metrics.jsonl" in refused("plot", "run")

@@ -200,8 +200,23 @@ def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_o
     run_main("evaluate", folder, "--seed", 3)
     assert [record.message for record in caplog.records] == [
         f"{folder}: the evaluation data (arithmetic) has changed since the run: what is measured now may not "
-        "compare with its summary.json"
+        "compare with what it measured"
     ]
+
+
+def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, summary, tmp_path, caplog):
+    folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
+    (folder / run_folder.SUMMARY).unlink()  # which is written last
+    (folder / run_folder.ADAPTER / "adapter_model.safetensors").write_bytes(b"")
+    evaluated = run_main("evaluate", folder, "--seed", 3)
+    assert evaluated == run_main("evaluate", trained.folder, "--seed", 3)
+    sample = summary["after"]["samples"][0]
+    shutil.rmtree(folder / run_folder.ADAPTER)
+    assert run_main("generate", folder, "--greedy", "--prompt", sample["prompt"]) == sample["completion"] + "\n"
+    shutil.rmtree(folder / "checkpoints/step_00000003")
+    assert run_main("evaluate", folder, "--seed", 3) != evaluated
+    said = f"{folder} is not finished: its adapter is that of the checkpoint of step {{}} of 3"
+    assert [record.message for record in caplog.records] == [said.format(step) for step in (3, 3, 2)]
 
 
 def test_generate_answers_as_the_evaluation_did(trained, summary):

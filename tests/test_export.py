@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from folders import NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, write_folder, write_tokenizer
 
-from qerl_jax.checkpoints import save_checkpoint
+from qerl_jax.checkpoints import newest_progress, save_checkpoint
 from qerl_jax.cli import main
 from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.errors import UserError
@@ -25,7 +25,7 @@ from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
-from qerl_jax.rl.trainer import Saved
+from qerl_jax.rl.saved import Saved
 from qerl_jax.rl.update import init_state
 
 COMPANIONS = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -92,6 +92,7 @@ def test_a_finished_run_has_its_adapter_in_a_folder(tmp_path, run):
     folder, model, adapter = run
     last = jax.tree.map(lambda x: 2 * x, adapter)
     save_adapter(last, folder / "adapter", "base")
+    (folder / "summary.json").write_text("{}")
     export_model(folder, tmp_path / "out", "peft")
     assert_equal(load_adapter(tmp_path / "out", model), last)
 
@@ -107,6 +108,7 @@ def test_a_finished_run_whose_first_adapter_is_gone(tmp_path, base, run):
     ):
         export_model(folder, tmp_path / "out", "peft")
     save_adapter(adapter, folder / "adapter", "base")
+    (folder / "summary.json").write_text(json.dumps(newest_progress(folder / "checkpoints")))
     export_model(folder, tmp_path / "out", "peft")
     assert_equal(load_adapter(tmp_path / "out", model), adapter)
     write_folder(base, random_arrays(seed=1), V4)

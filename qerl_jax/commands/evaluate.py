@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Measures the accuracy of a run's policy on held-out problems, sampled and greedy, and prints it. The run itself is
-not changed; its summary.json holds what was measured when it ended.
+not changed; its summary.json holds what was measured when it ended. Of a run that is not finished, and may be going
+on, the newest checkpoint is measured.
 """
 _EXAMPLES = """\
 example:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from qerl_jax.rollout.texts import Answer
 
 _DESCRIPTION = """\
-Completes prompts with a model (a Hugging Face folder or hub name) or with the result of a run. Noise is never added.
-One text is answered as text, as it grows; a file by one JSON row per completion, as they end: `row` and `sample` say
-which it is, and a prompt that cannot be answered gets a row with `error`. Sampling options not given are the ones the
-run was trained with, or the defaults.
+Completes prompts with a model (a Hugging Face folder or hub name) or with the result of a run, before its end with its
+newest checkpoint. Noise is never added. One text is answered as text, as it grows; a file by one JSON row per
+completion, as they end: `row` and `sample` say which it is, and a prompt that cannot be answered gets a row with
+`error`. Sampling options not given are the ones the run was trained with, or the defaults.
 """
 _EXAMPLES = """\
 examples:

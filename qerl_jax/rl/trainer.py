@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -29,7 +28,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate, lowered_evaluation
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
-from qerl_jax.metrics import LiveLine, MetricsWriter, truncate_after
+from qerl_jax.metrics import METRICS, LiveLine, MetricsWriter, read_rows, truncate_after
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
@@ -38,8 +37,9 @@ from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
+from qerl_jax.rl.saved import Saved
 from qerl_jax.rl.step import make_batch, with_policies
-from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
+from qerl_jax.rl.update import Batch, init_state, update_step
 from qerl_jax.rl.update_memory import refuse_what_does_not_fit
 from qerl_jax.rollout import Prompts, Rollout
 from qerl_jax.rollout.memory import nbytes
@@ -47,13 +47,6 @@ from qerl_jax.summary import report
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
 _INIT, _ROLLOUTS = 0, 1
-
-
-class Saved(flax.struct.PyTreeNode):
-    """The arrays of a checkpoint: the training state and the run's root PRNG key."""
-
-    train: TrainState
-    key: jax.Array
 
 
 def train(config: Config, *, fresh: bool = False, profile: str | None = None) -> Path:
@@ -145,7 +138,7 @@ class _Run:
             # Trace a rollout that compiles nothing, if more than one is left.
             rollouts_left = (total - int(self.state.step)) / config.updates_per_rollout
             traced = self.progress["rollout"] + (1 if rollouts_left > 1 else 0)
-            measured = None
+            measured = self._evaluate_if_due(self._evaluated_to())
             while int(self.state.step) < total:
                 self._stop_if_interrupted()
                 first_step = int(self.state.step)
@@ -190,11 +183,8 @@ class _Run:
         config, number = self.config, self.progress["rollout"]
         began = time.perf_counter()
         key = jax.random.fold_in(jax.random.fold_in(self.root, _ROLLOUTS), number)
-        try:
+        with self._saved_if_it_fails():
             found = self.collector.collect(self.state, key, self.progress["cursor"])
-        except UserError as error:  # of a reward function: what was learned before it failed is not to be lost
-            self._save()
-            raise UserError(f"{error}\n{self._saved()}") from error
         batch = self._batch(found.prompts, found.completions, found.rewards, jnp.copy(self.state.step))
 
         rows = []
@@ -240,6 +230,17 @@ class _Run:
             for low in range(0, rows, size):
                 yield jax.tree.map(lambda leaf, low=low: leaf[low : low + size] if leaf.ndim else leaf, batch)
 
+    @contextlib.contextmanager
+    def _saved_if_it_fails(self) -> Iterator[None]:
+        """What was learned before a reward function failed is not to be lost."""
+        try:
+            yield
+        except UserError as error:
+            if self.saved_at < 0:  # nothing was
+                raise
+            self._save()
+            raise UserError(f"{error}\n{self._saved()}") from error
+
     def _stop_if_interrupted(self) -> None:
         if self.interrupt:
             self._save()
@@ -261,6 +262,13 @@ class _Run:
                 "leave model.dtype float16, if that is it: its numbers end at 65504"
             )
 
+    def _evaluated_to(self) -> int:
+        """The step up to which evaluations have been made that were due: where the last one failed, the state was saved
+        before it."""
+        rows = [row for row in read_rows(self.folder / METRICS) if row["rollout"] == self.progress["rollout"] - 1]
+        evaluated = any(name.startswith("eval/") for row in rows for name in row)
+        return int(self.state.step) if evaluated or not rows else int(rows[0]["step"]) - 1
+
     def _evaluate_if_due(self, before: int) -> dict[str, Any] | None:
         """Evaluates, and writes a row of it, if the rollout just trained on reached a multiple of eval_steps."""
         every, step = self.config.evaluation.eval_steps, int(self.state.step)
@@ -277,7 +285,8 @@ class _Run:
         self.live.note(f"evaluating {when}, on held-out problems")
         experiment, seed = self.experiment, self.config.run.seed
         examples = held_out(self.config, experiment.evaluation_data)
-        return evaluate(self.config, experiment.policy, self.state.adapter, self.rewards, examples, seed)
+        with self._saved_if_it_fails():
+            return evaluate(self.config, experiment.policy, self.state.adapter, self.rewards, examples, seed)
 
     def _save(self) -> None:
         step = int(self.state.step)

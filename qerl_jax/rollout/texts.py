@@ -11,10 +11,10 @@ from qerl_jax import run_folder
 from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation import trained_adapter
 from qerl_jax.models.peft import adapter_folder, load_adapter
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
+from qerl_jax.rl.saved import trained_adapter
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
@@ -70,8 +70,8 @@ def generate_texts(
     A prompt's completions depend on the seed, its number and its text, but for rounding never on the prompts around it.
 
     Args:
-      model_or_run: a run folder (its model, format and adapter are used), or a model as `load_model` takes it, whose
-        weights stay in the format they are stored in.
+      model_or_run: a run folder (its model, format and adapter are used, the newest checkpoint's before its end), or
+        a model as `load_model` takes it, whose weights stay in the format they are stored in.
       prompts: texts, or lists of messages.
       max_completion_length: None is 256, or what the model's positions leave beside the prompt.
       adapter: a PEFT folder; for a run, instead of its own.
@@ -80,8 +80,8 @@ def generate_texts(
       stream: also yields texts while they grow, as far as they are sure.
 
     Raises:
-      UserError: a folder that is neither run nor model, a model that cannot be loaded, a run that has no adapter yet,
-        lengths that do not fit the model, an empty stop text.
+      UserError: a folder that is neither run nor model, a model that cannot be loaded, a run that has saved nothing
+        yet, lengths that do not fit the model, an empty stop text.
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
@@ -93,7 +93,7 @@ def generate_texts(
         run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
         options = config.model
         policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
-        trained = trained_adapter(run, options.model_name_or_path, policy) if adapter is None else None
+        trained = trained_adapter(run, config, policy) if adapter is None else None
         base = options.model_name_or_path
     else:
         policy, base = load_policy(model_or_run, None, "auto"), model_or_run

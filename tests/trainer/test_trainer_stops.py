@@ -353,6 +353,22 @@ def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(p
     assert all(mine[name].tobytes() == theirs[name].tobytes() for name in theirs)
 
 
+def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluation_made_up_for(policy, tmp_path):
+    config = config_in(tmp_path, policy, run={"save_steps": 6}, evaluation={"eval_steps": 2})
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    for call, saved in ((5, 2), (8, 6)):  # of the process; each time the greedy completions' of an evaluation
+        reward_file(tmp_path, COUNTED + f"    if calls == {call}:\n        1 / 0\n    return scores\n")
+        with pytest.raises(UserError, match=rf"(?s)ZeroDivisionError.*\nsaved at step {saved} of 6; `.*qerl.* train "):
+            train(config, run)
+        assert checkpoints(run)[-1] == saved and "loss" in rows(run)[-1]
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    train(config, undisturbed)
+    assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
+    assert mine["after"] == theirs["after"] and mine["before"] == theirs["before"]
+
+
 def test_in_another_thread_ctrl_c_is_left_to_the_main_one():
     """Python lets no other thread ask for a signal."""
     before, found = signal.getsignal(signal.SIGINT), []

@@ -1,0 +1,66 @@
+"""What a run keeps of what it has learned: the arrays of a checkpoint, and its adapter, finished or not."""
+
+import logging
+from pathlib import Path
+
+import flax.struct
+import jax
+
+from qerl_jax import run_folder
+from qerl_jax.checkpoints import restore_checkpoint
+from qerl_jax.config import Config
+from qerl_jax.errors import UserError
+from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.rl.assembly import Policy, initial_adapter, model_identity, optimizer_spec
+from qerl_jax.rl.optimizer import make_optimizer
+from qerl_jax.rl.update import TrainState, init_state
+
+_log = logging.getLogger(__name__)
+
+
+class Saved(flax.struct.PyTreeNode):
+    """The arrays of a checkpoint: the training state and the run's root PRNG key."""
+
+    train: TrainState
+    key: jax.Array
+
+
+def trained_adapter(run: Path, config: Config, policy: Policy) -> Adapter:
+    """`learned_adapter` of the model that the run was trained on, loaded as `policy`.
+
+    Raises:
+      UserError: also where the base, its tokenizer or the ids that end a text are others now.
+    """
+    run_folder.refuse_another_model(run, model_identity(config.model.model_name_or_path, policy.fingerprint))
+    return learned_adapter(run, config, policy.model)
+
+
+def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
+    """The adapter that a finished run left, or the newest checkpoint's of one that is not finished, which is said.
+
+    Args:
+      run: its folder. Nothing in it is changed, and the run may be going on meanwhile.
+      config: its own.
+      model: what it was trained on, or its shapes alone.
+
+    Raises:
+      UserError: it has saved nothing yet, or nothing that is whole.
+    """
+    if (run / run_folder.SUMMARY).is_file():  # which is written last
+        return load_adapter(run / run_folder.ADAPTER, model)
+    run_folder.refuse_what_has_gone(config, run, "lora.adapter")
+
+    def begun(base: Model, key: jax.Array) -> Saved:
+        return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)
+
+    found = restore_checkpoint(run / run_folder.CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
+    if found is None:
+        raise UserError(
+            f"{run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; "
+            f"`{run_folder.continuing(run)}` begins the run"
+        )
+    saved, progress, step = found
+    total = progress["identity"]["total optimizer steps"]
+    _log.warning("%s is not finished: its adapter is that of the checkpoint of step %d of %d", run, step, total)
+    return saved.train.adapter
