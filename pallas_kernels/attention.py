@@ -16,7 +16,7 @@ from .ptx import HALVES
 from .stream_plan import RESIDENT
 from .variants import capability
 
-# Measured on an H200 (docs/decoding.md): 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as
+# Measured on an H200 (docs/log.md): 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as
 # much with 800 positions. Two samples to a unit pay from prompts of this length on where that leaves a unit to each
 # multiprocessor, and always where it leaves more.
 FREE_CTAS, WORTH_A_CTA, WORTH_A_PAIR = 32, 416, 512
