@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from qerl_jax.commands import evaluate, export, generate, plot, quantize, train
+from qerl_jax.commands import evaluate, export, generate, plan, plot, quantize, train
 from qerl_jax.errors import UserError, nearest
 
 _DESCRIPTION = """\
@@ -112,7 +112,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     parser.add_argument("--version", action="version", version=_version())
     made = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (train, generate, evaluate, export, plot, quantize):
+    for command in (train, plan, generate, evaluate, export, plot, quantize):
         command.add(made)
     return parser, made.choices
 

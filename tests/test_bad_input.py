@@ -135,7 +135,7 @@ def test_data_without_the_column_that_a_reward_reads(folder, refused):
 
 
 def test_a_held_out_prompt_that_is_too_long_is_said_before_anything_is_compiled(folder, refused, monkeypatch):
-    monkeypatch.setattr(trainer, "compiled_together", None)
+    monkeypatch.setattr(trainer, "compiled_run", None)
     jsonl(folder, {"prompt": "Ann has 10 pens.", "answer": "10"}, {"prompt": "and " * 200, "answer": "1"})
     said = refused("train", "my.yaml", "evaluation.eval_dataset=rows.jsonl")
     assert "rows.jsonl: row 1 (counted from 0) has " in said

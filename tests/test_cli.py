@@ -66,11 +66,11 @@ def test_help_is_quick_because_it_does_not_import_jax():
     code = "import sys, qerl_jax.cli as c\ntry: c.main(['--help'])\nfinally: print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False\n")
-    for command in ("train", "generate", "evaluate", "export", "plot", "quantize"):
+    for command in ("train", "plan", "generate", "evaluate", "export", "plot", "quantize"):
         assert command in result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "plot", "quantize"])
+@pytest.mark.parametrize("command", ["train", "plan", "generate", "evaluate", "plot", "quantize"])
 def test_help_of_each_command_gives_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

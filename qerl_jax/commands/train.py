@@ -10,6 +10,7 @@ from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
+    from qerl_jax.config import Config
 
 _DESCRIPTION = """\
 Trains as a YAML file (or a shipped recipe, such as `quickstart`, the default) says. Any option can be set on the
@@ -30,9 +31,7 @@ examples:
 def add(commands: "Commands") -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "train", "train a policy", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG | section.option=value", help="the config, then options to set otherwise"
-    )
+    add_words(parser)
     parser.add_argument("--fresh", action="store_true", help="start over in a new run folder beside the existing one")
     parser.add_argument(
         "--profile", type=os.path.expanduser, metavar="DIR", help="write a JAX profiler trace of a few steps to DIR"
@@ -40,15 +39,26 @@ def add(commands: "Commands") -> None:
     parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Trains, or continues a run."""
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a config and set its options."""
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG | section.option=value", help="the config, then options to set otherwise"
+    )
+
+
+def config_of(words: list[str]) -> "Config":
+    """The config that these arguments mean."""
     from qerl_jax.config_files import load_config
 
-    configs = [word for word in arguments.words if not _is_override(word)]
+    configs = [word for word in words if not _is_override(word)]
     if len(configs) > 1:
         raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
-    overrides = [word for word in arguments.words if _is_override(word)]
-    config = load_config(configs[0] if configs else "quickstart", overrides)
+    return load_config(configs[0] if configs else "quickstart", [word for word in words if _is_override(word)])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Trains, or continues a run."""
+    config = config_of(arguments.words)
     if arguments.profile is not None and Path(arguments.profile).is_file():
         raise UserError(
             f"--profile {arguments.profile} is a file; expected a folder, which is made where there is none"

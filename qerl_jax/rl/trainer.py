@@ -6,7 +6,6 @@ from the last checkpoint to bitwise the same end.
 """
 
 import contextlib
-import functools
 import json
 import resource
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import pallas_kernels
 from qerl_jax import run_folder
@@ -25,24 +23,18 @@ from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
 from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation import evaluate, lowered_evaluation
+from qerl_jax.evaluation import evaluate
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.metrics import METRICS, LiveLine, MetricsWriter, read_rows, truncate_after
-from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
-from qerl_jax.rl.experience import Collector, shapes_of_a_rollout
-from qerl_jax.rl.optimizer import learning_rate_schedule
+from qerl_jax.rl.experience import Collector
+from qerl_jax.rl.learner import Learner
+from qerl_jax.rl.plan import compiled_run, evaluation_programs
 from qerl_jax.rl.saved import Saved
-from qerl_jax.rl.step import make_batch, with_policies
-from qerl_jax.rl.update import Batch, init_state, update_step
-from qerl_jax.rl.update_memory import refuse_what_does_not_fit
-from qerl_jax.rollout import Prompts, Rollout
-from qerl_jax.rollout.memory import nbytes
 from qerl_jax.summary import report
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
@@ -87,20 +79,13 @@ class _Run:
         self.interrupt, self.profile = interrupt, profile
         self.collector = Collector(experiment, rewards)
         self.config = experiment.config
-        settings = experiment.settings
-        self.schedule = learning_rate_schedule(experiment.optimizer_spec)
-        advantage_fn = advantages_by(self.config.grpo.scale_rewards)
-        self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
-        update = functools.partial(update_step, optimizer=experiment.optimizer, settings=settings.update)
-        self.update = deterministic_jit(update, donate_argnames="state")
-        several = self.config.updates_per_rollout > 1
-        self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
+        self.learner = Learner(experiment)
         self._begin_or_resume()
 
     def _begin_or_resume(self) -> None:
         root = jax.random.key(self.config.run.seed)
         adapter = initial_adapter(self.config, self.experiment.policy.model, jax.random.fold_in(root, _INIT))
-        saved = Saved(init_state(adapter, self.experiment.optimizer), root)
+        saved = Saved(self.learner.begin(adapter), root)
         identity = self.experiment.identity()
         remove_partial(self.folder / run_folder.CHECKPOINTS)
         found = restore_checkpoint(self.folder / run_folder.CHECKPOINTS, saved)
@@ -160,23 +145,11 @@ class _Run:
         return self._finish(after)
 
     def _compile(self) -> None:
-        """Compiles what is left to be called, before anything is sampled; an update that does not fit in memory is
-        refused then."""
-        experiment, state = self.experiment, self.state
-        policy, problems = experiment.policy, len(held_out(self.config, experiment.evaluation_data))
-        of_evaluation = lowered_evaluation(self.config, policy, state.adapter, problems)
-        if int(state.step) == experiment.total_steps:
-            compiled_together(of_evaluation)
-            return
-        batch = self.batch_fn.lower(*shapes_of_a_rollout(self.config), state.step).out_info
-        of_batch = self.policies_fn.lower(policy.model, state.adapter, batch)
-        part = jax.eval_shape(lambda batch: next(self._parts(batch)), of_batch.out_info)
-        of_update = [self.update.lower(state, policy.model, part)]
-        (update,), *_ = compiled_together(
-            of_update, [of_batch], self.collector.lowered(state, self.root), of_evaluation
-        )
-        kept = nbytes((policy.model, state, state.adapter))  # the adapter once more for its gradients
-        refuse_what_does_not_fit(update, kept, self.config)
+        """Compiles what is left to be called, before anything is sampled, and says what it takes."""
+        if int(self.state.step) == self.experiment.total_steps:
+            compiled_together(evaluation_programs(self.experiment, self.state))
+        else:
+            self.live.note(str(compiled_run(self.experiment, self.collector, self.learner, self.state, self.root)))
 
     def _one_rollout(self) -> list[dict[str, Any]]:
         """Samples, scores, updates; returns a metrics row per optimizer step."""
@@ -185,15 +158,12 @@ class _Run:
         key = jax.random.fold_in(jax.random.fold_in(self.root, _ROLLOUTS), number)
         with self._saved_if_it_fails():
             found = self.collector.collect(self.state, key, self.progress["cursor"])
-        batch = self._batch(found.prompts, found.completions, found.rewards, jnp.copy(self.state.step))
-
         rows = []
-        for part in self._parts(batch):
+        for part in self.learner.parts(self.learner.batch(self.state, found)):
             at = int(self.state.step)
-            self.state, metrics = self.update(self.state, self.experiment.policy.model, part)
-            row = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            self.state, row = self.learner.step(self.state, part)
             self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
-            rows.append(row | found.metrics | {"step": at + 1, "learning_rate": float(self.schedule(at))})
+            rows.append(row | found.metrics | {"step": at + 1, "learning_rate": float(self.learner.learning_rate(at))})
             # Refused updates leave rollouts and steps out of phase, so the last step may come amid a rollout.
             ended = int(self.state.step) == self.experiment.total_steps
             if ended or self.progress["nonfinite"] >= config.run.max_nonfinite_steps:
@@ -217,18 +187,6 @@ class _Run:
         if config.run.log_completions:
             self.writer.log_completions({"rollout": number} | row for row in found.rows())
         return [row | counts | times for row in rows]
-
-    def _batch(self, prompts: Prompts, completions: Rollout, rewards_B: jax.Array, step: jax.Array) -> Batch:
-        batch = self.batch_fn(prompts, completions, rewards_B, step)
-        whole: Batch = self.policies_fn(self.experiment.policy.model, self.state.adapter, batch)
-        return whole
-
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """The optimizer batches of one rollout: its slices, num_iterations times over."""
-        size, rows = self.config.completions_per_update, batch.completion.shape[0]
-        for _ in range(self.config.grpo.num_iterations):
-            for low in range(0, rows, size):
-                yield jax.tree.map(lambda leaf, low=low: leaf[low : low + size] if leaf.ndim else leaf, batch)
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:

@@ -41,6 +41,11 @@ class Plan:
         """Slots to allocate, see `allocated_for`."""
         return allocated_for(self.slots)
 
+    @property
+    def nbytes(self) -> int:
+        """Of slots and pool."""
+        return self.allocated * self.slot_bytes + self.rows * self.row_bytes
+
 
 def allocated_for(slots: int) -> int:
     """Slots that are computed where so many are used. On a CPU they are filled up to a multiple of four: of few numbers

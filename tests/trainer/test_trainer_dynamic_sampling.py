@@ -13,6 +13,7 @@ from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import trainer
+from qerl_jax.rl.learner import Learner
 
 # One score for a whole group, or one for its first completion and another one for the rest, as a row's column says.
 # Held-out problems have no such column.
@@ -54,20 +55,20 @@ def undisturbed(dynamic, tmp_path_factory):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "plot_runs", lambda *_: [])
-        rollout, assemble = trainer._Run._one_rollout, trainer._Run._batch
+        rollout, assemble = trainer._Run._one_rollout, Learner.batch
 
         def watched(self):
             logged = rollout(self)
             seen[-1]["cursor"] = self.progress["cursor"]
             return logged
 
-        def batched(self, prompts, completions, rewards, step):
-            if not isinstance(prompts.tokens, jax.ShapeDtypeStruct | jax.core.Tracer):
-                seen.append(jax.device_get({"prompts": prompts, "completions": completions, "rewards": rewards}))
-            return assemble(self, prompts, completions, rewards, step)
+        def batched(self, state, found):
+            trained_on = {"prompts": found.prompts, "completions": found.completions, "rewards": found.rewards}
+            seen.append(jax.device_get(trained_on))
+            return assemble(self, state, found)
 
         patch.setattr(trainer._Run, "_one_rollout", watched)
-        patch.setattr(trainer._Run, "_batch", batched)
+        patch.setattr(Learner, "batch", batched)
         run = train(dynamic, tmp_path_factory.mktemp("undisturbed") / "run")
     return run, seen
 

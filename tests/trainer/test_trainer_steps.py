@@ -1,6 +1,7 @@
 """What runs do in a step and log of it: metrics, rewards, refused updates, options, data."""
 
 import functools
+import itertools
 import json
 import shutil
 
@@ -16,8 +17,9 @@ from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl import experience, trainer
+from qerl_jax.rl import experience, learner, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
+from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.losses import LossSpec
 
 ALWAYS = {
@@ -86,15 +88,13 @@ def test_equal_rewards_are_counted_and_give_no_gradient(policy, tmp_path):
 
 def poison_batches(patch, rollouts):
     """Makes NaN of the advantages that the updates of these rollouts get, and so of their losses and gradients."""
-    assemble = trainer._Run._batch
+    assemble, numbers = Learner.batch, itertools.count()
 
     def assembled(self, *arguments):
         batch = assemble(self, *arguments)
-        if self.progress["rollout"] not in rollouts:
-            return batch
-        return batch.replace(advantages=batch.advantages * jnp.nan)
+        return batch.replace(advantages=batch.advantages * jnp.nan) if next(numbers) in rollouts else batch
 
-    patch.setattr(trainer._Run, "_batch", assembled)
+    patch.setattr(Learner, "batch", assembled)
 
 
 def test_updates_that_are_never_finite_are_refused_and_stop_the_run(config, tmp_path, monkeypatch, capsys):
@@ -140,7 +140,7 @@ def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_p
             _, metrics = self.update(jax.tree.map(jnp.copy, state), model, batch)
             return state, metrics | {"nonfinite": 1}
 
-    monkeypatch.setattr(trainer, "deterministic_jit", RefusesTheSecond)
+    monkeypatch.setattr(learner, "deterministic_jit", RefusesTheSecond)
     run = train(config, tmp_path / "run")
     assert [(row["rollout"], row["step"], row["nonfinite"]) for row in rows(run)] == [
         (0, 1, 0), (0, 2, 1), (1, 2, 0), (1, 3, 0), (2, 4, 0), (2, 5, 0), (3, 6, 0)

@@ -21,7 +21,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl import experience, trainer
+from qerl_jax.rl import experience, plan, trainer
 from qerl_jax.rl.assembly import Experiment
 
 COUNTED = """\
@@ -256,7 +256,7 @@ def test_ctrl_c_saves_and_the_command_that_it_names_continues(number, name, conf
 @pytest.mark.parametrize(
     ("module", "during", "call", "saved"),
     [
-        (trainer, "lowered_evaluation", 1, 0),
+        (plan, "lowered_evaluation", 1, 0),
         (trainer, "evaluate", 1, 0),
         (experience, "next_examples", 1, 2),
         (experience, "next_examples", 3, 6),

@@ -1,27 +1,26 @@
-"""An update that cannot fit is refused before a run samples anything, with what to change."""
+"""What a run takes is said before it samples anything; an update that cannot fit is refused, with what to change."""
 
-import types
+import dataclasses
+import re
 
 import jax
 import pytest
 from run_harness import checkpoints, one_layer_policy, rows, small_config
 from tiny import Device
 
+from qerl_jax import cli
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rl import trainer
-from qerl_jax.rl.update_memory import refuse_what_does_not_fit
+from qerl_jax.rl.plan import Plan, refuse_what_does_not_fit
 from qerl_jax.rollout import memory
 
 
 def refused(monkeypatch, limit, kept, temporary, *words):
     """The check of a program of these GB on a device with `limit` GB."""
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(limit * 10**9)])
-    kinds = ("temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes")
-    sizes = {kind: n * 10**9 for kind, n in zip(kinds, (temporary - 2, 7, 5), strict=True)}
-    program = types.SimpleNamespace(memory_analysis=lambda: types.SimpleNamespace(**sizes))
-    config = load_config("quickstart", ["generation.max_completion_length=60", *words])
-    refuse_what_does_not_fit(program, kept * 10**9, config)
+    sizes = {"weights": kept - 1, "trained": 1, "rollout": 0, "update": temporary, "limit": limit}
+    plan = Plan(slots=1, samples=1, **{name: size * 10**9 for name, size in sizes.items()})
+    refuse_what_does_not_fit(plan, load_config("quickstart", ["generation.max_completion_length=60", *words]))
 
 
 def test_what_fits_exactly_fits(monkeypatch):
@@ -65,3 +64,34 @@ def test_a_run_is_refused_before_it_samples_and_goes_on_with_less(tmp_path, monk
     less = ["optimizer.per_device_train_batch_size=4", "optimizer.gradient_accumulation_steps=4"]
     trainer.train(load_config(str(config), less))
     assert checkpoints(run)[-1] == len(rows(run)) == 3
+
+
+def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_behind(tmp_path, capsys):
+    policy = one_layer_policy(tmp_path / "policy")
+    config = small_config(tmp_path, policy, optimizer={"max_steps": 4}, generation={"max_slots": 4})
+    before = {*tmp_path.rglob("*")}
+    assert cli.main(["plan", str(config)]) == 0
+    steps, memory = capsys.readouterr().out.splitlines()
+    assert {*tmp_path.rglob("*")} == before
+    assert steps == (
+        "steps: 4 of 16 completions; 2 rollouts of 4 prompts, 4 completions each: 0.00 epochs of 16,384 prompts"
+    )
+    assert re.fullmatch(
+        r"memory: weights \d\.\d MB, adapter and optimizer \d\.\d MB, then a rollout, 4 of 16 completions at once, "
+        r"\d\.\d MB, or an update \d+\.\d MB",
+        memory,
+    )
+    cli.main(["train", str(config)])
+    assert memory in capsys.readouterr().out.splitlines()
+    assert len(rows(tmp_path / "run")) == 4 and rows(tmp_path / "run")[-1]["rollout"] == 1
+
+
+def test_what_a_plan_says_of_memory():
+    plan = Plan(5_900_000_000, 970_000_000, 180, 256, 44_600_000_000, 22_300_000_000, 139_800_000_000)
+    assert str(plan) == (
+        "memory: weights 5.9 GB, adapter and optimizer 970.0 MB, then a rollout, 180 of 256 completions at once, "
+        "44.6 GB, or an update 22.3 GB, of 139.8 GB"
+    )
+    assert str(dataclasses.replace(plan, slots=256, update=None, limit=None)).endswith(
+        "then a rollout, all completions at once, 44.6 GB"
+    )

@@ -1,0 +1,36 @@
+"""`qerl plan`: what a run would take."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from qerl_jax.commands.command import add_command
+from qerl_jax.commands.train import add_words, config_of
+
+if TYPE_CHECKING:
+    from qerl_jax.commands.command import Commands
+
+_DESCRIPTION = """\
+Prints what `qerl train` would do with the same words: its steps, and the memory that it would take on this device. All
+is loaded, checked and compiled as for a run, and refused as there where it does not fit; nothing is sampled or written.
+"""
+_EXAMPLES = """\
+examples:
+  qerl plan my.yaml
+  qerl plan my.yaml optimizer.per_device_train_batch_size=4 generation.max_completion_length=8192
+"""
+
+
+def add(commands: "Commands") -> None:
+    """Adds the command's parser."""
+    parser = add_command(commands, "plan", "say what a run would take", _DESCRIPTION, _EXAMPLES)
+    add_words(parser)
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the plan."""
+    config = config_of(arguments.words)
+
+    from qerl_jax.rl.plan import plan_run
+
+    print(plan_run(config))

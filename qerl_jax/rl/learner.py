@@ -1,0 +1,64 @@
+"""What a rollout's experience becomes: optimizer batches, and a step for each."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.models.flash_attention import deterministic_jit
+from qerl_jax.models.params import Adapter
+from qerl_jax.rl.advantages import advantages_by
+from qerl_jax.rl.assembly import Experiment
+from qerl_jax.rl.experience import Experience, shapes_of_a_rollout
+from qerl_jax.rl.optimizer import learning_rate_schedule
+from qerl_jax.rl.step import make_batch, with_policies
+from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
+
+
+class Learner:
+    """Makes batches of a run's rollouts and takes its optimizer steps, with its programs compiled once."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Nothing is compiled yet."""
+        config, settings = experiment.config, experiment.settings
+        self.experiment = experiment
+        self.learning_rate = learning_rate_schedule(experiment.optimizer_spec)
+        advantage_fn = advantages_by(config.grpo.scale_rewards)
+        self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
+        several = config.updates_per_rollout > 1
+        self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
+        update = functools.partial(update_step, optimizer=experiment.optimizer, settings=settings.update)
+        self.update_fn = deterministic_jit(update, donate_argnames="state")
+
+    def begin(self, adapter: Adapter) -> TrainState:
+        """The state before the first step."""
+        return init_state(adapter, self.experiment.optimizer)
+
+    def lowered(self, state: TrainState) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """The programs of `step` and, but for what is small, of `batch`, for a state like this one."""
+        model = self.experiment.policy.model
+        batch = self.batch_fn.lower(*shapes_of_a_rollout(self.experiment.config), state.step).out_info
+        of_batch = self.policies_fn.lower(model, state.adapter, batch)
+        part = jax.eval_shape(lambda batch: next(self.parts(batch)), of_batch.out_info)
+        return self.update_fn.lower(state, model, part), of_batch
+
+    def batch(self, state: TrainState, found: Experience) -> Batch:
+        """All that a rollout by the policy of `state` trains on."""
+        # Updates give the memory of their state, the step with it, to the next one.
+        batch = self.batch_fn(found.prompts, found.completions, found.rewards, jnp.copy(state.step))
+        whole: Batch = self.policies_fn(self.experiment.policy.model, state.adapter, batch)
+        return whole
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """The optimizer batches of one rollout: its slices, num_iterations times over."""
+        config = self.experiment.config
+        size, rows = config.completions_per_update, batch.completion.shape[0]
+        for _ in range(config.grpo.num_iterations):
+            for low in range(0, rows, size):
+                yield jax.tree.map(lambda leaf, low=low: leaf[low : low + size] if leaf.ndim else leaf, batch)
+
+    def step(self, state: TrainState, part: Batch) -> tuple[TrainState, dict[str, float]]:
+        """`update_step`. The memory of `state` is the next state's."""
+        state, metrics = self.update_fn(state, self.experiment.policy.model, part)
+        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
