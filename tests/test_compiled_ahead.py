@@ -110,7 +110,7 @@ def test_programs_that_are_kept_are_read_one_by_one(no_cache, tmp_path, monkeypa
                 x = jnp.sin(x @ x + i + number)
             return x
 
-        return jax.jit(f).lower(jnp.ones((8, 8)))
+        return jax.jit(f).lower(np.ones((8, 8), np.float32))  # no other program is made, which might be kept too
 
     threads = {"cache_hits": [], "backend_compile_duration": []}
 
