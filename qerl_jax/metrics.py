@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from qerl_jax.durable import flush, make_folder, write_whole
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -36,21 +36,23 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a JSONL file; a torn last line is left out.
+    """All rows of a JSONL file, one for each line; a torn last line is left out.
 
     Raises:
       UserError: the file is missing, or a line before the last one is not a JSON object.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            lines = file.readlines()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     rows = []
-    for number, line, row in _parsed(content.splitlines(keepends=True)):
+    for number, line, row in _parsed(lines):
         if row is not None:
             rows.append(row)
         elif line.endswith(b"\n"):
-            raise UserError(f"{path}, line {number}: not a JSON object; remove the line to read the others")
+            found = shown(line.decode(errors="replace").strip()) or "an empty line"
+            raise UserError(f"{path}, line {number}: found {found}; expected a JSON object; correct or remove the line")
     return rows
 
 
@@ -194,10 +196,10 @@ class LiveLine:
 
     def _text(self, row: Mapping[str, Any], step: int) -> str:
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
-        for label, key, shown in _SHOWN:
+        for label, key, form in _SHOWN:
             value = row.get(key)
             if value is not None:
-                parts.append(f"{label}{format(float(value), shown)}")
+                parts.append(f"{label}{format(float(value), form)}")
         if "perf/throughput" in row:
             parts.append(f"{float(row['perf/throughput']):,.0f} tokens/s")
         (began, first), (now, last) = self._ticks[0], self._ticks[-1]
@@ -293,7 +295,7 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes, dict[str, Any]
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         yield number, line, row if isinstance(row, dict) else None
 

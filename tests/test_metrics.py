@@ -74,9 +74,10 @@ def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):
     for torn in ('{"a": 2', '{"a": 2}'):  # the second lacks its line's end alone
         path.write_text('{"a": 1}\n' + torn)
         assert read_rows(path) == [{"a": 1}]
-    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
-    with pytest.raises(UserError, match=r"m.jsonl, line 2: not a JSON object"):
-        read_rows(path)
+    for damaged in (b'{"a"', b'{"a": 2}\r{"a": 3}', b'{"a": "\xff"}', b'{"a": ' + 10**6 * b"["):
+        path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"a": 3}\n')
+        with pytest.raises(UserError, match=r'm.jsonl, line 2: found \{"a".*; expected a JSON object'):
+            read_rows(path)
     with pytest.raises(UserError, match=r"missing.jsonl: cannot be read: No such file"):
         read_rows(tmp_path / "missing.jsonl")
 
