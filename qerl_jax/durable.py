@@ -29,13 +29,14 @@ def make_folder(path: Path) -> None:
     """Makes a folder and those that it lies in, where they are not there yet.
 
     Raises:
-      UserError: one of them is a file.
+      UserError: one of them is a file, or a symbolic link that leads nowhere.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        file = next(name for name in (path, *path.parents) if os.path.lexists(name) and not name.is_dir())
-        raise UserError(f"{file} is a file; expected a folder") from None
+        other = next(name for name in (path, *path.parents) if os.path.lexists(name) and not name.is_dir())
+        kind = "file" if other.exists() else f"symbolic link to {other.readlink()}, which does not exist"
+        raise UserError(f"{other} is a {kind}; expected a folder") from None
 
 
 def named(folder: Path) -> Path:

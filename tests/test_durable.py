@@ -147,14 +147,23 @@ def test_a_folder_without_what_each_of_its_kind_has_is_not_replaced(tmp_path):
     assert os.listdir(tmp_path / "x") == ["a.txt"]
 
 
-@pytest.mark.parametrize("name", ["file", "file/inside", "file/deep/inside", "link"])
-def test_a_folder_cannot_be_made_of_a_file_or_in_one(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("file", "file is a file"),
+        ("file/inside", "file is a file"),
+        ("file/deep/inside", "file is a file"),
+        ("link", "link is a symbolic link to disk/gone, which does not exist"),
+        ("link/inside", "link is a symbolic link to disk/gone, which does not exist"),
+    ],
+)
+def test_a_folder_cannot_be_made_of_what_is_none_or_in_it(name, found, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "nothing")
-    expected = tmp_path / name.split("/")[0]
-    with pytest.raises(UserError, match=f"{expected} is a file; expected a folder"):
-        make_folder(tmp_path / name)
-    with pytest.raises(UserError, match=f"{expected} is a file; expected a folder"):
+    (tmp_path / "link").symlink_to("disk/gone")
+    for path in (tmp_path / name, tmp_path / name / "x"):
+        with pytest.raises(UserError, match=f"{tmp_path}/{found}; expected a folder"):
+            make_folder(path)
+    with pytest.raises(UserError, match=f"{tmp_path}/{found}; expected a folder"):
         put(tmp_path / name / "x", "1")
 
 
