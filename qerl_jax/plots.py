@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from qerl_jax.durable import make_folder
+from qerl_jax.durable import make_folder, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.metrics import METRICS, read_rows
 
@@ -267,5 +267,6 @@ def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=150)
+    with writing(path):
+        figure.savefig(path, dpi=150)
     return path

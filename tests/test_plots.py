@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from full_disk import full_disk
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -118,6 +119,12 @@ def test_a_damaged_line_is_told_before_anything_is_drawn(tmp_path, line, message
     with pytest.raises(UserError, match=rf"run/metrics\.jsonl, line 2: {message}"):
         plot_runs([run], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_with_the_picture(tmp_path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/out/reward.png'"), full_disk():
+        plot_runs([run], tmp_path / "out")
 
 
 def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):
