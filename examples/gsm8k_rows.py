@@ -4,7 +4,8 @@
     python examples/gsm8k_rows.py test.jsonl gsm8k_test.jsonl
 
 train.jsonl and test.jsonl have a `question` and an `answer` that ends in `#### 72`, as in OpenAI's repository
-grade-school-math; `datasets.load_dataset("openai/gsm8k", "main")["train"].to_json("train.jsonl")` writes the hub's.
+grade-school-math; with the package datasets `load_dataset("openai/gsm8k", "main")["train"].to_json("train.jsonl")`
+writes the hub's.
 """
 
 import argparse
