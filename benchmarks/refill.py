@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = random_model(config, compute_dtype(), kernels=arguments.kernels)
     N, G = arguments.prompts, arguments.num_generations
     case = make_case(model, arguments.lora_rank, N * G, G, arguments.prompt, arguments.longest)
-    settings = SamplingSettings(arguments.longest, (config.vocab_size,), 0, kv_cache_dtype=arguments.kv_cache_dtype)
+    settings = SamplingSettings(arguments.longest, (), 0, kv_cache_dtype=arguments.kv_cache_dtype)
     engine = Engine(
         model,
         settings,

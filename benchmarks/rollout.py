@@ -86,8 +86,8 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> SamplingSettings:
-        """No id of the vocabulary ends a completion."""
-        return SamplingSettings(self.new, (self.model.config.vocab_size,), 0, kv_cache_dtype=self.kv_cache_dtype)
+        """No id ends a completion."""
+        return SamplingSettings(self.new, (), 0, kv_cache_dtype=self.kv_cache_dtype)
 
 
 def make_case(

@@ -4,21 +4,36 @@
     python examples/gsm8k_rows.py test.jsonl gsm8k_test.jsonl
 
 train.jsonl and test.jsonl have a `question` and an `answer` that ends in `#### 72`, as in OpenAI's repository
-grade-school-math; `datasets.load_dataset("openai/gsm8k", "main")["train"].to_json("train.jsonl")` writes the hub's.
+grade-school-math; with the package datasets `load_dataset("openai/gsm8k", "main")["train"].to_json("train.jsonl")`
+writes the hub's.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 SYSTEM = "Solve the problem step by step. End with a line of its own: #### and then the answer as a plain number."
 
-if len(sys.argv) != 3:
-    sys.exit(__doc__)
-source, target = map(Path, sys.argv[1:])
-rows = [json.loads(line) for line in source.read_text("utf-8").split("\n") if line]
-with target.open("w", encoding="utf-8") as file:
-    for row in rows:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["question"]}]
-        file.write(json.dumps({"prompt": messages, "answer": row["answer"]}) + "\n")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("source", type=Path)
+parser.add_argument("target", type=Path)
+arguments = parser.parse_args()
+source, target, rows = arguments.source, arguments.target, []
+try:
+    for number, line in enumerate(source.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            parser.exit(2, f"{source}, line {number}: not JSON: {error}\n")
+        match found:
+            case {"question": str(question), "answer": str(answer)}:
+                messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+                rows.append(json.dumps({"prompt": messages, "answer": answer}) + "\n")
+            case _:
+                parser.exit(2, f"{source}, line {number}: expected an object with the texts `question` and `answer`\n")
+    target.write_text("".join(rows), encoding="utf-8")
+except OSError as error:
+    parser.exit(2, f"{error.filename or target}: {error.strerror}\n")
 print(f"{target}: {len(rows)} problems")

@@ -10,6 +10,17 @@ from pathlib import Path
 from qerl_jax.errors import UserError
 
 
+@contextlib.contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Names `path` in an OSError that names no file, as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def flush(path: Path) -> None:
     """fsync of a file or folder."""
     handle = os.open(path, os.O_RDONLY)
@@ -29,13 +40,14 @@ def make_folder(path: Path) -> None:
     """Makes a folder and those that it lies in, where they are not there yet.
 
     Raises:
-      UserError: one of them is a file.
+      UserError: one of them is a file, or a symbolic link that leads nowhere.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        file = next(name for name in (path, *path.parents) if os.path.lexists(name) and not name.is_dir())
-        raise UserError(f"{file} is a file; expected a folder") from None
+        other = next(name for name in (path, *path.parents) if os.path.lexists(name) and not name.is_dir())
+        kind = "file" if other.exists() else f"symbolic link to {other.readlink()}, which does not exist"
+        raise UserError(f"{other} is a {kind}; expected a folder") from None
 
 
 def named(folder: Path) -> Path:
@@ -107,7 +119,8 @@ def whole_folder(path: str | os.PathLike[str], names: Sequence[str]) -> Iterator
     _refuse_other_content(path, names)
     make_folder(path.parent)
     lock, temp, old = (path.with_name(f".{kind}-{path.name}") for kind in ("lock", "tmp", "old"))
-    with locked(lock, f"{path}: another process is writing it; wait for it or choose another name"):
+    refusal = f"{path}: another process is writing it; wait for it or choose another name"
+    with locked(lock, refusal), writing(path):
         try:
             if old.exists() and not path.exists():
                 os.rename(old, path)  # a process died between the two renames below
@@ -142,7 +155,8 @@ def _refuse_other_content(path: Path, names: Sequence[str]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replaces the file `path` as a whole: a kill leaves the old one or the new one."""
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+        temporary.replace(path)
+        flush(path.parent)

@@ -6,6 +6,7 @@ Each row holds `rollout`, so that a resumed run can cut both files back to where
 """
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -19,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from qerl_jax.durable import flush, make_folder, write_whole
-from qerl_jax.errors import UserError
+from qerl_jax.durable import flush, make_folder, write_whole, writing
+from qerl_jax.errors import UserError, shown
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -36,21 +37,23 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a JSONL file; a torn last line is left out.
+    """All rows of a JSONL file, one for each line; a torn last line is left out.
 
     Raises:
       UserError: the file is missing, or a line before the last one is not a JSON object.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            lines = file.readlines()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     rows = []
-    for number, line, row in _parsed(content.splitlines(keepends=True)):
+    for number, line, row in _parsed(lines):
         if row is not None:
             rows.append(row)
         elif line.endswith(b"\n"):
-            raise UserError(f"{path}, line {number}: not a JSON object; remove the line to read the others")
+            found = shown(line.decode(errors="replace").strip()) or "an empty line"
+            raise UserError(f"{path}, line {number}: found {found}; expected a JSON object; correct or remove the line")
     return rows
 
 
@@ -65,7 +68,7 @@ def truncate_after(run_dir: Path, rollout: int) -> None:
         if not path.exists():
             continue
         temporary = path.with_name(f".{name}.tmp")
-        with path.open("rb") as source, temporary.open("wb") as target:
+        with writing(path), path.open("rb") as source, temporary.open("wb") as target:
             for number, line, row in _parsed(source):
                 if row is None or not isinstance(row.get("rollout"), int):
                     if line.endswith(b"\n"):
@@ -96,7 +99,9 @@ class MetricsWriter:
             self._services = [
                 opened.enter_context(contextlib.closing(_SERVICES[name](run_dir, step))) for name in report_to
             ]
-            self._metrics, self._completions = (_appended(run_dir / name, opened) for name in (METRICS, COMPLETIONS))
+            self._metrics, self._completions = (
+                opened.enter_context((run_dir / name).open("ab", buffering=0)) for name in (METRICS, COMPLETIONS)
+            )
             self._opened = opened.pop_all()
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -121,8 +126,9 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Forces what was written to the disk; call it before saving the checkpoint that counts on it."""
-        os.fsync(self._metrics)
-        os.fsync(self._completions)
+        for file in (self._metrics, self._completions):
+            with writing(file.name):
+                os.fsync(file)
 
     def close(self) -> None:
         """Closes the files and services; nothing is written afterwards."""
@@ -194,10 +200,10 @@ class LiveLine:
 
     def _text(self, row: Mapping[str, Any], step: int) -> str:
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
-        for label, key, shown in _SHOWN:
+        for label, key, form in _SHOWN:
             value = row.get(key)
             if value is not None:
-                parts.append(f"{label}{format(float(value), shown)}")
+                parts.append(f"{label}{format(float(value), form)}")
         if "perf/throughput" in row:
             parts.append(f"{float(row['perf/throughput']):,.0f} tokens/s")
         (began, first), (now, last) = self._ticks[0], self._ticks[-1]
@@ -275,17 +281,11 @@ def _missing(extra: str, package: str) -> UserError:
     )
 
 
-def _appended(path: Path, opened: contextlib.ExitStack) -> int:
-    """A descriptor that appends to `path`, closed with `opened`."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    opened.callback(os.close, file)
-    return file
-
-
-def _write(file: int, text: str) -> None:
+def _write(file: io.FileIO, text: str) -> None:
     data = text.encode()
-    while data:  # a regular file takes all at once but on a full disk, which the next call then reports
-        data = data[os.write(file, data) :]
+    with writing(file.name):
+        while data:  # a regular file takes all at once but on a full disk, which the next call then reports
+            data = data[file.write(data) :]
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
@@ -293,7 +293,7 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes, dict[str, Any]
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         yield number, line, row if isinstance(row, dict) else None
 

@@ -7,6 +7,7 @@ colours are Okabe and Ito's, which people with any colour vision tell apart.
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from qerl_jax.durable import make_folder
-from qerl_jax.errors import UserError
+from qerl_jax.durable import make_folder, writing
+from qerl_jax.errors import UserError, shown
 from qerl_jax.metrics import METRICS, read_rows
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -83,18 +84,28 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
 
 
 def _load(folder: Path, name: str) -> _Run:
-    rows = read_rows(folder / METRICS)
+    file = folder / METRICS
+    rows = read_rows(file)
     if not rows:
-        raise UserError(f"{folder / METRICS}: no step was recorded yet; nothing to draw")
+        raise UserError(f"{file}: no step was recorded yet; nothing to draw")
     for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("step"), int):
-            raise UserError(f"{folder / METRICS}: row {number} has no `step`, a whole number; expected a run's metrics")
+        _check(row, f"{file}, line {number}")
     summary = folder / "summary.json"
     try:
         found = json.loads(summary.read_text("utf-8")) if summary.exists() else {}
     except ValueError as error:
         raise UserError(f"{summary}: not readable as JSON: {error}") from None
     return _Run(name, rows, found if isinstance(found, dict) else {})
+
+
+def _check(row: dict[str, Any], where: str) -> None:
+    for key, value in row.items():
+        # json reads NaN and Infinity, which no run writes, and whole numbers that no float holds.
+        if value is not None and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
+            found = f"`{shown(key)}` is {shown(json.dumps(value))}"
+            raise UserError(f"{where}: {found}; expected a number or null; correct or remove the line")
+    if type(row.get("step")) is not int:
+        raise UserError(f"{where}: no `step`, a whole number, in {shown(json.dumps(row))}; expected a run's metrics")
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
@@ -256,5 +267,6 @@ def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=150)
+    with writing(path):
+        figure.savefig(path, dpi=150)
     return path

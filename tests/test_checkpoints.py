@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from full_disk import full_disk
 
 from qerl_jax import checkpoints
 from qerl_jax.checkpoints import checkpoint_steps, remove_partial, restore_checkpoint, save_checkpoint
@@ -179,15 +179,9 @@ def test_what_cannot_be_saved(tmp_path):
 def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(tmp_path, monkeypatch, caplog):
     save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
     big = {"a": np.random.default_rng(0).random(100_000)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # stands for a full disk, which only root can make
-    try:
-        with pytest.raises(
-            UserError, match=r"checkpoint of step 2 could not be written \(File too large\); older .* Make room"
-        ):
-            save_checkpoint(tmp_path, 2, big, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = r"checkpoint of step 2 could not be written \(File too large\); older .* Make room"
+    with pytest.raises(UserError, match=refused), full_disk(room=1 << 16):
+        save_checkpoint(tmp_path, 2, big, {})
     assert not caplog.records
 
     def full(folder):

@@ -106,14 +106,42 @@ GOOD = '{"prompt": "a", "answer": 1}'
         (['{"prompt": [{"role": "user"}]}'], r"is not a message"),
         (['{"prompt": [{"role": "robot", "content": "a"}]}'], r"role is 'robot'; allowed: system, user"),
         (['{"prompt": [{"role": "assistant", "content": "a"}]}'], r"ends with the assistant's message"),
-        ([GOOD, '{"prompt": [{"role": "user", "content": "a"}]}'], r"line 2: prompts are texts in some rows"),
-        ([GOOD, '{"prompt": "b", "answer": "x"}'], r"column 'answer' mixes types"),
+        (
+            [GOOD, '{"prompt": [{"role": "user", "content": "a"}]}'],
+            r"line 2: column 'prompt' is a list, but a text in line 1",
+        ),
+        (
+            ['{"prompt": "a", "answer": null}', "", GOOD, '{"prompt": "b", "answer": "x"}'],
+            r"rows\.jsonl, line 4: column 'answer' is a text, but a number in line 3; expected one type",
+        ),
+        (
+            [GOOD, '{"prompt": "b", "answer": true}'],
+            r"line 2: column 'answer' is true or false, but a number in line 1",
+        ),
+        (
+            ['{"prompt": "a", "tests": [{"in": 1}, {"in": 2.5}]}', '{"prompt": "b", "tests": [{"in": {}}]}'],
+            r"line 2: column 'tests\[\]\.in' is an object, but a number in line 1",
+        ),
+        (['{"prompt": "a", "tests": [1, "2"]}'], r"line 1: column 'tests\[\]' is a text, but a number in line 1"),
+        (
+            ['{"prompt": "a", "a.b": 1, "a": {"b": "c", "d": [[1], 2]}}'],
+            r"line 1: column 'a\.d\[\]' is a number, but a list",
+        ),
+        ([GOOD, '{"prompt": "\\ud800"}'], r"line 2: cannot be read as JSON \('utf-8' codec can't encode"),
+        ([GOOD, '{"prompt": "b", "\\ud800": 1}'], r"line 2: cannot be read as JSON \('utf-8' codec can't encode"),
+        (['{"prompt": "b", "x": ' + 65 * "[" + 65 * "]" + "}"], r"line 1: column 'x' is nested more than 64 deep"),
+        (['{"prompt": "b", "x": ' + 10**5 * "[" + 10**5 * "]" + "}"], r"line 1: cannot be read as JSON \(maximum rec"),
         ([""], r"has no rows"),
     ],
 )
 def test_bad_files_name_the_line(jsonl, lines, message):
     with pytest.raises(UserError, match=message):
         load_dataset(jsonl(*lines))
+
+
+def test_numbers_of_both_kinds_and_any_size_are_one_type(jsonl):
+    data = load_dataset(jsonl({"prompt": "a", "n": 2.5}, {"prompt": "b", "n": 10**30}))
+    assert [data[i]["n"] for i in range(2)] == [2.5, 10**30]
 
 
 def test_bytes_that_are_not_text_name_the_line(tmp_path):

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
-from qerl_jax.durable import make_folder, whole_folder, with_home
+from qerl_jax.durable import make_folder, whole_folder, with_home, write_whole, writing
 from qerl_jax.errors import UserError
 
 
@@ -69,6 +70,20 @@ def test_an_interruption_between_the_renames_changes_nothing(tmp_path, monkeypat
         put(tmp_path / "x", "2")
     assert (tmp_path / "x" / "a.txt").read_text() == "1"
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_where_the_disk_is_full_what_was_to_be_written_is_named_and_stays_as_it_was(tmp_path):
+    put(tmp_path / "x", "1")
+    write_whole(tmp_path / "file", "1")
+    for write, name in ((put, "x"), (write_whole, "file")):
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/{name}'"), full_disk():
+            write(tmp_path / name, "2")
+    assert (tmp_path / "x" / "a.txt").read_text() == (tmp_path / "file").read_text() == "1"
+
+
+def test_an_error_that_names_its_file_keeps_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No such file or directory: 'missing'"), writing(tmp_path):
+        os.stat("missing")
 
 
 def test_two_that_write_one_folder_are_kept_apart(tmp_path):
@@ -147,14 +162,23 @@ def test_a_folder_without_what_each_of_its_kind_has_is_not_replaced(tmp_path):
     assert os.listdir(tmp_path / "x") == ["a.txt"]
 
 
-@pytest.mark.parametrize("name", ["file", "file/inside", "file/deep/inside", "link"])
-def test_a_folder_cannot_be_made_of_a_file_or_in_one(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("file", "file is a file"),
+        ("file/inside", "file is a file"),
+        ("file/deep/inside", "file is a file"),
+        ("link", "link is a symbolic link to disk/gone, which does not exist"),
+        ("link/inside", "link is a symbolic link to disk/gone, which does not exist"),
+    ],
+)
+def test_a_folder_cannot_be_made_of_what_is_none_or_in_it(name, found, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "nothing")
-    expected = tmp_path / name.split("/")[0]
-    with pytest.raises(UserError, match=f"{expected} is a file; expected a folder"):
-        make_folder(tmp_path / name)
-    with pytest.raises(UserError, match=f"{expected} is a file; expected a folder"):
+    (tmp_path / "link").symlink_to("disk/gone")
+    for path in (tmp_path / name, tmp_path / name / "x"):
+        with pytest.raises(UserError, match=f"{tmp_path}/{found}; expected a folder"):
+            make_folder(path)
+    with pytest.raises(UserError, match=f"{tmp_path}/{found}; expected a folder"):
         put(tmp_path / name / "x", "1")
 
 

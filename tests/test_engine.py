@@ -25,7 +25,7 @@ ADAPTER = tiny_adapter(MODEL)
 P, C, N, G = 9, 12, 5, 4
 SETTINGS = SamplingSettings(C, (3, 4, 10, 12), 0)
 KEY = jax.random.key(5)
-ENDLESS = (CONFIG.vocab_size,)  # an EOS that is never drawn
+ENDLESS = ()  # no EOS
 
 
 def requests(seed=0):
@@ -260,7 +260,7 @@ def test_greedy_continuations_are_those_of_transformers(name):
     stored = np.load(ORACLES / "transformers_logits.npz")
     ids, mask = (stored[f"{name}/right_{part}"] for part in ("ids", "mask"))
     network = load_model(ORACLES / name, dtype="float32")
-    settings = SamplingSettings(16, (network.config.vocab_size,), 0, temperature=0.0)
+    settings = SamplingSettings(16, ENDLESS, 0, temperature=0.0)
     greedy = Engine(network, settings, max_prompt_length=ids.shape[1], max_slots=2)
     prompts = [Request(row[: live.sum()].tolist()) for row, live in zip(ids, mask, strict=True)]
     found = finished(greedy.generate(None, prompts, KEY))
@@ -392,6 +392,11 @@ def test_numbers_of_slots_and_steps_begin_at_one():
         engine(max_slots=0)
     with pytest.raises(ValueError, match="every is 0; allowed: 1 or more"):
         list(engine().generate(ADAPTER, requests(), KEY, every=0))
+
+
+def test_ids_beyond_the_vocabulary_are_refused_when_an_engine_is_made():
+    with pytest.raises(UserError, match=r"eos_token_ids is \(3, 61\); allowed: ids below the vocabulary's 61"):
+        engine(SamplingSettings(C, (3, CONFIG.vocab_size), 0))
 
 
 def test_memory_is_planned_by_hand():

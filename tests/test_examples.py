@@ -115,11 +115,29 @@ def test_rows_of_gsm8k_are_what_its_recipe_reads(tmp_path, monkeypatch):
     command = [sys.executable, ROOT / "examples" / "gsm8k_rows.py", "train.jsonl", config.data.train_dataset]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "gsm8k_train.jsonl: 1 problems\n"
-    wrong = subprocess.run(command[:2], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 1 and "python examples/gsm8k_rows.py train.jsonl gsm8k_train.jsonl" in wrong.stderr
     (row,) = load_dataset(config.data.train_dataset, split="train")
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     with RewardFunctions(config.reward) as rewards:
         rewards.check([row], "train")
         scores = rewards([row], ["1200", "It is\n#### 1200", "#### 12", "#### 1,200."], [[1]] * 4, 4)
     np.testing.assert_allclose(scores.total, [0.0, 2.2, 0.2, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "train.jsonl: No such file or directory\n"),
+        (b'{"question": "2 + 2?", "answer": "#### 4"}\n{"question"\n', "train.jsonl, line 2: not JSON: Expecting ':'"),
+        (b'{"question": "2 + 2?", "answer": 4}\n', "train.jsonl, line 1: expected an object with the texts `question`"),
+        (b'{"question": "\xff"}\n', "train.jsonl, line 1: not JSON: 'utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_what_is_no_file_of_gsm8k_is_told_in_one_line(tmp_path, source, message):
+    if source is not None:
+        (tmp_path / "train.jsonl").write_bytes(source)
+    command = [sys.executable, ROOT / "examples" / "gsm8k_rows.py", "train.jsonl", "rows.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+    assert not (tmp_path / "rows.jsonl").exists()
+    assert subprocess.run(command[:3], capture_output=True, check=False, cwd=tmp_path).returncode == 2

@@ -21,7 +21,7 @@ from qerl_jax.rollout.decode import prefill
 
 N, G, P, C = 20, 8, 8, 64
 PROMPTS = Prompts(jax.random.randint(jax.random.key(3), (N, P), 0, CONFIG.vocab_size), jnp.full(N, P), jnp.arange(N))
-SETTINGS = StepSettings(SamplingSettings(C, (CONFIG.vocab_size,), 0), UpdateSettings(G, 1.0, micro_batch_size=N * G))
+SETTINGS = StepSettings(SamplingSettings(C, (), 0), UpdateSettings(G, 1.0, micro_batch_size=N * G))
 # Gives the gradient as its state.
 KEPT = optax.GradientTransformation(
     lambda adapter: jax.tree.map(jnp.zeros_like, adapter),

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from full_disk import full_disk
 
 from qerl_jax import metrics
 from qerl_jax.errors import UserError
@@ -74,9 +75,10 @@ def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):
     for torn in ('{"a": 2', '{"a": 2}'):  # the second lacks its line's end alone
         path.write_text('{"a": 1}\n' + torn)
         assert read_rows(path) == [{"a": 1}]
-    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
-    with pytest.raises(UserError, match=r"m.jsonl, line 2: not a JSON object"):
-        read_rows(path)
+    for damaged in (b'{"a"', b'{"a": 2}\r{"a": 3}', b'{"a": "\xff"}', b'{"a": ' + 10**6 * b"["):
+        path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"a": 3}\n')
+        with pytest.raises(UserError, match=r'm.jsonl, line 2: found \{"a".*; expected a JSON object'):
+            read_rows(path)
     with pytest.raises(UserError, match=r"missing.jsonl: cannot be read: No such file"):
         read_rows(tmp_path / "missing.jsonl")
 
@@ -99,6 +101,18 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) >= last
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log({"step": 1, "rollout": 0})
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/metrics.jsonl'"), full_disk():
+            writer.log({"step": 2, "rollout": 1})
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/completions.jsonl'"), full_disk():
+            writer.log_completions([{"rollout": 0}])
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/metrics.jsonl'"), full_disk():
+        truncate_after(tmp_path, 1)
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "rollout": 0}]
 
 
 def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from full_disk import full_disk
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -94,10 +95,36 @@ def test_runs_that_cannot_be_drawn(tmp_path):
     (broken / "summary.json").write_text("{")
     with pytest.raises(UserError, match=r"summary.json: not readable as JSON"):
         plot_runs([broken], tmp_path / "out")
-    for foreign in ({"loss": 1.0}, {"step": "1", "loss": 1.0}):
-        (broken / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(foreign) + "\n")
-        with pytest.raises(UserError, match=r"metrics.jsonl: row 2 has no `step`, a whole number"):
-            plot_runs([broken], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"loss": 1.0}', r'no `step`, a whole number, in \{"loss": 1\.0\}; expected a run\'s metrics'),
+        ('{"step": 1.5}', r"no `step`, a whole number, in"),
+        ('{"step": true}', r"`step` is true; expected a number or null"),
+        ('{"step": 2, "reward": "much"}', r'`reward` is "much"; expected a number or null; correct or remove the line'),
+        ('{"step": 2, "eval/greedy/accuracy": [0.5]}', r"`eval/greedy/accuracy` is \[0\.5\]; expected a number"),
+        ('{"step": 2, "reward": 1e999}', r"`reward` is Infinity; expected a number or null"),
+        ('{"step": 1' + 400 * "0" + "}", r"`step` is 10{199}\.\.\.; expected a number or null"),
+        ("nonsense", r"found nonsense; expected a JSON object; correct or remove the line"),
+        ("[1]", r"found \[1\]; expected a JSON object"),
+        ("", r"found an empty line; expected a JSON object"),
+    ],
+)
+def test_a_damaged_line_is_told_before_anything_is_drawn(tmp_path, line, message):
+    run = make_run(tmp_path / "run", steps=1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{line}\n{{"step": 3}}\n')
+    with pytest.raises(UserError, match=rf"run/metrics\.jsonl, line 2: {message}"):
+        plot_runs([run], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_with_the_picture(tmp_path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/out/reward.png'"), full_disk():
+        plot_runs([run], tmp_path / "out")
 
 
 def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):

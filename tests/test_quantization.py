@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from folders import random_arrays, write_folder, write_tokenizer
+from full_disk import full_disk
 
 from qerl_jax.cli import main
 from qerl_jax.errors import UserError
@@ -189,6 +190,12 @@ def test_a_damaged_layer_is_made_again(tmp_path, damage):
             file.unlink()
     quantize_folder(model, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_told_with_the_layers_file(tmp_path):
+    work = WorkFolder(tmp_path / "out", {})
+    with pytest.raises(OSError, match=f"File too large: '{work.path}/layer-00000.safetensors'"), full_disk():
+        work.write(0, {"a": np.zeros(4, np.float32)}, {})
 
 
 @pytest.mark.parametrize(

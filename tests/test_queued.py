@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, tiny_model
+from tiny import tiny_model
 
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import SamplingSettings
@@ -14,7 +14,7 @@ from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.queued import Queue, empty_slots, freed
 
 KEY = jax.random.key(3)
-SETTINGS = SamplingSettings(6, (CONFIG.vocab_size,), 0)  # an EOS that is never drawn
+SETTINGS = SamplingSettings(6, (), 0)
 MODEL, _ = prepared(tiny_model(), None, made(tiny_model(), None))
 NORMS = norms_of(MODEL, None)
 LIMITS = [2, 1, 3, 1, 1, 2]

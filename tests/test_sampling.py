@@ -131,10 +131,9 @@ def test_a_row_draws_from_its_own_key():
         ({"max_completion_length": 0}, "max_completion_length is 0; allowed: 1 or more"),
         ({"max_completion_length": 8.0}, "max_completion_length is 8.0; allowed: 1 or more"),
         ({"pad_token_id": None}, "pad_token_id is None; allowed: a token id"),
-        ({"eos_token_ids": ()}, r"eos_token_ids is \(\); allowed: one token id or more"),
-        ({"eos_token_ids": None}, r"eos_token_ids is \(None,\); allowed: one token id or more"),
-        ({"eos_token_ids": [2, -1]}, r"eos_token_ids is \(2, -1\); allowed: one token id or more"),
-        ({"eos_token_ids": "ab"}, r"eos_token_ids is \('a', 'b'\); allowed: one token id or more"),
+        ({"eos_token_ids": None}, r"eos_token_ids is \(None,\); allowed: token ids, or \(\) for none"),
+        ({"eos_token_ids": [2, -1]}, r"eos_token_ids is \(2, -1\); allowed: token ids, or \(\) for none"),
+        ({"eos_token_ids": "ab"}, r"eos_token_ids is \('a', 'b'\); allowed: token ids, or \(\) for none"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1e-40}, "top_p is 1e-40; allowed: 1e-30 to 1"),
         ({"top_p": 1.5}, "top_p is 1.5; allowed: 1e-30 to 1"),
@@ -148,6 +147,14 @@ def test_a_row_draws_from_its_own_key():
 def test_bad_settings_are_named(kwargs, message):
     with pytest.raises(UserError, match=message):
         settings(**kwargs)
+
+
+def test_ids_beyond_the_vocabulary_are_named():
+    settings(eos_token_ids=(7, 8, 9), pad_token_id=9).check_ids(10)
+    with pytest.raises(UserError, match=r"eos_token_ids is \(9, 10\); allowed: ids below the vocabulary's 10, or \(\)"):
+        settings(eos_token_ids=(9, 10)).check_ids(10)
+    with pytest.raises(UserError, match=r"pad_token_id is 10; allowed: an id below the vocabulary's 10"):
+        settings(pad_token_id=10).check_ids(10)
 
 
 @pytest.mark.parametrize("given", [7, np.int32(7), [7], np.array([7])])

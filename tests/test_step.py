@@ -11,10 +11,19 @@ import pytest
 from tiny import tiny_adapter, tiny_model
 from tiny_step import MODEL, PROMPTS, SAMPLING, SETTINGS, UPDATE, assert_trees_close, batch_of, few_small_ids, state_of
 
+from qerl_jax.errors import UserError
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec
-from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, reward_metrics, rollout_norms, with_policies
+from qerl_jax.rl.step import (
+    StepSettings,
+    grpo_step,
+    make_batch,
+    reward_metrics,
+    rollout_norms,
+    sample_rollout,
+    with_policies,
+)
 from qerl_jax.rl.update import init_state
 from qerl_jax.rollout import Rollout
 
@@ -40,6 +49,13 @@ def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_cle
     np.testing.assert_allclose(np.asarray(batch.ref_logps)[mask], np.asarray(clean)[mask], atol=1e-5)
     np.testing.assert_allclose(np.asarray(batch.old_logps)[mask], np.asarray(learner)[mask], atol=1e-5)
     assert np.abs(np.asarray(batch.sampled_logps) - np.asarray(learner))[mask].max() > 0.01
+
+
+def test_ids_beyond_the_vocabulary_are_refused_before_anything_is_sampled():
+    settings = dataclasses.replace(SETTINGS, sampling=dataclasses.replace(SAMPLING, eos_token_ids=(3, 61)))
+    sample = jax.jit(functools.partial(sample_rollout, settings=settings))
+    with pytest.raises(UserError, match=r"eos_token_ids is \(3, 61\); allowed: ids below the vocabulary's 61"):
+        sample(MODEL, None, PROMPTS, jax.random.key(0), 0)
 
 
 def test_metrics_of_a_rollout_by_hand():

@@ -18,7 +18,7 @@ MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 P, C, N, G = 6, 24, 6, 4
 SETTINGS = SamplingSettings(C, (3, 4), 0, temperature=1.3)
-ENDLESS = SamplingSettings(C, (CONFIG.vocab_size,), 0)  # an EOS that is never drawn
+ENDLESS = SamplingSettings(C, (), 0)
 NUCLEUS = dataclasses.replace(SETTINGS, top_p=0.8, top_k=20)
 KEY = jax.random.key(7)
 # Most tokens of each prompt's completions: those that go on for long stand between others.

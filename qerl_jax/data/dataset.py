@@ -25,6 +25,17 @@ from qerl_jax.errors import UserError, nearest
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
 _ROLES = ("system", "user", "assistant", "tool")
+_TYPES = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+_DEEPEST = 64  # lists and objects in one another
+# Of each part of a column, `tests[].input` say: its type, and the first line that has one.
+_Types = dict[tuple[str, ...], tuple[str, int]]
 
 
 class Dataset(Protocol):
@@ -73,8 +84,6 @@ class JsonlDataset:
           UserError: the file is missing or has no rows, a line is not a JSON object with a usable prompt, or a column
             mixes types.
         """
-        from datasets import Dataset as ArrowDataset  # takes a second to import, and `arithmetic` does not need it
-
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -84,12 +93,6 @@ class JsonlDataset:
         if not rows:
             raise UserError(f"{path}: has no rows; expected one JSON object a line")
         self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        for name in self._columns:
-            try:
-                ArrowDataset.from_dict({name: [row.get(name) for row in rows]})
-            except (TypeError, ValueError, OverflowError) as error:  # Arrow's own errors are ValueErrors or TypeErrors
-                raise UserError(f"{path}: column {name!r} mixes types or holds what Arrow cannot ({error})") from error
-        # Not Arrow's rows: there every dictionary of a column has the keys of all of them.
         self._rows = rows
 
     def __len__(self) -> int:
@@ -106,6 +109,7 @@ class JsonlDataset:
 
 def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    types: _Types = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         where = f"{path}, line {number}"
         if not line.strip():
@@ -113,6 +117,7 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             row = json.loads(text, parse_constant=_no_json, parse_float=_finite)
+            json.dumps(row, ensure_ascii=False).encode()  # which half of a pair of surrogates has no bytes for
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
@@ -126,8 +131,7 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
             raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
         if not (empty_prompts and row["prompt"] == ""):
             _check_prompt(row["prompt"], where)
-        if rows and isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
-            raise UserError(f"{where}: prompts are texts in some rows and messages in others; expected one kind")
+        _check_types(row, types, number, where)
         rows.append(row)
     return rows
 
@@ -141,6 +145,27 @@ def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
         raise ValueError(f"{text} is beyond the numbers that a float has")
     return value
+
+
+def _check_types(row: dict[str, Any], types: _Types, number: int, where: str) -> None:
+    """Refuses a part of a column that has another type than before, or is nested too deep to be copied."""
+    parts: list[tuple[tuple[str, ...], Any]] = [((name,), value) for name, value in row.items()]
+    for path, value in parts:  # which grow meanwhile
+        if value is None:
+            continue
+        found = _TYPES[type(value)]
+        before, line = types.setdefault(path, (found, number))
+        if found != before:
+            raise UserError(
+                f"{where}: column {''.join(path)!r} is {found}, but {before} in line {line}; expected one type in all "
+                "rows, or null"
+            )
+        if len(path) > _DEEPEST:
+            raise UserError(f"{where}: column {path[0]!r} is nested more than {_DEEPEST} deep")
+        if isinstance(value, list):
+            parts += [((*path, "[]"), item) for item in value]
+        elif isinstance(value, dict):
+            parts += [((*path, f".{key}"), item) for key, item in value.items()]
 
 
 def _check_prompt(prompt: Any, where: str) -> None:

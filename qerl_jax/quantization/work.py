@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.durable import flush, locked, make_folder, write_whole
+from qerl_jax.durable import flush, locked, make_folder, write_whole, writing
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
 _PREFIX = ".quantize-"
@@ -63,9 +63,10 @@ class WorkFolder:
         weights, record = self._files(layer)
         temporary = weights.with_name(f".tmp-{weights.name}")
         specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
-        write_safetensors(temporary, specs, tensors.__getitem__)
-        flush(temporary)
-        temporary.replace(weights)
+        with writing(weights):
+            write_safetensors(temporary, specs, tensors.__getitem__)
+            flush(temporary)
+            temporary.replace(weights)
         write_whole(record, json.dumps({"sha256": _sha256(weights), "report": report}) + "\n")
 
     def report(self, layer: int) -> dict[str, Any] | None:

@@ -79,6 +79,9 @@ def sample_rollout(
 
     Returns:
       The completions and sigma.
+
+    Raises:
+      UserError: an id in settings.sampling is beyond the vocabulary.
     """
     norms, sigma = rollout_norms(model, adapter, key, step, settings)
     sample_key = jax.random.fold_in(key, DRAWS)

@@ -41,7 +41,7 @@ class Engine:
       statistics: what it has done.
 
     Raises:
-      ValueError: `max_slots` below 1.
+      ValueError: `max_slots` below 1, or an id in `settings` that is beyond the vocabulary.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Engine:
     ) -> None:
         if max_slots is not None and max_slots < 1:
             raise ValueError(f"max_slots is {max_slots}; allowed: 1 or more, or None for as many as fit")
+        settings.check_ids(model.config.vocab_size)
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
         self.max_slots, self.cache_bytes = max_slots, cache_bytes
         self.tail_sizes = default_tail_sizes() if tail_sizes is None else tail_sizes

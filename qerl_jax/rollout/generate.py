@@ -44,7 +44,11 @@ def generate(
       num_generations: G, static under jit.
       norms: norm scales to use instead of the clean ones (AQN).
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
+
+    Raises:
+      UserError: an id in `settings` is beyond the vocabulary.
     """
+    settings.check_ids(model.config.vocab_size)
     slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms

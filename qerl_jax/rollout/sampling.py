@@ -23,7 +23,8 @@ class SamplingSettings:
 
     Attributes:
       max_completion_length: most tokens of a completion, the EOS included.
-      eos_token_ids: any of them ends a completion; one number, or any sequence, is kept as a tuple.
+      eos_token_ids: any of them ends a completion; one number, or any sequence, is kept as a tuple. With () each goes
+        on to its limit.
       pad_token_id: fills the slots after the end.
       temperature: 0 is greedy; its log-probabilities are those at temperature 1. Below about 1e-4 draws among nearly
         equal tokens follow their probabilities no longer: noise is added to logits / temperature, at whose size it is
@@ -52,7 +53,7 @@ class SamplingSettings:
                 _is_id(self.max_completion_length) and self.max_completion_length >= 1,
                 "1 or more",
             ),
-            ("eos_token_ids", bool(ids) and all(map(_is_id, ids)), "one token id or more"),
+            ("eos_token_ids", all(map(_is_id, ids)), "token ids, or () for none"),
             ("pad_token_id", _is_id(self.pad_token_id), "a token id"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-30, "0 (greedy), or 1e-30 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
@@ -62,6 +63,15 @@ class SamplingSettings:
         )
         if self.temperature == 0 and self.truncated:
             raise UserError("temperature 0 is greedy: top_k, top_p and min_p would have no effect; leave them out")
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises UserError for an id that a network of this vocabulary never draws, or has no embedding of."""
+        below = f"below the vocabulary's {vocab_size}"
+        check_fields(
+            self,
+            ("eos_token_ids", all(id < vocab_size for id in self.eos_token_ids), f"ids {below}, or () for none"),
+            ("pad_token_id", self.pad_token_id < vocab_size, f"an id {below}"),
+        )
 
     @property
     def truncated(self) -> bool:
