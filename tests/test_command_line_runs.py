@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from full_disk import full_disk
 
 from qerl_jax import run_folder
 from qerl_jax.cli import main
@@ -223,6 +224,13 @@ def test_generate_answers_as_the_evaluation_did(trained, summary):
     for sample in summary["after"]["samples"]:
         out = run_main("generate", trained.folder, "--greedy", "--prompt", sample["prompt"])
         assert out == sample["completion"] + "\n"
+
+
+def test_generate_on_a_full_disk_names_the_file(trained, tmp_path):
+    words, error = ["generate", trained.folder, "--prompt", "x", "--output", tmp_path / "out.jsonl"], io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error), full_disk():
+        assert main([str(word) for word in words]) == 2
+    assert f"qerl generate: {tmp_path}/out.jsonl: File too large" in error.getvalue()
 
 
 def test_generate_from_a_file_and_what_the_seed_and_the_neighbours_change(trained, prompts, tmp_path):

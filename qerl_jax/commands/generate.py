@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_jax.commands.command import add_command, check_n, check_seed
 from qerl_jax.data import ROW_FILES
-from qerl_jax.durable import with_home
+from qerl_jax.durable import with_home, writing
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool,
     """Writes the rows as they come. A file of that name is replaced when the first one is there, not before: until then
     the model or an argument may prove wrong."""
     first = list(itertools.islice(answers, 1))
-    with open(name, "w", encoding="utf-8") as file:
+    with writing(name), open(name, "w", encoding="utf-8") as file:
         _write_rows(itertools.chain(first, answers), prompts, logprobs, file)
 
 
