@@ -23,9 +23,8 @@ import numpy as np
 
 import qerl_jax as qerl
 from benchmarks.rollout import with_norms
-from benchmarks.shapes import DTYPES
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
-from qerl_jax.models.dtypes import DtypeName
+from qerl_jax.models.dtypes import DTYPES, DtypeName
 from qerl_jax.models.params import norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.assembly import load_policy

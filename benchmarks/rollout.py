@@ -40,10 +40,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.formats import FORMATS
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_model
 from qerl_jax import cli, run_folder, save_model
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.safetensors import read_safetensors
 
 _REWARD = Path(__file__).with_name("even_share.py")

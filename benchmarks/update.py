@@ -28,9 +28,10 @@ import jax.numpy as jnp
 
 from benchmarks.compiling import Programs
 from benchmarks.refill import long_tailed
-from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
+from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import PROJECTIONS, projection_shape
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
