@@ -22,7 +22,6 @@ import argparse
 import collections
 import concurrent.futures
 import functools
-import importlib.metadata
 import itertools
 import json
 import math
@@ -40,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from benchmarks.report import versions, write
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
@@ -282,9 +282,7 @@ class Results:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows[self._name(row)] = row
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.about | {"rows": list(self.rows.values())}, indent=1) + "\n")
+        write(self.path, self.about | {"rows": list(self.rows.values())})
 
     @staticmethod
     def _name(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -326,7 +324,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
     bandwidth = read_bandwidth(2**28 if on_cpu else 2**32)
     about = {
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "settings": {
             "repeats": arguments.repeats,
             "kernels": arguments.kernels,
