@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import random_arrays, write_folder, write_tokenizer
+from folders import contents, random_arrays, write_folder, write_tokenizer
 
 from qerl_jax.cli import main
 from qerl_jax.errors import UserError
@@ -37,10 +37,6 @@ def source(folder, dtype=ml_dtypes.bfloat16, tied=True, shards=1):
     rows = [{"text": " ".join(f"w{i}" for i in rng.integers(0, 20, rng.integers(3, 12)))} for _ in range(ROWS)]
     (folder / "text.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder / "model", str(folder / "text.jsonl")
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize(("dtype", "tied", "shards"), [(ml_dtypes.bfloat16, True, 3), (np.float16, False, 1)])
