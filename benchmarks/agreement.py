@@ -11,7 +11,6 @@ made, with the beginnings of their held-out texts. For random weights at the siz
 """
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -22,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import qerl_jax as qerl
+from benchmarks.report import versions, write
 from benchmarks.rollout import with_norms
-from benchmarks.shapes import DTYPES
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
-from qerl_jax.models.dtypes import DtypeName
+from qerl_jax.models.dtypes import DTYPES, DtypeName
 from qerl_jax.models.params import norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.assembly import load_policy
@@ -85,7 +84,7 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     result = {
         "device": jax.devices()[0].device_kind,
-        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")},
+        "versions": versions("jax", "jaxlib", "numpy"),
         "settings": {"prompts": _PROMPTS, "num_generations": _G, "new": _NEW, "sigma": _SIGMA},
         "rows": [
             {"network": "quickstart" if folder is None else f"text model {folder.name}"}
@@ -95,10 +94,8 @@ def main(words: list[str] | None = None) -> None:
             for kv_cache_dtype in arguments.kv_cache_dtype
         ],
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The first command took 26 minutes on two cores; the model had been trained in 28
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.report import versions, write
 from benchmarks.text_model import SIZES, make_model
 from qerl_jax.models.source import resolve
 from qerl_jax.quantization import quantize_folder
@@ -96,12 +96,10 @@ def main(words: list[str]) -> None:
         "command": " ".join(["python -m benchmarks.awq", *words]),
         "device": f"{jax.default_backend()}, {jax.devices()[0].device_kind}",
         "cores": len(os.sched_getaffinity(0)),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        "versions": versions("jax", "jaxlib", "numpy"),
     } | measure(model, text, arguments.sequences, arguments.length)
     result["seconds_with_training"] = round(time.perf_counter() - began, 1)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ slots that are filled again.
 import argparse
 import collections
 import dataclasses
-import importlib.metadata
 import json
 import re
 import time
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.report import versions
 from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for
 from qerl_jax.models.config import ModelConfig
@@ -164,7 +164,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
         "target": "NVIDIA H200, compiled ahead of time, without autotuning",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin")},
+        "versions": versions("jax", "jaxlib", "jax-cuda13-plugin"),
         "kernels_a_layer": layer.total(),
         "kernels_beside_layers": rest.total(),
         "kernels_a_step": whole or layer.total() * config.num_hidden_layers + rest.total(),

@@ -8,7 +8,6 @@ formats differ in it by their rounding alone. Runs are kept in --runs; finished 
 """
 
 import argparse
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.report import versions, write
 from qerl_jax.formats import FORMATS, dequantize
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.params import PROJECTIONS, Model
@@ -69,12 +69,11 @@ def main() -> None:
         rows.append(row)
     result = {
         "device": f"{jax.default_backend()}, {jax.devices()[0].device_kind}",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
+        "versions": versions("jax", "jaxlib", "optax", "numpy"),
         "settings": SETTINGS,
         "rows": rows,
     }
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

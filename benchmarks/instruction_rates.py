@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lane_level
 from pallas_kernels import ptx as p
@@ -123,26 +122,12 @@ def program(turn: str, loops: int, columns: int = 0) -> str:
 def build(code: str, warps: int):
     """The program `code` of operands uint32 [4] -> uint32 [32 warps, 2]: clock cycles, and what keeps results alive."""
 
-    def instructions(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
-        def run(ctx, given, out, shared):
-            places = mem.global_address(given), mem.global_address(out), p.sreg("tid.x"), mem.shared_address(shared)
-            p.ptx(code, *places, convergent=True)
+    def instructions(_, given, out, shared):
+        places = mem.global_address(given), mem.global_address(out), p.sreg("tid.x"), mem.shared_address(shared)
+        p.ptx(code, *places, convergent=True)
 
-        run(*refs)
-
-    return jax.jit(
-        plgpu.kernel(
-            instructions,
-            out_type=jax.ShapeDtypeStruct((32 * warps, 2), jnp.uint32),
-            scratch_types=[plgpu.SMEM((OPERAND_BYTES,), jnp.int8)],
-            grid=(CTAS,),
-            grid_names=("ctas",),
-            num_threads=warps // 4,
-            thread_name="warpgroup",
-            compiler_params=lane_level.PARAMS,
-        )
-    )
+    out = jax.ShapeDtypeStruct((32 * warps, 2), jnp.uint32)
+    return jax.jit(lane_level.kernel(instructions, out, "bfloat16", grid=CTAS, warps=warps, shared=OPERAND_BYTES))
 
 
 def longest(run) -> float:

@@ -13,7 +13,6 @@ imported and JAX has started: pages of the mapped files also count as resident, 
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -29,6 +28,8 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+
+from benchmarks.report import versions, write
 
 _SHAPES = {
     "qwen2.5-3b": {
@@ -235,14 +236,12 @@ def main() -> None:
         make(plain, _SHAPES[arguments.shape], 2_000_000_000)
     result = {
         "device": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        "versions": versions("jax", "jaxlib", "numpy"),
         "shape": arguments.shape,
         "bf16_to_nvfp4": loads(plain, 1, packed),
         "packed": loads(packed, 3, merge_to=arguments.work / "merged"),
     }
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Each run is a process of its own; checkpoints are random bytes, calibrated on ar
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks.load_model import Peak, make
+from benchmarks.report import versions, write
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import PROJECTIONS, projection_shape
 from qerl_jax.policies.tokenizer import save_tokenizer
@@ -98,7 +98,7 @@ def main() -> None:
 
     result = {
         "device": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        "versions": versions("jax", "jaxlib", "numpy"),
         "shapes": [SHAPE, WIDE],
         "calibration": {key: value for key, value in found["calibration"].items() if key != "sha256"},
         "rows": rows,
@@ -106,9 +106,7 @@ def main() -> None:
         "growth_of_file_mb": round(many["file_mb"] - few["file_mb"], 1),
         "layer_counts": round((above_grams(wide) - above_grams(few)) / (wide["layer_mb"] - few["layer_mb"]), 1),
     }
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ time, each held to `--cores` cores of its own.
 
 import argparse
 import concurrent.futures
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import versions, write
 
 _FILE = Path(__file__).with_name("permuted_rewards.py")
 _PERMUTED = (
@@ -79,13 +80,11 @@ def main() -> None:
         rows = list(pool.map(one, jobs))
     result = {
         "device": f"CPU, {arguments.cores} cores a run, {arguments.jobs} at a time, {platform.machine()}",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
+        "versions": versions("jax", "jaxlib", "optax", "numpy"),
         "settings": arguments.set,
         "rows": rows,
     }
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

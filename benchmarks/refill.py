@@ -23,7 +23,6 @@ end. --output is written after each run.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
 import sys
@@ -35,6 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.report import versions
 from benchmarks.rollout import Case, make_case
 from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
@@ -113,7 +113,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     mean, at_work = round(float(np.mean(lengths))), round(float(np.sum(np.square(lengths)) / np.sum(lengths)))
     result: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
         "slots": engine.plan(N * G, N, case.adapter).slots,
         "lengths": {

@@ -22,7 +22,6 @@ import argparse
 import collections
 import concurrent.futures
 import functools
-import importlib.metadata
 import itertools
 import json
 import math
@@ -40,10 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
+from benchmarks.report import versions, write
+from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.formats import FORMATS
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rl.logprobs import completion_logps
@@ -281,9 +282,7 @@ class Results:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows[self._name(row)] = row
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.about | {"rows": list(self.rows.values())}, indent=1) + "\n")
+        write(self.path, self.about | {"rows": list(self.rows.values())})
 
     @staticmethod
     def _name(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -325,7 +324,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
     bandwidth = read_bandwidth(2**28 if on_cpu else 2**32)
     about = {
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "settings": {
             "repeats": arguments.repeats,
             "kernels": arguments.kernels,

@@ -14,7 +14,6 @@ everywhere, and as `random_model` draws it (`depth_scaled`). For trained network
 
 import argparse
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import math
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.report import versions, write
 from benchmarks.shapes import MODELS
 from qerl_jax.models.config import ModelConfig
 
@@ -141,12 +141,11 @@ def main(words: list[str] | None = None) -> None:
         print(json.dumps(rows[-1]), flush=True)
     result = {
         "device": jax.devices()[0].device_kind,
-        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")},
+        "versions": versions("jax", "jaxlib", "numpy"),
         "settings": {"sigma": _SIGMA, "tokens": _TOKENS, "std": arguments.std},
         "rows": rows,
     }
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(arguments.output, result)
 
 
 if __name__ == "__main__":

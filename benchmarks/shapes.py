@@ -1,12 +1,10 @@
 """The shapes of models that people train, and random weights in them: what the benchmarks of speed and memory use."""
 
-from typing import Literal, get_args
-
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.models.init import for_kernels, init_adapter, init_layer, init_model, quantize_layer
 from qerl_jax.models.params import Adapter, Base, Layer, Model
 
@@ -23,10 +21,7 @@ MODELS = {
 STD = 0.02  # of random weights
 
 
-DTYPES = get_args(DtypeName)
-
-
-def compute_dtype(name: Literal["auto"] | DtypeName = "auto") -> jnp.dtype:
+def compute_dtype(name: DtypeOption = "auto") -> jnp.dtype:
     """What models are computed in; `auto` is what suits the default device."""
     return jnp.dtype(settled_dtype(name))
 

@@ -13,7 +13,6 @@ vocabulary of a byte-level BPE trained on the same text.
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import sysconfig
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import optax
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.report import versions
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_model
 from qerl_jax.models.params import Model, parameter_count
@@ -142,7 +142,7 @@ def train(size: Size, folder: Path, seed: int) -> None:
         "last_loss": round(last, 4),
         "seconds": round(time.monotonic() - began, 1),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax", "tokenizers")},
+        "versions": versions("jax", "optax", "tokenizers"),
     }
     save_model(stored(carry[0]), folder / "model", folder / "tokenizer")
     (folder / "model" / "training.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -9,7 +9,6 @@ reward that random weights can earn. Seconds of each phase are those of its metr
 """
 
 import argparse
-import importlib.metadata
 import json
 import sys
 import time
@@ -19,8 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_model
+from benchmarks.report import versions, write
+from benchmarks.shapes import MODELS, compute_dtype, random_model
 from qerl_jax import cli, run_folder, save_model
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.safetensors import read_safetensors
 
 _REWARD = Path(__file__).with_name("even_share.py")
@@ -105,15 +106,12 @@ def main(words: list[str] | None = None) -> int:
         "model": arguments.model,
         "settings": {n: v for n, v in vars(arguments).items() if n not in ("model", "folder", "output")},
         "device": jax.devices()[0].device_kind,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        "versions": versions("jax", "jaxlib", "flax", "optax", "numpy"),
         "seconds_to_write_the_model": written - began,
         "seconds_of_the_run": time.perf_counter() - written,
     } | result_of(arguments.folder / "run")
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n")
+    print(json.dumps(result, indent=1))
+    write(arguments.output, result)
     return 0 if result["finite"] else 1
 
 

@@ -14,7 +14,6 @@ temporary_gb is what the compiled step needs beside weights, adapter and optimiz
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import statistics
 import sys
@@ -28,9 +27,11 @@ import jax.numpy as jnp
 
 from benchmarks.compiling import Programs
 from benchmarks.refill import long_tailed
-from benchmarks.shapes import DTYPES, MODELS, compute_dtype, random_adapter, random_model
+from benchmarks.report import versions, write
+from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import PROJECTIONS, projection_shape
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
@@ -153,12 +154,11 @@ def main(words: list[str] | None = None) -> int:
             "settings": {name: getattr(arguments, name) for name in settings},
             "mean_length": statistics.mean(lengths),
             "device": jax.devices()[0].device_kind,
-            "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
+            "versions": versions("jax", "jaxlib", "optax"),
             "product_tflop_per_s": rate * 1e-12,
             "rows": rows,
         }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(arguments.output, result)
     return 1 if any(row["nonfinite"] or row["numbers_that_differ"] for row in rows) else 0
 
 

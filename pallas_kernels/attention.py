@@ -1,5 +1,5 @@
 """decode_attention: one decoding step's attention over a shared prompt and each sample's own keys, with the new key's
-rotation and its writing to the cache. The kernel on Hopper, plain JAX elsewhere.
+rotation and its writing to the cache. The kernel is for Hopper; plain JAX is what it is tested against.
 
 Letters: B samples, H query heads, K key-value heads, E head size, N prompts of P slots, C slots of a completion.
 """
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from . import attention_kernel
 from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
-from .fragment_order import in_unit_order
 from .ptx import HALVES
 from .stream_plan import RESIDENT
 from .variants import capability
@@ -73,20 +72,18 @@ def decode_attention(
       norms: per-head norms, where the family has them.
       group: so many samples in a row continue the same prompt, so that the kernel may read it once for some or all.
       in_units: the result's columns in unit order, for a `between_attentions` that reads them so.
-      config: a configuration of the kernel; None chooses one, or the plain path where the kernel does not run.
+      config: a configuration of the kernel; None chooses one.
 
     Returns:
       [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions.
 
     Raises:
-      ValueError: the given configuration does not take the shape or the dtypes.
+      ValueError: the kernel, or the given configuration of it, does not take the shape or the dtypes (see
+        `takes_decode_attention`).
     """
     B, E = q.shape[0], prompt.k.shape[-1]
     H, K = q.shape[1] // E, prompt.k.shape[2]
     kept = own.k.dtype, own.v.dtype
-    if config is None and not takes_decode_attention(q.dtype, H, K, E, *kept):
-        out, own_k, own_v = decode_attention_reference(q, k, v, cos, sin, prompt, own, norms)
-        return in_unit_order(out) if in_units else out, own_k, own_v
     if q.dtype.name not in HALVES or {k.dtype, v.dtype} != {q.dtype}:
         found = ", ".join(str(x.dtype) for x in (q, k, v))
         raise ValueError(f"queries, keys and values are {found}; the kernel takes {' or '.join(HALVES)}, of all three")
@@ -153,7 +150,7 @@ def choose_attention(
     return AttentionConfig(slots, cluster, 8 if units <= RESIDENT[1] else 4, depth)
 
 
-def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of [..., E] by angles [..., E / 2], halves convention, in float32; x's dtype."""
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -193,7 +190,7 @@ def decode_attention_reference(
     q, k, v = (x.reshape(B, -1, E) for x in (q, k, v))
     if norms is not None:
         q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
-    q, k = (rotated(x, cos[:, None], sin[:, None]) for x in (q, k))
+    q, k = (_rotated(x, cos[:, None], sin[:, None]) for x in (q, k))
     k, v = marked(k, v)
     place = jnp.maximum(own.lengths, 0)
     here = (jnp.arange(C) == place[:, None]) & (own.lengths >= 0)[:, None]

@@ -30,6 +30,15 @@ class Kept(abc.ABC):
         """Where a piece of a row lies in a tile."""
         return p.add(p.mul(row, self.row_bytes), p.mul(p.xor(piece, self.turn(row)), 16))
 
+    def write(self, address, t, words):
+        """A row, words of 16-bit numbers [chunk][4], to the cache."""
+        to = mem.offset(address, p.mul(t, 8 * self.number_bytes))
+        for chunk, four in enumerate(words):
+            if self.number_bytes == 2:
+                mem.store_global_v4(to, four, 64 * chunk)
+            else:
+                mem.store_global_v2(to, fp8.row_in_e4m3(four), 32 * chunk)
+
 
 class Keys(Kept):
     """Keys in 16 bits."""
@@ -57,12 +66,6 @@ class Keys(Kept):
         return word
 
     rounded = operand
-
-    def write(self, address, t, words):
-        """A row, words of 16-bit numbers [chunk][4], to the cache."""
-        to = mem.offset(address, p.mul(t, 16))
-        for chunk, four in enumerate(words):
-            mem.store_global_v4(to, four, 64 * chunk)
 
 
 class NarrowKeys(Keys):
@@ -93,11 +96,6 @@ class NarrowKeys(Keys):
 
     def rounded(self, word):
         return fp8.f16_of_e4m3(fp8.e4m3_of_half(word))[0]
-
-    def write(self, address, t, words):
-        to = mem.offset(address, p.mul(t, 8))
-        for chunk, four in enumerate(words):
-            mem.store_global_v2(to, fp8.row_in_e4m3(four), 32 * chunk)
 
 
 class Values(Kept):
@@ -145,12 +143,6 @@ class Values(Kept):
         at = mem.offset(address, p.mul(t, 16))
         return [mem.load_global_v4(at, 64 * chunk) for chunk in range(self.E // 32)]
 
-    def write(self, address, t, pieces):
-        """A row to the cache."""
-        to = mem.offset(address, p.mul(t, 16))
-        for chunk, four in enumerate(pieces):
-            mem.store_global_v4(to, four, 64 * chunk)
-
 
 class NarrowValues(Values):
     """Values in E4M3. ldmatrix moves pairs of them, so that the tiles of a block are its even and its odd outputs."""
@@ -190,8 +182,3 @@ class NarrowValues(Values):
     def leave(self, row, t, block: int, first, second):
         at = p.add(row, p.mul(t, 16))
         mem.store_shared_f32x4(at, [first[0], second[0], first[1], second[1]], 64 * block)
-
-    def write(self, address, t, pieces):
-        to = mem.offset(address, p.mul(t, 8))
-        for chunk, four in enumerate(pieces):
-            mem.store_global_v2(to, fp8.row_in_e4m3(four), 32 * chunk)

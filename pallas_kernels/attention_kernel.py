@@ -22,7 +22,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from . import lane_level
@@ -207,27 +206,18 @@ def build(plan: AttentionPlan, eps: float | None = None, dtype: str = "bfloat16"
     `dtype` that of queries, new keys and values, and results.
     """
     c = plan.config
-    count = 14 + (2 if plan.has_norms else 0)
 
-    def decode_attention(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)
-        def body(ctx, *refs):
-            with p.halves(dtype):
-                _Warp(plan, refs, eps or 0.0).run()
+    def decode_attention(_, *refs):
+        _Warp(plan, refs, eps or 0.0).run()
 
-        body(*refs)
-
-    call = plgpu.kernel(
+    call = lane_level.kernel(
         decode_attention,
-        out_type=jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.dtype(dtype)),
-        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.ctas // c.cluster,),
-        grid_names=("clusters",),
-        cluster=(c.cluster,),
-        cluster_names=("rank",),
-        num_threads=c.warps // 4,
-        thread_name="warpgroup",
-        compiler_params=lane_level.PARAMS,
+        jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.dtype(dtype)),
+        dtype,
+        grid=plan.ctas // c.cluster,
+        warps=c.warps,
+        cluster=c.cluster,
+        shared=plan.total,
     )
 
     def run(*arrays):

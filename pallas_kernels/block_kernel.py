@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import lane_level
 from . import ptx as p
@@ -175,28 +174,20 @@ def build(plan: BlockPlan, eps: float, dtype: str = "bfloat16"):
     def run(operands: Operands):
         leaves, tree = jax.tree.flatten(operands)
 
-        def nvfp4_block(*refs):
-            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-            def body(ctx, *refs):
-                *refs, shared = refs
-                given = jax.tree.unflatten(tree, refs[: len(leaves)])
-                made = dict(zip(names, refs[len(leaves) :], strict=True))
-                with p.halves(dtype):
-                    _Kernel(plan, eps, given, made, shared).run()
+        def nvfp4_block(_, *refs):
+            *refs, shared = refs
+            given = jax.tree.unflatten(tree, refs[: len(leaves)])
+            made = dict(zip(names, refs[len(leaves) :], strict=True))
+            _Kernel(plan, eps, given, made, shared).run()
 
-            body(*refs)
-
-        call = plgpu.kernel(
+        call = lane_level.kernel(
             nvfp4_block,
-            out_type=[outs[name] for name in names],
-            scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-            grid=(plan.ctas // plan.share,),
-            grid_names=("clusters",),
-            cluster=(plan.share,),
-            cluster_names=("rank",),
-            num_threads=plan.threads // 128,
-            thread_name="warpgroup",
-            compiler_params=lane_level.PARAMS,
+            [outs[name] for name in names],
+            dtype,
+            grid=plan.ctas // plan.share,
+            warps=plan.threads // 32,
+            cluster=plan.share,
+            shared=plan.total,
         )
         return dict(zip(names, call(*leaves), strict=True))
 

@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import lane_level
 from . import ptx as p
@@ -54,23 +53,11 @@ def _body(quads: int, tiles: int, data_ref, out_ref):
 def build(tiles: int, quads: int, dtype: str):
     """data uint32 [tiles, quads, 576] -> numbers of `dtype` [16 * tiles, 256 * quads]."""
 
-    def nvfp4_dequantize(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
-        def body(ctx, data_ref, out_ref):
-            with p.halves(dtype):
-                _body(quads, tiles, data_ref, out_ref)
+    def nvfp4_dequantize(_, data_ref, out_ref):
+        _body(quads, tiles, data_ref, out_ref)
 
-        body(*refs)
-
-    return jax.jit(plgpu.kernel(
-        nvfp4_dequantize,
-        out_type=jax.ShapeDtypeStruct((tiles * ROWS, quads * COLS), jnp.dtype(dtype)),
-        grid=(CTAS,),
-        grid_names=("ctas",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        compiler_params=lane_level.PARAMS,
-    ))  # fmt: skip
+    out = jax.ShapeDtypeStruct((tiles * ROWS, quads * COLS), jnp.dtype(dtype))
+    return jax.jit(lane_level.kernel(nvfp4_dequantize, out, dtype, grid=CTAS, warps=WARPS))
 
 
 def dequantize(data: jax.Array, dtype: str = "bfloat16") -> jax.Array:

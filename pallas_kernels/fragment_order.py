@@ -12,7 +12,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import lane_level
 from . import ptx as p
@@ -96,19 +95,8 @@ def ctas(rows: int, quads: int) -> int:
 def build(m: int, rows: int, quads: int, dtype: str = "bfloat16"):
     """The kernel as a function of x [M, Q * 256] of a dtype of 16 bits; `rows` is a multiple of 8."""
 
-    def fragment_order(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
-        def body(ctx, x_ref, out_ref):
-            _body(m, rows, quads, x_ref, out_ref)
+    def fragment_order(_, x_ref, out_ref):
+        _body(m, rows, quads, x_ref, out_ref)
 
-        body(*refs)
-
-    return jax.jit(plgpu.kernel(
-        fragment_order,
-        out_type=jax.ShapeDtypeStruct((quads, rows * COLS), jnp.dtype(dtype)),
-        grid=(ctas(rows, quads),),
-        grid_names=("ctas",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        compiler_params=lane_level.PARAMS,
-    ))  # fmt: skip
+    out = jax.ShapeDtypeStruct((quads, rows * COLS), jnp.dtype(dtype))
+    return jax.jit(lane_level.kernel(fragment_order, out, dtype, grid=ctas(rows, quads), warps=WARPS))

@@ -18,7 +18,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from . import fragment_order, lane_level
@@ -185,26 +184,18 @@ def build(
     plan = make_inputs_plan(m, k, ranks, source, ordered, units)
     outs = inputs_outs(plan, dtype)
 
-    def matmul_inputs(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def body(ctx, *refs):
-            *refs, shared = refs
-            with p.halves(dtype):
-                _Kernel(plan, eps, refs, shared).run()
+    def matmul_inputs(_, *refs):
+        *refs, shared = refs
+        _Kernel(plan, eps, refs, shared).run()
 
-        body(*refs)
-
-    call = plgpu.kernel(
+    call = lane_level.kernel(
         matmul_inputs,
-        out_type=list(outs.values()),
-        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.row_tiles * plan.groups,),
-        grid_names=("tiles",),
-        cluster=(CLUSTER,),
-        cluster_names=("rank",),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        compiler_params=lane_level.PARAMS,
+        list(outs.values()),
+        dtype,
+        grid=plan.row_tiles * plan.groups,
+        warps=plan.warps,
+        cluster=CLUSTER,
+        shared=plan.total,
     )
     return jax.jit(lambda *operands: dict(zip(outs, call(*operands), strict=True)))
 

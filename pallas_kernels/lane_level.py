@@ -1,8 +1,50 @@
-"""How Mosaic GPU compiles these kernels: their bodies are written lane by lane, and place their own barriers."""
+"""How Mosaic GPU compiles these kernels: their programs are written lane by lane, and place their own barriers."""
 
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-PARAMS = plgpu.CompilerParams(
-    lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-)
+from . import ptx as p
+
+
+def kernel(
+    program, out_type, dtype: str, *, grid: int, warps: int, cluster: int = 0, shared: int = 0, pdl: bool = False
+):
+    """A kernel as a function of its operands.
+
+    Args:
+      program: what a lane does, under `ptx.halves(dtype)`, of the launch's context and of references to operands,
+        results and, if there is any, shared memory. The kernel has its name.
+      out_type: shape and dtype of each result.
+      grid: the clusters, or the CTAs where there are none.
+      warps: of a CTA, a multiple of 4.
+      cluster: the CTAs of a cluster; 0 for no clusters.
+      shared: bytes of a CTA's shared memory.
+      pdl: whether it is launched before the kernel in front has ended, for which `program` waits.
+    """
+
+    def body(*refs):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def inline(ctx, *refs):
+            with p.halves(dtype):
+                program(ctx, *refs)
+
+        inline(*refs)
+        if pdl:
+            plgpu.griddepcontrol_wait()  # tells the launcher that the kernel takes part; the program has waited already
+
+    body.__name__ = program.__name__
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[plgpu.SMEM((shared,), jnp.int8)] if shared else [],
+        grid=(grid,),
+        grid_names=("clusters" if cluster else "ctas",),
+        cluster=(cluster,) if cluster else (),
+        cluster_names=("rank",) if cluster else (),
+        num_threads=warps // 4,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )

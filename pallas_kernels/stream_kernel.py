@@ -19,7 +19,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from . import fragment_order, lane_level
@@ -252,28 +251,19 @@ def build(
     """
     plan = make_plan(m, k, n, config, ranks, prepared, swiglu, gives_units)
 
-    def nvfp4_decode_matmul(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def body(ctx, *refs):
-            with p.halves(dtype):
-                _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out).run()
-
-        body(*refs)
-        if pdl:
-            plgpu.griddepcontrol_wait()  # tells the launcher that the kernel takes part; the body has waited already
+    def nvfp4_decode_matmul(_, *refs):
+        _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out).run()
 
     outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for n_i in plan.outs]
-    call = plgpu.kernel(
+    call = lane_level.kernel(
         nvfp4_decode_matmul,
-        out_type=outs + lora_space(plan),
-        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.clusters,),
-        grid_names=("clusters",),
-        cluster=(config.cluster,),
-        cluster_names=("rank",),
-        num_threads=plan.warpgroups,
-        thread_name="warpgroup",
-        compiler_params=lane_level.PARAMS,
+        outs + lora_space(plan),
+        dtype,
+        grid=plan.clusters,
+        warps=4 * plan.warpgroups,
+        cluster=config.cluster,
+        shared=plan.total,
+        pdl=pdl,
     )
 
     def run(x, *rest):

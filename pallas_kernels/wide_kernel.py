@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from . import lane_level
@@ -305,25 +304,17 @@ def build(
         outs.append(jax.ShapeDtypeStruct(sums_shape(plan), jnp.float32))
         outs.append(jax.ShapeDtypeStruct((m, sum(plan.ranks)), jnp.dtype(dtype)))
 
-    def nvfp4_wide_matmul(*refs):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        def body(ctx, *refs):
-            with p.halves(dtype):
-                _Kernel(ctx, plan, refs, has_bias, wide_out, eps).run()
+    def nvfp4_wide_matmul(ctx, *refs):
+        _Kernel(ctx, plan, refs, has_bias, wide_out, eps).run()
 
-        body(*refs)
-
-    call = plgpu.kernel(
+    call = lane_level.kernel(
         nvfp4_wide_matmul,
-        out_type=outs,
-        scratch_types=[plgpu.SMEM((plan.total,), jnp.int8)],
-        grid=(plan.clusters + (plan.spare.ctas // config.share if makes_h else 0),),
-        grid_names=("clusters",),
-        cluster=(config.share,),
-        cluster_names=("rank",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        compiler_params=lane_level.PARAMS,
+        outs,
+        dtype,
+        grid=plan.clusters + (plan.spare.ctas // config.share if makes_h else 0),
+        warps=WARPS,
+        cluster=config.share,
+        shared=plan.total,
     )
 
     def product(*operands):

@@ -8,7 +8,7 @@ default is what a file that leaves it out gets. `config_files.load_config` reads
 import dataclasses
 import math
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -16,6 +16,18 @@ from pydantic.dataclasses import dataclass
 from qerl_jax.config_checks import conflicts
 from qerl_jax.errors import UserError
 from qerl_jax.format_names import FormatName, KVCacheDtype
+from qerl_jax.models.dtypes import DtypeOption
+from qerl_jax.option_names import (
+    CorrectionLevel,
+    CorrectionMode,
+    ImportanceSamplingLevel,
+    LossType,
+    LRSchedulerType,
+    NoiseDecay,
+    OldLogprobs,
+    Projection,
+    ScaleRewards,
+)
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
 CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
@@ -35,9 +47,6 @@ Fraction = Annotated[float, pydantic.Field(strict=True, ge=0, le=1), "a number f
 PositiveFraction = Annotated[float, pydantic.Field(strict=True, ge=1e-30, le=1), "a number from 1e-30 to 1"]
 Decay = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1), "a number from 0 to below 1"]
 Group = Annotated[int, pydantic.Field(strict=True, ge=2), "a whole number >= 2 (advantages compare completions)"]
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-ALL_PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _FROZEN = pydantic.ConfigDict(extra="forbid")
 
@@ -50,7 +59,7 @@ class ModelOptions:
     weight_format: FormatName = "nvfp4"
     # auto: float32 on CPU, bfloat16 on GPU. float16: sampler and learner agree 8 times better than in bfloat16, in a
     # range that ends at 65504; a network whose activations go beyond is refused at its first update.
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeOption = "auto"
 
 
 @dataclass(frozen=True, config=_FROZEN)
@@ -59,7 +68,7 @@ class LoraOptions:
 
     lora_r: Count = 16
     lora_alpha: Positive = 32.0
-    lora_target_modules: tuple[Projection, ...] = ALL_PROJECTIONS
+    lora_target_modules: tuple[Projection, ...] = get_args(Projection)
     use_rslora: Switch = False  # scaling alpha / sqrt(r) instead of alpha / r
     train_norms: Switch = False
     adapter: Location | None = None
@@ -113,8 +122,8 @@ class RewardOptions:
 class SamplerCorrection:
     """The detached weight exp(learner - sampler log-probability), cut at `cap` or, above it, masked."""
 
-    level: Literal["none", "token", "sequence"] = "none"
-    mode: Literal["truncate", "mask"] = "truncate"
+    level: CorrectionLevel = "none"
+    mode: CorrectionMode = "truncate"
     cap: Positive = 2.0
 
 
@@ -133,17 +142,17 @@ class GrpoOptions:
     """The policy-gradient objective and how often a rollout is used. `beta` weighs the KL divergence from the base
     without any adapter, also where `lora.adapter` is what a run starts from."""
 
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # sequence: GSPO's, with loss_type grpo
+    loss_type: LossType = "dapo"
+    importance_sampling_level: ImportanceSamplingLevel = "token"  # sequence: GSPO's, with loss_type grpo
     beta: NotNegative = 0.0
     epsilon: PositiveFraction = 0.2
     epsilon_high: Positive = 0.28  # cispo: the largest ratio itself, usually 5
     delta: Positive | None = None  # cuts the ratio at negative advantages too, above 1 + epsilon_high
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    scale_rewards: ScaleRewards = "group"
     mask_truncated_completions: Switch = False
     num_iterations: Count = 1
     steps_per_generation: Count | None = None  # None: gradient_accumulation_steps
-    old_logprobs: Literal["learner", "sampler"] = "learner"
+    old_logprobs: OldLogprobs = "learner"
     sampler_correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     dynamic_sampling: DynamicSampling = dataclasses.field(default_factory=DynamicSampling)
 
@@ -153,7 +162,7 @@ class OptimizerOptions:
     """AdamW, its schedule and the length of the run: exactly one of max_steps and num_train_epochs."""
 
     learning_rate: Positive = 1e-5
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_scheduler_type: LRSchedulerType = "cosine"
     warmup_ratio: Fraction = 0.1
     weight_decay: NotNegative = 0.1
     adam_beta1: Decay = 0.9
@@ -174,7 +183,7 @@ class NoiseOptions:
     num_stages: Count = 10  # 1: never any noise
     sigma_start: Positive = 1e-2
     sigma_end: Positive = 5e-4
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    schedule: NoiseDecay = "exponential"
     final_norm: Switch = False
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.files import file_sha256
 
 Progress = dict[str, Any]
 
@@ -43,7 +44,7 @@ def write_manifest(
     with ThreadPoolExecutor() as pool:
         leaf_digests = pool.map(_digest_array, host.values())
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        file_digests = pool.map(_digest_file, files)
+        file_digests = pool.map(file_sha256, files)
         manifest = {
             "step": step,
             "progress": progress,
@@ -77,7 +78,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
             if found != expected:
                 raise Damaged(f"{name} has {found} bytes; expected {expected}")
         with ThreadPoolExecutor() as pool:
-            for name, digest in zip(files, pool.map(_digest_file, files.values()), strict=True):
+            for name, digest in zip(files, pool.map(file_sha256, files.values()), strict=True):
                 if digest != manifest["files"][name]["sha256"]:
                     raise Damaged(f"{name} has another sha256 than when it was written")
     except OSError as error:
@@ -108,11 +109,6 @@ def verify_leaves(host: dict[str, np.ndarray], leaves: dict[str, Any]) -> None:
 
 def _digest_array(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
-
-
-def _digest_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_line(text: bytes) -> bytes:

@@ -7,14 +7,13 @@ Everything is a pure function of (key, step), in float32: in bfloat16 a sigma of
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.params import Norms
-
-Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
+from qerl_jax.option_names import NoiseDecay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class NoiseSchedule:
     sigma_start: float
     sigma_end: float
     total_steps: int
-    schedule: Schedule = "exponential"
+    schedule: NoiseDecay = "exponential"
     final_norm: bool = False
 
     def __post_init__(self) -> None:
@@ -49,8 +48,8 @@ class NoiseSchedule:
             raise ValueError(
                 f"sigma_start {self.sigma_start} and sigma_end {self.sigma_end} must be positive and finite"
             )
-        if self.schedule not in get_args(Schedule):
-            raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(get_args(Schedule))}")
+        if self.schedule not in get_args(NoiseDecay):
+            raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(get_args(NoiseDecay))}")
 
     def stage_sigmas(self) -> list[float]:
         """Sigma of each of the K stages (paper, equation 8, with an exponent that reaches sigma_end)."""

@@ -29,6 +29,15 @@ def few_memory_maps():
         jax.clear_caches()
 
 
+@pytest.fixture
+def no_cache():
+    """No folder of compiled programs, for tests that choose one."""
+    old = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", old)
+
+
 def pytest_collection_modifyitems(items):
     """Long files first: at the end, one worker would be left alone with one of them (see `make test`)."""
     long = {f"test_{name}.py" for name in LONG}

@@ -128,3 +128,8 @@ def assert_equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def contents(folder):
+    """The bytes of each file of a folder, by name."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -62,8 +62,9 @@ def run(tmp_path):
     return folder
 
 
-def test_help_is_quick_because_it_does_not_import_jax():
-    code = "import sys, qerl_jax.cli as c\ntry: c.main(['--help'])\nfinally: print('jax' in sys.modules)"
+def test_help_and_options_are_quick_because_they_do_not_import_jax():
+    code = "import sys\nfrom qerl_jax import cli, config\n"
+    code += "try: cli.main(['--help'])\nfinally: print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False\n")
     for command in ("train", "plan", "generate", "evaluate", "export", "plot", "quantize"):

@@ -7,14 +7,6 @@ import pytest
 from qerl_jax.compiled import compiled_programs, remove_torn
 
 
-@pytest.fixture
-def no_cache():
-    old = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", old)
-
-
 def _compile(number):
     """Compiles a program of its own, large enough to be kept."""
 

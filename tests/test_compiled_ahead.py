@@ -41,14 +41,6 @@ def large_programs():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.fixture
-def no_cache():
-    old = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", old)
-
-
 @pytest.mark.parametrize(
     ("slots", "noisy", "expected"),
     [(None, True, ["jit(begun)", "jit(decode)"]), (4, False, ["jit(admit)", "jit(decode_queue)", "jit(made)"])],

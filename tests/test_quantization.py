@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import random_arrays, write_folder, write_tokenizer
+from folders import contents, random_arrays, write_folder, write_tokenizer
 from full_disk import full_disk
 
 from qerl_jax.cli import main
@@ -38,10 +38,6 @@ def source(folder, dtype=ml_dtypes.bfloat16, tied=True, shards=1):
     rows = [{"text": " ".join(f"w{i}" for i in rng.integers(0, 20, rng.integers(3, 12)))} for _ in range(ROWS)]
     (folder / "text.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return folder / "model", str(folder / "text.jsonl")
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize(("dtype", "tied", "shards"), [(ml_dtypes.bfloat16, True, 3), (np.float16, False, 1)])
@@ -105,20 +101,26 @@ def test_activations_in_bfloat16_as_on_a_gpu_give_nearly_the_same(tmp_path, monk
         assert found["text"][name]["perplexity"] == pytest.approx(expected["text"][name]["perplexity"], rel=0.05), name
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq"])
-def test_an_interrupted_command_goes_on_and_ends_the_same(tmp_path, method):
-    model, text = source(tmp_path)
-    options = {"method": method, "calibration": text, "length": 8}
-    quantize_folder(model, tmp_path / "whole", **options)
+def interrupted(model, folder, **options):
+    """The work folder of a command that was to make `folder / "out"`, interrupted behind the first layer."""
 
     def stop(line):
         if line.startswith("layer 1/2"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize_folder(model, tmp_path / "out", say=stop, **options)
+        quantize_folder(model, folder / "out", say=stop, **options)
+    [work] = folder.glob(".quantize-out-*")
+    return work
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_an_interrupted_command_goes_on_and_ends_the_same(tmp_path, method):
+    model, text = source(tmp_path)
+    options = {"method": method, "calibration": text, "length": 8}
+    quantize_folder(model, tmp_path / "whole", **options)
+    work = interrupted(model, tmp_path, **options)
     assert not (tmp_path / "out").exists()
-    [work] = tmp_path.glob(".quantize-out-*")
     first = work / "layer-00000.safetensors"
     made = first.stat().st_mtime_ns
     assert not (work / "layer-00001.json").exists()
@@ -139,13 +141,7 @@ def test_an_interrupted_command_goes_on_and_ends_the_same(tmp_path, method):
 
 def test_what_a_finished_folder_was_made_from_is_named_where_it_was_left(tmp_path):
     model, _ = source(tmp_path)
-
-    def stop(line):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quantize_folder(model, tmp_path / "out", say=stop)
-    [work] = tmp_path.glob(".quantize-out-*")
+    work = interrupted(model, tmp_path)
     shutil.copytree(model, tmp_path / "out")  # as if the command had been killed after the folder's last file
     with pytest.raises(UserError, match=f"out is there already; .*; {work} is what an interrupted command left"):
         quantize_folder(model, tmp_path / "out")
@@ -172,13 +168,7 @@ def test_a_third_method_is_a_row_of_the_table(tmp_path, monkeypatch):
 def test_a_damaged_layer_is_made_again(tmp_path, damage):
     model, _ = source(tmp_path)
     quantize_folder(model, tmp_path / "whole")
-
-    def stop(line):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quantize_folder(model, tmp_path / "out", say=stop)
-    [file] = tmp_path.glob(".quantize-out-*/layer-00000.safetensors")
+    file = interrupted(model, tmp_path) / "layer-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     match damage:

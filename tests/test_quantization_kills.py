@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from folders import HF, write_tokenizer
+from folders import HF, contents, write_tokenizer
 
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_model
@@ -21,10 +21,6 @@ from qerl_jax.models.saving import save_model
 
 ROOT = Path(__file__).parent.parent
 LAYERS, KILLS = 6, 10
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.slow

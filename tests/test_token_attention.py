@@ -1,4 +1,4 @@
-"""The decode loop with the attention kernel's function in it: the same completions, and the kernel in the program."""
+"""The decode loop with the attention kernel's reference in it: the same completions; and the kernel in the program."""
 
 import dataclasses
 
@@ -9,8 +9,7 @@ import pytest
 from jax import export
 from tiny import CONFIG, tiny_model
 
-import pallas_kernels.attention
-from pallas_kernels import compiling_for, in_unit_order
+from pallas_kernels import compiling_for, decode_attention_reference, in_unit_order
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model
 from qerl_jax.models.params import norms_of
@@ -28,7 +27,7 @@ PROMPTS = Prompts(
 @pytest.mark.parametrize("family, generations, kv_cache_dtype", [
     ("qwen2", 4, "fp8_values"), ("qwen3", 3, "auto"),
 ])  # fmt: skip
-def test_completions_are_the_same_with_the_kernels_function(family, generations, kv_cache_dtype, monkeypatch, request):
+def test_completions_are_the_same_with_the_kernels_reference(family, generations, kv_cache_dtype, monkeypatch, request):
     model = tiny_model()
     if family == "qwen3":
         model = load_model(request.path.parent / "oracles" / "qwen3_sharded", dtype="float32")
@@ -39,28 +38,27 @@ def test_completions_are_the_same_with_the_kernels_function(family, generations,
         return jax.jit(lambda key: generate(model, None, PROMPTS, key, settings, generations))(jax.random.key(0))
 
     plain = run()
-    calls = []
+    groups = set()
 
-    def called(*arguments, **options):
-        calls.append(options["group"])
-        return pallas_kernels.attention.decode_attention(*arguments, **options)
+    def by_reference(*arguments, group, in_units):
+        groups.add(group)
+        assert not in_units
+        return decode_attention_reference(*arguments)
 
     monkeypatch.setattr(attention, "takes_decode_attention", lambda *_: True)
-    monkeypatch.setattr(attention, "decode_attention", called)
+    monkeypatch.setattr(attention, "decode_attention", by_reference)
     with_kernel = run()
-    assert calls and set(calls) == {generations}
+    assert groups == {generations}
     assert len(set(np.asarray(plain.lengths).tolist())) > 1, "the example should hold slots that end early"
     np.testing.assert_array_equal(with_kernel.tokens, plain.tokens)
     np.testing.assert_allclose(with_kernel.logps, plain.logps, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [False, True])
-def test_results_in_unit_order(monkeypatch, kernel):
-    """By the kernel's function and without it the same numbers, in the order of `in_unit_order`."""
+def test_results_in_unit_order():
+    """The same numbers, in the order of `in_unit_order`."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     model = init_model(jax.random.key(0), config, jnp.float32)
     cache = KVCache(empty_kv(model, 2, 16), empty_kv(model, 4, 8), jnp.array([3, 16]))
-    monkeypatch.setattr(attention, "takes_decode_attention", lambda *_: kernel)
     of_S, lengths_S, steps_S = jnp.array([0, 0, 1, 1]), jnp.array([3, 3, 16, 16]), jnp.array([0, 1, 0, -1])
     sizes = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     qkv = [jax.random.normal(jax.random.key(i), (4, 1, n * 64)) for i, n in enumerate(sizes)]

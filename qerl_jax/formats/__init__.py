@@ -2,24 +2,16 @@
 
 import jax
 
-from qerl_jax.format_names import FORMATS, FormatName
+from qerl_jax.format_names import FORMATS
 from qerl_jax.formats.kernel_nvfp4 import KernelNVFP4, canonical, repacked
-from qerl_jax.formats.mxfp4 import MXFP4Weight, dequantize_mxfp4, quantize_mxfp4
-from qerl_jax.formats.nf4 import (
-    NF4DoubleQuantWeight,
-    NF4Weight,
-    dequantize_nf4,
-    dequantize_nf4_double_quant,
-    quantize_nf4,
-    quantize_nf4_double_quant,
-)
-from qerl_jax.formats.nvfp4 import NVFP4Weight, dequantize_nvfp4, global_scale, quantize_nvfp4
+from qerl_jax.formats.mxfp4 import MXFP4Weight, quantize_mxfp4
+from qerl_jax.formats.nf4 import NF4DoubleQuantWeight, NF4Weight, quantize_nf4, quantize_nf4_double_quant
+from qerl_jax.formats.nvfp4 import NVFP4Weight, global_scale, quantize_nvfp4
 from qerl_jax.formats.table import PACKED, PackedFormat, PackedWeight, dequantize, format_of
 
 __all__ = [
     "FORMATS",
     "PACKED",
-    "FormatName",
     "KernelNVFP4",
     "MXFP4Weight",
     "NF4DoubleQuantWeight",
@@ -30,10 +22,6 @@ __all__ = [
     "Weight",
     "canonical",
     "dequantize",
-    "dequantize_mxfp4",
-    "dequantize_nf4",
-    "dequantize_nf4_double_quant",
-    "dequantize_nvfp4",
     "format_of",
     "global_scale",
     "quantize_mxfp4",

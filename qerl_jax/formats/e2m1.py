@@ -20,9 +20,9 @@ def encode_e2m1(x: jax.Array) -> jax.Array:
     return code + jnp.where(x < 0, jnp.uint8(8), jnp.uint8(0))
 
 
-def decode_e2m1(codes: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Values of E2M1 codes 0..15."""
-    return jnp.asarray([*_LEVELS, *(-level for level in _LEVELS)], dtype)[codes]
+def decode_e2m1(codes: jax.Array) -> jax.Array:
+    """float32 values of E2M1 codes 0..15."""
+    return jnp.asarray([*_LEVELS, *(-level for level in _LEVELS)], jnp.float32)[codes]
 
 
 def pack_pairs(codes_NK: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
 
 BLOCK = 16
-_E4M3_MAX = 448.0
+E4M3_MAX = 448.0
 _ZERO_SCALE = 0.125  # what compressed-tensors writes for a block whose scale rounds to zero
 
 
@@ -48,7 +48,7 @@ class NVFP4Weight(flax.struct.PyTreeNode):
 def global_scale(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The float32 global scale [] for a largest magnitude `amax` of a weight in `dtype`; 1 for an all-zero weight."""
     top = jnp.maximum(amax.astype(jnp.float32), jnp.float32(jnp.finfo(dtype).tiny))
-    scale = rounded(rounded(divide(jnp.float32(1), top), dtype) * jnp.float32(e2m1.LARGEST * _E4M3_MAX), dtype)
+    scale = rounded(rounded(divide(jnp.float32(1), top), dtype) * jnp.float32(e2m1.LARGEST * E4M3_MAX), dtype)
     return jnp.where(jnp.isfinite(scale), scale, 1.0)
 
 
@@ -78,7 +78,7 @@ def _quantize(w_NK: jax.Array, shared_global_scale: jax.Array | None) -> NVFP4We
         blocks = w_nK.astype(jnp.float32).reshape(n, K // BLOCK, BLOCK)
         amax = jnp.abs(blocks).max(-1)
         block_scale = rounded(divide(amax, e2m1.LARGEST), w_nK.dtype) * whole
-        scale = jax.lax.optimization_barrier(jnp.minimum(block_scale, _E4M3_MAX).astype(jnp.float8_e4m3fn))
+        scale = jax.lax.optimization_barrier(jnp.minimum(block_scale, E4M3_MAX).astype(jnp.float8_e4m3fn))
         scale = jnp.where(scale.astype(jnp.float32) == 0, jnp.float32(_ZERO_SCALE).astype(jnp.float8_e4m3fn), scale)
         step = divide(scale.astype(jnp.float32), whole)
         return pack_pairs(encode_e2m1(divide(blocks, step[..., None])).reshape(n, K)), scale

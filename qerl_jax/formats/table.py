@@ -6,19 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.formats import mxfp4, nf4, nvfp4
 from qerl_jax.formats.kernel_nvfp4 import KernelNVFP4, canonical
-from qerl_jax.formats.mxfp4 import MXFP4Weight, dequantize_mxfp4, quantize_mxfp4
-from qerl_jax.formats.nf4 import (
-    NF4DoubleQuantWeight,
-    NF4Weight,
-    dequantize_nf4,
-    dequantize_nf4_double_quant,
-    quantize_nf4,
-    quantize_nf4_double_quant,
-)
-from qerl_jax.formats.nvfp4 import NVFP4Weight, dequantize_nvfp4, global_scale, quantize_nvfp4
 
-PackedWeight = NVFP4Weight | KernelNVFP4 | MXFP4Weight | NF4Weight | NF4DoubleQuantWeight
+PackedWeight = nvfp4.NVFP4Weight | KernelNVFP4 | mxfp4.MXFP4Weight | nf4.NF4Weight | nf4.NF4DoubleQuantWeight
 
 
 class PackedFormat(NamedTuple):
@@ -43,34 +34,36 @@ class PackedFormat(NamedTuple):
 
 
 def _whole_blocks(N: int, K: int) -> bool:
-    return K % 2 == 0 and N * K % 64 == 0
+    return K % 2 == 0 and N * K % nf4.BLOCK == 0
 
 
-_NF4_NEEDS = "NF4 needs an even number of inputs and a number of elements in multiples of 64"
+_NF4_NEEDS = f"NF4 needs an even number of inputs and a number of elements in multiples of {nf4.BLOCK}"
 
 PACKED: dict[str, PackedFormat] = {
     "nvfp4": PackedFormat(
-        NVFP4Weight,
-        lambda N, K: K % 16 == 0,
-        "NVFP4 needs inputs in multiples of 16",
-        quantize_nvfp4,
-        dequantize_nvfp4,
-        global_scale,
+        nvfp4.NVFP4Weight,
+        lambda N, K: K % nvfp4.BLOCK == 0,
+        f"NVFP4 needs inputs in multiples of {nvfp4.BLOCK}",
+        nvfp4.quantize_nvfp4,
+        nvfp4.dequantize_nvfp4,
+        nvfp4.global_scale,
     ),
     "mxfp4": PackedFormat(
-        MXFP4Weight,
-        lambda N, K: K % 32 == 0,
-        "MXFP4 needs inputs in multiples of 32",
-        lambda w_NK, shared: quantize_mxfp4(w_NK),
-        dequantize_mxfp4,
+        mxfp4.MXFP4Weight,
+        lambda N, K: K % mxfp4.BLOCK == 0,
+        f"MXFP4 needs inputs in multiples of {mxfp4.BLOCK}",
+        lambda w_NK, shared: mxfp4.quantize_mxfp4(w_NK),
+        mxfp4.dequantize_mxfp4,
     ),
-    "nf4": PackedFormat(NF4Weight, _whole_blocks, _NF4_NEEDS, lambda w_NK, shared: quantize_nf4(w_NK), dequantize_nf4),
+    "nf4": PackedFormat(
+        nf4.NF4Weight, _whole_blocks, _NF4_NEEDS, lambda w_NK, shared: nf4.quantize_nf4(w_NK), nf4.dequantize_nf4
+    ),
     "nf4_double_quant": PackedFormat(
-        NF4DoubleQuantWeight,
+        nf4.NF4DoubleQuantWeight,
         _whole_blocks,
         _NF4_NEEDS,
-        lambda w_NK, shared: quantize_nf4_double_quant(w_NK),
-        dequantize_nf4_double_quant,
+        lambda w_NK, shared: nf4.quantize_nf4_double_quant(w_NK),
+        nf4.dequantize_nf4_double_quant,
     ),
 }
 

@@ -7,7 +7,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.fields import Fields
 from qerl_jax.models.rope import RopeScaling, read_rope, rope_to_hf
 
-_QKV = ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -24,11 +24,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", _QKV),
-    "qwen3": Family("Qwen3ForCausalLM", (*_QKV, "o_proj"), ("attention_bias",), qk_norm=True, head_dim=128),
+    "qwen2": Family("Qwen2ForCausalLM", QKV),
+    "qwen3": Family("Qwen3ForCausalLM", (*QKV, "o_proj"), ("attention_bias",), qk_norm=True, head_dim=128),
     "llama": Family(
         "LlamaForCausalLM",
-        (*_QKV, "o_proj"),
+        (*QKV, "o_proj"),
         ("attention_bias", "mlp_bias"),
         max_position_embeddings=2048,
         sliding_window=False,

@@ -30,13 +30,18 @@ def file_size(path: Path) -> int:
     return status.st_size
 
 
+def file_sha256(path: Path) -> str:
+    """The hexadecimal digest of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def files_fingerprint(files: Iterable[Path]) -> str:
     """A digest of the names and contents of those of the files that are there."""
     found = {}
     for path in files:
         if path.exists():
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = file_sha256(path)
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import FORMATS, PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packing import Packing
@@ -29,7 +30,6 @@ from qerl_jax.progress import Progress
 from qerl_jax.recipes import RUN_CONFIG
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_COMPUTE = ("float32", "bfloat16", "float16")
 _EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
@@ -181,8 +181,8 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         )
     if dtype is None:
         dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
-    if jnp.dtype(dtype).name not in _COMPUTE:
-        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: {', '.join(_COMPUTE)}")
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: {', '.join(DTYPES)}")
     dtype = jnp.dtype(dtype)
 
     def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
-from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.config import QKV, ModelConfig
 from qerl_jax.models.params import (
     PROJECTIONS,
     Adapter,
@@ -23,7 +23,7 @@ from qerl_jax.models.params import (
 )
 
 # Projections that read the same input share one NVFP4 global scale, as llm-compressor writes them.
-SHARED_SCALE = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+SHARED_SCALE = (QKV, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
 def init_layer(key: jax.Array, config: ModelConfig, dtype: jnp.dtype, std: float) -> Layer:

@@ -5,15 +5,16 @@ A projection is [N, K] (out, in), as files store it: a plain array, or a packed 
 """
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import flax.struct
 import jax
 
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.option_names import Projection
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
 class Layer(flax.struct.PyTreeNode):

@@ -20,14 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.attention import causal_attention, packed_attention
-from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.config import QKV, ModelConfig
 from qerl_jax.models.linear import linears, matmul
 from qerl_jax.models.packed_rows import PackedRows
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
 from qerl_jax.models.rope import rotated, rotation
 
 KV = tuple[jax.Array, jax.Array]
-QKV = ("q_proj", "k_proj", "v_proj")
 Observe = Callable[[str, jax.Array], None]
 # Of a layer and its projected queries, keys and values [B, T, heads * E]: the attention's output [B, T, H * E], and the
 # rotated keys and values.

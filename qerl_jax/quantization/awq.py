@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.formats import NVFP4Weight, global_scale
+from qerl_jax.formats.nvfp4 import BLOCK
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer
 from qerl_jax.quantization.block_scales import nearest_values, search_block_scales
@@ -34,7 +35,6 @@ from qerl_jax.quantization.observation import GROUPS, Seen, squared_output
 GRID = 20
 # What divides by a scale in place of a projection's inputs, beside the rows of v and up.
 _VECTORS = ("input_norm", "post_attention_norm", "v_bias", "up_bias")
-_BLOCK = 16
 
 
 class Choice(NamedTuple):
@@ -93,7 +93,7 @@ def representable(scale: np.ndarray, vector: np.ndarray | None) -> np.ndarray:
 def _relative_magnitude(weights: list[jax.Array]) -> jax.Array:
     """Mean over all rows of |w| / (largest |w| of its 16 inputs), float32 [K]."""
     w_NK = jnp.abs(jnp.concatenate([weight.astype(jnp.float32) for weight in weights]))
-    blocks = w_NK.reshape(w_NK.shape[0], -1, _BLOCK)
+    blocks = w_NK.reshape(w_NK.shape[0], -1, BLOCK)
     largest = blocks.max(-1, keepdims=True)
     return jnp.mean(blocks / jnp.where(largest > 0, largest, 1), axis=0).reshape(-1)
 

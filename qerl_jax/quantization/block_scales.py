@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.formats import NVFP4Weight
-from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs
-from qerl_jax.formats.nvfp4 import BLOCK
+from qerl_jax.formats.e2m1 import LARGEST, decode_e2m1, encode_e2m1, pack_pairs
+from qerl_jax.formats.nvfp4 import BLOCK, E4M3_MAX
 from qerl_jax.formats.row_blocks import in_row_blocks
 
-_E4M3_MAX, _E4M3_TINY = 448.0, 2.0**-9
+_E4M3_TINY = 2.0**-9
 FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 1.1, 1.2, 1.3, 1.4, 1.5)
 
 
@@ -29,7 +29,7 @@ def _at_factor(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scales [N, b] in E4M3, and the codes and values [N, b, 16] of the blocks under the usual scale times `factor`."""
     largest_Nb = jnp.abs(blocks_NbB).max(-1)
-    scale_Nb = jnp.clip(largest_Nb * (factor / 6) * whole, _E4M3_TINY, _E4M3_MAX).astype(jnp.float8_e4m3fn)
+    scale_Nb = jnp.clip(largest_Nb * (factor / LARGEST) * whole, _E4M3_TINY, E4M3_MAX).astype(jnp.float8_e4m3fn)
     step_Nb1 = (scale_Nb.astype(jnp.float32) / whole)[..., None]
     codes_NbB = encode_e2m1(blocks_NbB / step_Nb1)
     return scale_Nb, codes_NbB, decode_e2m1(codes_NbB) * step_Nb1

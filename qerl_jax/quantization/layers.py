@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.formats import dequantize
+from qerl_jax.formats import PACKED, dequantize
 from qerl_jax.models.compressed_tensors import packed_weight, stored_tensors
 from qerl_jax.models.hub import Opened, layer_name
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
 
-_BLOCK = 16
+_NVFP4 = PACKED["nvfp4"]
 _FIELDS = tuple(field.name for field in dataclasses.fields(Layer))
 
 
@@ -33,8 +33,8 @@ def read_layer(source: Opened, layer: int) -> Layer:
         if field not in PROJECTIONS or entry is None:
             continue
         where = f"{entry[0]}: tensor {layer_name(layer, field)}"
-        if entry[1].shape[1] % _BLOCK:
-            raise UserError(f"{where}: NVFP4 needs inputs in multiples of {_BLOCK}, found {list(entry[1].shape)}")
+        if not _NVFP4.fits(*entry[1].shape):
+            raise UserError(f"{where}: {_NVFP4.needs}, found {list(entry[1].shape)}")
         if not jnp.isfinite(fields[field]).all():
             raise UserError(f"{where}: expected finite weights, found NaN or infinity")
     return Layer(**fields)

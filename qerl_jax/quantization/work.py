@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from qerl_jax.durable import flush, locked, make_folder, write_whole, writing
+from qerl_jax.models.files import file_sha256
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
 _PREFIX = ".quantize-"
@@ -67,7 +68,7 @@ class WorkFolder:
             write_safetensors(temporary, specs, tensors.__getitem__)
             flush(temporary)
             temporary.replace(weights)
-        write_whole(record, json.dumps({"sha256": _sha256(weights), "report": report}) + "\n")
+        write_whole(record, json.dumps({"sha256": file_sha256(weights), "report": report}) + "\n")
 
     def report(self, layer: int) -> dict[str, Any] | None:
         """The layer's part of the report, None where the layer is not finished."""
@@ -79,7 +80,7 @@ class WorkFolder:
             sha256, report = kept["sha256"], dict(kept["report"])
         except (ValueError, KeyError, TypeError):  # no record of ours
             return None
-        return report if weights.is_file() and _sha256(weights) == sha256 else None
+        return report if weights.is_file() and file_sha256(weights) == sha256 else None
 
     def tensors(self, layer: int) -> dict[str, np.ndarray]:
         """A finished layer's tensors, read from the file as they are used."""
@@ -91,8 +92,3 @@ class WorkFolder:
 
     def _files(self, layer: int) -> tuple[Path, Path]:
         return self.path / f"layer-{layer:05d}.safetensors", self.path / f"layer-{layer:05d}.json"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,12 +5,13 @@ Dimension letters: N prompts, G completions per prompt.
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
-ScaleRewards = Literal["group", "batch", "none"]
+from qerl_jax.option_names import ScaleRewards
+
 AdvantageFn = Callable[[jax.Array], jax.Array]
 
 _EPSILON = 1e-4  # TRL's: keeps a group of nearly equal rewards from being blown up
@@ -37,7 +38,7 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     elif scale_rewards == "batch":
         centred_NG /= jnp.nanstd(rewards_NG, ddof=1) + _EPSILON
     elif scale_rewards != "none":
-        raise ValueError(f"scale_rewards is {scale_rewards!r}; allowed: group, batch, none")
+        raise ValueError(f"scale_rewards is {scale_rewards!r}; allowed: {', '.join(get_args(ScaleRewards))}")
     # A mean of equal numbers may be off by an ulp, and a division by 1e-4 would make a signal of it.
     signal_NG = informative_groups(rewards_NG)[:, None] & ~jnp.isnan(rewards_NG)
     return jnp.where(signal_NG, centred_NG, 0.0)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, load_dataset
 from qerl_jax.data.prompts import check_prompts
 from qerl_jax.errors import UserError
-from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels, init_adapter
@@ -56,7 +56,7 @@ class Policy:
     fingerprint: str
 
 
-def load_policy(path: str, weight_format: str | None, dtype: Literal["auto"] | DtypeName) -> Policy:
+def load_policy(path: str, weight_format: str | None, dtype: DtypeOption) -> Policy:
     """Loads model and tokenizer; `weight_format` None keeps the stored one."""
     model = load_model(path, weight_format, settled_dtype(dtype))
     identity = fingerprint(model)

@@ -5,13 +5,12 @@ removes the bias this brings (TRL's `vllm_importance_sampling_correction`). Dime
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
-Level = Literal["none", "token", "sequence"]
-Mode = Literal["truncate", "mask"]
+from qerl_jax.option_names import CorrectionLevel, CorrectionMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +26,13 @@ class SamplerCorrection:
       ValueError: an unknown level or mode, or a cap that is not above 0.
     """
 
-    level: Level = "none"
-    mode: Mode = "truncate"
+    level: CorrectionLevel = "none"
+    mode: CorrectionMode = "truncate"
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("level", self.level, get_args(Level)), ("mode", self.mode, get_args(Mode))):
+        levels, modes = get_args(CorrectionLevel), get_args(CorrectionMode)
+        for name, value, allowed in (("level", self.level, levels), ("mode", self.mode, modes)):
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
         if not self.cap > 0:

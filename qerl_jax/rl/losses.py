@@ -10,17 +10,16 @@ Dimension letters: B rows of the optimizer batch, C completion slots.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import check_fields
+from qerl_jax.option_names import ImportanceSamplingLevel, LossType
 
 _LARGEST_LOG_RATIO = 80.0  # exp of it is 5.5e34: above any bound, and finite in float32
 
-LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
-ImportanceSamplingLevel = Literal["token", "sequence"]
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,7 @@ import optax
 
 from qerl_jax.errors import check_fields
 from qerl_jax.models.params import Adapter
-
-Schedule = Literal["cosine", "linear", "constant"]
+from qerl_jax.option_names import LRSchedulerType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +24,7 @@ class OptimizerSpec:
 
     learning_rate: float
     total_steps: int
-    lr_scheduler_type: Schedule = "cosine"
+    lr_scheduler_type: LRSchedulerType = "cosine"
     warmup_ratio: float = 0.1
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
@@ -34,6 +33,7 @@ class OptimizerSpec:
     max_grad_norm: float = 0.2
 
     def __post_init__(self) -> None:
+        schedules = get_args(LRSchedulerType)
         check_fields(
             self,
             ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),
@@ -44,7 +44,7 @@ class OptimizerSpec:
             ("adam_beta2", 0 <= self.adam_beta2 < 1, "0 to below 1"),
             ("adam_epsilon", 0 < self.adam_epsilon < math.inf, "above 0"),
             ("max_grad_norm", self.max_grad_norm > 0, "above 0 (infinity clips nothing)"),
-            ("lr_scheduler_type", self.lr_scheduler_type in get_args(Schedule), ", ".join(get_args(Schedule))),
+            ("lr_scheduler_type", self.lr_scheduler_type in schedules, ", ".join(schedules)),
         )
 
 

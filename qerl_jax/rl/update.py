@@ -14,7 +14,7 @@ a pack.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import flax.struct
 import jax
@@ -23,6 +23,7 @@ import optax
 
 from qerl_jax.errors import check_fields
 from qerl_jax.models.params import Adapter, Model
+from qerl_jax.option_names import OldLogprobs
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
 from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps, longest_row
@@ -115,7 +116,7 @@ class UpdateSettings:
     num_generations: int
     temperature: float
     micro_batch_size: int
-    old_logprobs: Literal["learner", "sampler"] = "learner"
+    old_logprobs: OldLogprobs = "learner"
     loss: LossSpec = dataclasses.field(default_factory=LossSpec)
     correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
     gradient_checkpointing: bool = False
@@ -126,7 +127,7 @@ class UpdateSettings:
             ("num_generations", self.num_generations >= 1, "1 or more"),
             ("temperature", self.temperature >= 1e-30, "1e-30 or more"),
             ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
-            ("old_logprobs", self.old_logprobs in ("learner", "sampler"), "learner, sampler"),
+            ("old_logprobs", self.old_logprobs in get_args(OldLogprobs), ", ".join(get_args(OldLogprobs))),
         )
         if self.old_logprobs == "sampler" and self.correction.level != "none":
             raise ValueError(

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import LayerPart, Projection, between_attentions, takes_between_attentions
 from qerl_jax.formats import KernelNVFP4
+from qerl_jax.models.config import QKV
 from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, Norms, bias_name
-from qerl_jax.models.transformer import KV, QKV, Attend, attention_inputs, lora_of
+from qerl_jax.models.transformer import KV, Attend, attention_inputs, lora_of
 
 
 def layer_parts(model: Model, adapter: Adapter | None, slots: int) -> list[LayerPart] | None:

@@ -79,8 +79,3 @@ class Statistics:
     def occupancy(self) -> float:
         """The share of slot-steps that drew a sample's token."""
         return self.drawn / max(1, self.slot_steps)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of samples that have ended over all seconds."""
-        return self.tokens / max(1e-9, self.seconds)

@@ -1,4 +1,4 @@
-"""decode_attention: the plain path against a loop in NumPy, errors; that the kernel lowers for CUDA without a GPU."""
+"""decode_attention: its reference against a loop in NumPy, errors; that the kernel lowers for CUDA without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import HeadNorms, OwnKV, PromptKV, attention_kernel, decode_attention, stored
+from pallas_kernels import (
+    HeadNorms,
+    OwnKV,
+    PromptKV,
+    attention_kernel,
+    decode_attention,
+    decode_attention_reference,
+    stored,
+)
 from pallas_kernels.attention import choose_attention
 from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
 
@@ -22,7 +30,7 @@ def _turned(x, angles):
 @pytest.mark.parametrize("kept", [
     (jnp.float32, jnp.float32), (jnp.float32, jnp.float8_e4m3fn), (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
 ])  # fmt: skip
-def test_plain_path_against_a_loop(kept):
+def test_the_reference_against_a_loop(kept):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, n * E)).astype(np.float32) for n in (H, K, K))
     angles = rng.uniform(0, 9, (B, E // 2)).astype(np.float32)
@@ -30,7 +38,7 @@ def test_plain_path_against_a_loop(kept):
     own_k, own_v = (rng.normal(size=(B, C, K, E)).astype(dtype) for dtype in kept)
     of, prompt_lengths, own_lengths = np.int32([1, 1, 0, 0]), np.int32([3, 3, 9, 9]), np.int32([0, 4, -1, 2])
     scales = rng.uniform(0.5, 2, (2, E)).astype(np.float32)
-    out, new_k, new_v = decode_attention(
+    out, new_k, new_v = decode_attention_reference(
         *(jnp.asarray(x) for x in (q, k, v, np.cos(angles), np.sin(angles))),
         PromptKV(*map(jnp.asarray, (prompt_k, prompt_v, of, prompt_lengths))),
         OwnKV(*map(jnp.asarray, (own_k, own_v, own_lengths))),

@@ -146,39 +146,28 @@ def test_a_plan_names_what_does_not_fit():
         make_plan(64, 4096, (32,), StreamConfig(depth=6, x_depth=8))
 
 
-@pytest.mark.parametrize("config, n, bias", [
-    (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), True),
-    (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False),
-    (StreamConfig(4, 1, 1, 1, 4, 2), (40,), False),
-    (StreamConfig(1, 4, 2, 1, 3, 2, True), (64,), True),
-    (StreamConfig(1, 4, 2, 1, 3, 2, waves=2), (64,), False),
+@pytest.mark.parametrize("config, n, bias, ranks", [
+    (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), True, ()),
+    (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False, ()),
+    (StreamConfig(4, 1, 1, 1, 4, 2), (40,), False, ()),
+    (StreamConfig(1, 4, 2, 1, 3, 2, True), (64,), True, ()),
+    (StreamConfig(1, 4, 2, 1, 3, 2, waves=2), (64,), False, ()),
+    (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), False, (32, 0)),
+    (StreamConfig(2, 1, 2, 2, 2, 3), (64,), False, (128,)),
+    (StreamConfig(1, 4, 2, 1, 3, 2, True), (64, 40), False, (16, 48)),
 ])  # fmt: skip
-def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias):
+def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias, ranks):
     m, k = 9, 1024
-    kernel = stream_kernel.build(m, k, n, config, has_bias=bias)
+    kernel = stream_kernel.build(m, k, n, config, has_bias=bias, ranks=ranks)
     shape = jax.ShapeDtypeStruct
     args = [shape((m, k), jnp.bfloat16)] + [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n]
     args += [shape((1,), jnp.float32)] * len(n)
     if bias:
         args += [shape((i,), jnp.float32) for i in n]
-    module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
-    assert "mosaic_gpu" in module
-
-
-@pytest.mark.parametrize("config, n, ranks", [
-    (StreamConfig(1, 3, 4, 1, 3, 2), (48, 16), (32, 0)),
-    (StreamConfig(2, 1, 2, 2, 2, 3), (64,), (128,)),
-    (StreamConfig(1, 4, 2, 1, 3, 2, True), (64, 40), (16, 48)),
-])  # fmt: skip
-def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, n, ranks):
-    m, k = 9, 1024
-    kernel = stream_kernel.build(m, k, n, config, ranks=ranks)
-    shape = jax.ShapeDtypeStruct
-    args = [shape((m, k), jnp.bfloat16)] + [shape((-(-i // 16), k // 256, 576), jnp.uint32) for i in n]
-    args += [shape((1,), jnp.float32)] * len(n)
-    present = [(i, r) for i, r in zip(n, ranks, strict=True) if r]
-    args += [shape((r, k), jnp.bfloat16) for _, r in present] + [shape((i, r), jnp.bfloat16) for i, r in present]
-    args += [shape((1,), jnp.float32)] * len(present) + [shape((COUNTERS + 1,), jnp.uint32)]
+    if ranks:
+        present = [(i, r) for i, r in zip(n, ranks, strict=True) if r]
+        args += [shape((r, k), jnp.bfloat16) for _, r in present] + [shape((i, r), jnp.bfloat16) for i, r in present]
+        args += [shape((1,), jnp.float32)] * len(present) + [shape((COUNTERS + 1,), jnp.uint32)]
     module = export.export(kernel, platforms=["cuda"])(*args).mlir_module()
     assert "mosaic_gpu" in module
 
