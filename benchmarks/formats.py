@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.report import versions, write
 from qerl_jax.formats import FORMATS, dequantize
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS, Model
 
 SETTINGS = ["optimizer.max_steps=20", "optimizer.learning_rate=2e-3", "evaluation.num_problems=256"]

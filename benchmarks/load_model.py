@@ -61,7 +61,7 @@ _PLAIN, _PACKED = "plain", "packed"
 def make(folder: Path, shape: dict[str, Any], shard_bytes: int) -> None:
     """Writes a checkpoint of random finite weights, one tensor in memory at a time."""
     from qerl_jax.models.config import ModelConfig
-    from qerl_jax.models.hub import tensor_table
+    from qerl_jax.models.loading import tensor_table
     from qerl_jax.models.saving import write_json
     from qerl_jax.models.shards import Stored, write_shards
     from qerl_jax.models.source import CONFIG
@@ -113,8 +113,8 @@ class Peak(threading.Thread):
 
 def measure(folder: Path, save_to: Path | None, merge_to: Path | None) -> dict[str, float]:
     """Loads `folder` as NVFP4 in this process; then writes the packed model, or a merged one."""
-    from qerl_jax.models.hub import load_model
     from qerl_jax.models.init import init_adapter
+    from qerl_jax.models.loading import load_model
     from qerl_jax.models.merging import save_merged
     from qerl_jax.models.saving import save_model
 

@@ -24,7 +24,7 @@ _EXPORTS = {
     "qerl_jax.export": ("export_model",),
     "qerl_jax.models.config": ("ModelConfig",),
     "qerl_jax.models.flash_attention": ("deterministic_jit",),
-    "qerl_jax.models.hub": ("load_model",),
+    "qerl_jax.models.loading": ("load_model",),
     "qerl_jax.models.init": (
         "init_adapter",
         "init_model",

@@ -22,8 +22,8 @@ from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.hub import load_model, named_weights, open_model
 from qerl_jax.models.init import init_model
+from qerl_jax.models.loading import load_model, named_weights, open_model
 from qerl_jax.models.merging import save_merged
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter

@@ -28,8 +28,8 @@ from folders import NVFP4, V4, V5, packed_arrays, random_arrays, write_folder
 from mutations import MUTATIONS
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 
 _SECONDS = 5.0  # of the processor, for others may be using it

@@ -21,7 +21,7 @@ from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import prompt_ids
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import read_rows
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.rl.assembly import load_policy
 from qerl_jax.rollout import texts

@@ -7,7 +7,7 @@ import pytest
 from folders import NVFP4
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.quantized import packing_of
+from qerl_jax.models.packed_by import packing_of
 
 FOLDER = Path("some/folder")
 UNTIED = {"tie_word_embeddings": False}

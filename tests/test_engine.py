@@ -12,7 +12,7 @@ from chi_squared import BOUND, exactly, pvalue
 from tiny import CONFIG, Device, tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings

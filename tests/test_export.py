@@ -20,7 +20,7 @@ from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.errors import UserError
 from qerl_jax.export import export_model
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model, quantize
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS, norms_of
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.models.rope import rope_frequencies

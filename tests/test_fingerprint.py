@@ -2,7 +2,7 @@ import jax
 import pytest
 
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 
 
 def test_the_shipped_policy_quantizes_to_the_same_bytes_on_every_backend():

@@ -12,9 +12,9 @@ from qerl_jax.errors import UserError
 from qerl_jax.flax_modules import PackedLinear
 from qerl_jax.formats import FORMATS, PACKED, dequantize, format_of, repacked
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import quantize
 from qerl_jax.models.linear import linear
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS, LoRA
 
 KEYS = jax.random.split(jax.random.key(0), 4)

@@ -9,8 +9,8 @@ from folders import assert_equal
 from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.formats import dequantize
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.merging import merge_adapter, save_merged
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.saving import save_model

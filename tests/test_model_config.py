@@ -5,7 +5,7 @@ import math
 import pytest
 
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.hub import tensor_table
+from qerl_jax.models.loading import tensor_table
 
 # The makers' published files without the keys that say nothing about the network.
 QWEN2 = {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.quantized import packing_of
+from qerl_jax.models.packed_by import packing_of
 
 STATED = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
 NAMES = [

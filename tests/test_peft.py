@@ -11,8 +11,8 @@ import safetensors.numpy
 from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import Adapter
 from qerl_jax.models.peft import adapter_fingerprint, load_adapter, save_adapter
 

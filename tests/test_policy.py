@@ -12,8 +12,8 @@ from qerl_jax.data import arithmetic
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.formats import dequantize
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS, parameter_count, projection_shape
 from qerl_jax.models.source import resolve
 from qerl_jax.models.tokenizer import load_generation_config, load_tokenizer

@@ -16,7 +16,7 @@ from full_disk import full_disk
 from qerl_jax.cli import main
 from qerl_jax.errors import UserError
 from qerl_jax.formats import NVFP4Weight
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.transformer import logits

@@ -8,7 +8,7 @@ from tiny import tiny_adapter
 
 from qerl_jax.config_files import config_from_dict
 from qerl_jax.export import export_model
-from qerl_jax.models.hub import load_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rewards.combine import RewardFunctions

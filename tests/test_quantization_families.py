@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from folders import assert_equal, write_tokenizer
 
-from qerl_jax.models.hub import load_model, open_model
+from qerl_jax.models.loading import load_model, open_model
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.transformer import logits, run_layer
 from qerl_jax.quantization import quantize_folder

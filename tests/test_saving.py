@@ -9,8 +9,8 @@ from folders import NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, w
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels, quantize
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.saving import save_model
 

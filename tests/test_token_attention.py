@@ -10,8 +10,8 @@ from jax import export
 from tiny import CONFIG, tiny_model
 
 from pallas_kernels import compiling_for, decode_attention_reference, in_unit_order
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_model
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import Prompts, SamplingSettings, attention, generate
 from qerl_jax.rollout.attention import KVCache, empty_kv

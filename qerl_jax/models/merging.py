@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.formats import Weight, dequantize
-from qerl_jax.models.hub import layer_name, named_weights
+from qerl_jax.models.loading import layer_name, named_weights
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_layers
 from qerl_jax.models.saving import described, write_model_folder, written_dtype
 from qerl_jax.models.shards import Stored

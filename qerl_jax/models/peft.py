@@ -22,7 +22,7 @@ from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.files import files_fingerprint
-from qerl_jax.models.hub import Slot, check_tensors, layer_name
+from qerl_jax.models.loading import Slot, check_tensors, layer_name
 from qerl_jax.models.params import (
     PROJECTIONS,
     Adapter,

@@ -12,7 +12,7 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.formats import PACKED, dequantize
 from qerl_jax.models.compressed_tensors import packed_weight, stored_tensors
-from qerl_jax.models.hub import Opened, layer_name
+from qerl_jax.models.loading import Opened, layer_name
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
 

@@ -24,7 +24,7 @@ from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.metrics import duration
 from qerl_jax.models.compressed_tensors import quantization_config
-from qerl_jax.models.hub import Opened, open_model
+from qerl_jax.models.loading import Opened, open_model
 from qerl_jax.models.params import Layer
 from qerl_jax.models.shards import Stored, write_shards
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, write_json

@@ -18,8 +18,8 @@ from qerl_jax.data.prompts import check_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_fingerprint, adapter_folder, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint

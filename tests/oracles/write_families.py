@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from qerl_jax.models.hub import load_model
 from qerl_jax.models.init import init_adapter
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.saving import save_model

@@ -14,8 +14,8 @@ from folders import HF, NVFP4, V4, V5, assert_equal, packed_arrays, random_array
 from qerl_jax.errors import UserError
 from qerl_jax.formats import NVFP4Weight, dequantize
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.hub import load_model, tensor_table
 from qerl_jax.models.init import quantize
+from qerl_jax.models.loading import load_model, tensor_table
 from qerl_jax.models.params import PROJECTIONS
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -143,7 +143,7 @@ def test_hub_names(tmp_path, monkeypatch):
         ("./none", "./none: no such folder"),
         ("none", "none: no such folder; allowed: a folder, owner/name"),
         ("a/b/c", "a/b/c: no such folder"),
-        (__file__, "test_hub.py is a file; expected the folder"),
+        (__file__, "test_loading.py is a file; expected the folder"),
         ("builtin:none", "builtin:none is unknown; allowed: "),
     ],
 )
