@@ -35,7 +35,8 @@ from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import PROJECTIONS, projection_shape
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
-from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, init_state, update_step
+from qerl_jax.rl.state import Batch, TrainState, UpdateSettings, init_state
+from qerl_jax.rl.update import update_step
 
 _OPTIMIZER = make_optimizer(OptimizerSpec(1e-5, 100))
 

@@ -77,13 +77,13 @@ _EXPORTS = {
         "sample_rollout",
         "with_policies",
     ),
-    "qerl_jax.rl.update": (
+    "qerl_jax.rl.state": (
         "Batch",
         "TrainState",
         "UpdateSettings",
         "init_state",
-        "update_step",
     ),
+    "qerl_jax.rl.update": ("update_step",),
     "qerl_jax.rollout": (
         "Completion",
         "Engine",

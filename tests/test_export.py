@@ -26,7 +26,7 @@ from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.saved import Saved
-from qerl_jax.rl.update import init_state
+from qerl_jax.rl.state import init_state
 
 COMPANIONS = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 

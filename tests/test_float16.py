@@ -13,8 +13,9 @@ from qerl_jax.models import packed_rows
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.params import norms_of
 from qerl_jax.rl import update as update_module
+from qerl_jax.rl.state import Batch, UpdateSettings, init_state
 from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, sample_rollout
-from qerl_jax.rl.update import Batch, UpdateSettings, init_state, update_step
+from qerl_jax.rl.update import update_step
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 from qerl_jax.rollout.attention import empty_kv
 from qerl_jax.rollout.decode import prefill

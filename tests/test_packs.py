@@ -20,7 +20,8 @@ from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps, longest_row, token_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.packs import in_packs, packs_of
-from qerl_jax.rl.update import Batch, UpdateSettings, init_state, score, update_step
+from qerl_jax.rl.state import Batch, UpdateSettings, init_state
+from qerl_jax.rl.update import score, update_step
 
 MODEL = tiny_model()
 P, C = 6, 58

@@ -15,6 +15,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec
+from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import (
     StepSettings,
     grpo_step,
@@ -24,7 +25,6 @@ from qerl_jax.rl.step import (
     sample_rollout,
     with_policies,
 )
-from qerl_jax.rl.update import init_state
 from qerl_jax.rollout import Rollout
 
 

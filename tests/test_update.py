@@ -18,8 +18,9 @@ from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import make_batch, sample_rollout
-from qerl_jax.rl.update import init_state, update_step
+from qerl_jax.rl.update import update_step
 from qerl_jax.rollout import Rollout
 
 

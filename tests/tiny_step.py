@@ -6,8 +6,8 @@ import numpy as np
 import optax
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.rl.state import UpdateSettings, init_state
 from qerl_jax.rl.step import StepSettings, make_batch, sample_rollout, with_policies
-from qerl_jax.rl.update import UpdateSettings, init_state
 from qerl_jax.rollout import Prompts, SamplingSettings
 
 MODEL = tiny_model()

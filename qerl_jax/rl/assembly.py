@@ -29,8 +29,8 @@ from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
+from qerl_jax.rl.state import UpdateSettings
 from qerl_jax.rl.step import StepSettings
-from qerl_jax.rl.update import UpdateSettings
 from qerl_jax.rollout import Engine, Rollout, SamplingSettings
 from qerl_jax.rollout.attention import cache_dtypes
 

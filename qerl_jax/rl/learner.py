@@ -12,8 +12,9 @@ from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.assembly import Experiment
 from qerl_jax.rl.experience import Experience, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
+from qerl_jax.rl.state import Batch, TrainState, init_state
 from qerl_jax.rl.step import make_batch, with_policies
-from qerl_jax.rl.update import Batch, TrainState, init_state, update_step
+from qerl_jax.rl.update import update_step
 
 
 class Learner:

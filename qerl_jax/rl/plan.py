@@ -14,7 +14,7 @@ from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
-from qerl_jax.rl.update import TrainState
+from qerl_jax.rl.state import TrainState
 from qerl_jax.rollout.memory import nbytes
 
 

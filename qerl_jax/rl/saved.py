@@ -14,7 +14,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.rl.assembly import Policy, initial_adapter, model_identity, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
-from qerl_jax.rl.update import TrainState, init_state
+from qerl_jax.rl.state import TrainState, init_state
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rl.advantages import AdvantageFn, informative_groups
 from qerl_jax.rl.losses import LossFn, Metrics
-from qerl_jax.rl.update import Batch, TrainState, UpdateSettings, score, update_step
+from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
+from qerl_jax.rl.update import score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
 
 # Streams of a rollout's key.

@@ -11,24 +11,21 @@ Dimension letters: B rows of the optimizer batch, groups of G completions, P pro
 a pack.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.errors import check_fields
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.option_names import OldLogprobs
 from qerl_jax.rl.advantages import AdvantageFn, group_advantages
-from qerl_jax.rl.correction import SamplerCorrection, correction_weights, gap_metrics
+from qerl_jax.rl.correction import correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps, longest_row
-from qerl_jax.rl.losses import LossFn, LossSpec, Metrics, policy_loss, token_weights
+from qerl_jax.rl.losses import LossFn, Metrics, policy_loss, token_weights
 from qerl_jax.rl.packs import Body, in_packs, put
+from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 
 # In float16 the cotangents inside a layer are float16 too, which has numbers from 2^-24 to 65504, and those of a mean
 # over 10^4 tokens are below. A backward pass is linear: so the largest of a micro-batch's begins in [2^k, 2^(k + 1)),
@@ -63,83 +60,6 @@ class Gathered(NamedTuple):
     grads: Adapter
     logps_BC: jax.Array
     entropies_BC: jax.Array
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """Everything an update changes: the 0-based count of optimizer steps done, the adapter, the optimizer's state."""
-
-    step: jax.Array
-    adapter: Adapter
-    opt_state: Any
-
-
-class Batch(flax.struct.PyTreeNode):
-    """Completions of whole groups, prompt-major, with what the loss needs.
-
-    prompt [B, P] int32 padded on the right, prompt_lengths [B]; completion [B, C], completion_lengths [B] (EOS
-    included); mask [B, C], tokens that count; rewards [B]; sampled_logps [B, C], as the rollout recorded them;
-    old_logps [B, C] or None, where the batch serves one update only; ref_logps [B, C] or None, where beta is 0;
-    advantages [B] or None, where they are a matter of this batch alone and not of a larger one that it is a part of;
-    rollout_step [], the optimizer step at which the completions were drawn.
-    """
-
-    prompt: jax.Array
-    prompt_lengths: jax.Array
-    completion: jax.Array
-    completion_lengths: jax.Array
-    mask: jax.Array
-    rewards: jax.Array
-    sampled_logps: jax.Array
-    rollout_step: jax.Array
-    old_logps: jax.Array | None = None
-    ref_logps: jax.Array | None = None
-    advantages: jax.Array | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdateSettings:
-    """Static choices of an update.
-
-    Attributes:
-      num_generations: G.
-      temperature: the sampling temperature, at which all log-probabilities are taken.
-      micro_batch_size: rows that go through the network at once if all are as long as rows can be
-        (per_device_train_batch_size): of shorter ones as many more as make the same tokens. Under `vmap` there are as
-        many packs of them as the batch needs that needs most.
-      old_logprobs: `learner`, the clean policy at the time of the rollout (the first update has a ratio of exactly 1),
-        or `sampler`, what the rollout recorded.
-      loss, correction: see there.
-      gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
-        micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
-    """
-
-    num_generations: int
-    temperature: float
-    micro_batch_size: int
-    old_logprobs: OldLogprobs = "learner"
-    loss: LossSpec = dataclasses.field(default_factory=LossSpec)
-    correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
-    gradient_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(
-            self,
-            ("num_generations", self.num_generations >= 1, "1 or more"),
-            ("temperature", self.temperature >= 1e-30, "1e-30 or more"),
-            ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
-            ("old_logprobs", self.old_logprobs in get_args(OldLogprobs), ", ".join(get_args(OldLogprobs))),
-        )
-        if self.old_logprobs == "sampler" and self.correction.level != "none":
-            raise ValueError(
-                f"correction.level is {self.correction.level!r}; allowed with old_logprobs 'sampler': 'none', since "
-                "the ratio itself holds the gap, and the correction would be exactly 1"
-            )
-
-
-def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
-    """Step 0 of training `adapter`."""
-    # Copies, since some optimizers keep the parameters that they begin with, and no array can be donated twice.
-    return TrainState(jnp.int32(0), adapter, jax.tree.map(jnp.copy, optimizer.init(adapter)))
 
 
 def _in_packs(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
