@@ -64,6 +64,9 @@ def settings_of(size, level="none"):
     return UpdateSettings(4, 1.0, size, loss=loss, correction=correction)
 
 
+GIVEN = functools.partial(policy_loss, settings_of(1).loss)  # the same as a loss of one's own
+
+
 @functools.partial(jax.jit, static_argnames=("settings", "loss_fn"))
 def update(state, batch, settings, loss_fn=None):
     return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
@@ -308,8 +311,7 @@ def test_an_update_in_packs_is_the_same_update(name):
     state, batch = init_state(tiny_adapter(MODEL, train_norms=True), SGD), batch_of(LENGTHS[name])
     whole, expected = update(state, batch, settings_of(12, "sequence"))
     assert float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.adapter, state.adapter))) > 1e-3
-    given = functools.partial(policy_loss, settings_of(1).loss)
-    for size, loss_fn in ((1, None), (2, given), (5, None)):
+    for size, loss_fn in ((1, None), (2, GIVEN), (5, None)):
         assert_close(update(state, batch, settings_of(size, "sequence"), loss_fn), (whole, expected))
 
 
@@ -333,10 +335,9 @@ def test_ratios_of_rows_and_bounded_weights_are_the_same_in_packs(loss, size, bo
 def test_an_update_is_the_same_where_doubles_are_enabled():
     state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
     settings = settings_of(2)
-    given = functools.partial(policy_loss, settings.loss)
     expected = update(state, batch, settings)
     with jax.enable_x64(True):
-        found = [update(state, batch, settings, loss_fn) for loss_fn in (None, given)]
+        found = [update(state, batch, settings, loss_fn) for loss_fn in (None, GIVEN)]
     for new, metrics in found:
         assert {leaf.dtype for leaf in jax.tree.leaves(new.adapter)} == {jnp.dtype(jnp.float32)}
         assert_close((new, metrics), expected)
