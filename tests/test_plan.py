@@ -12,15 +12,15 @@ from qerl_jax import cli
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rl import trainer
-from qerl_jax.rl.plan import Plan, refuse_what_does_not_fit
+from qerl_jax.rl.plan import RunMemory, refuse_what_does_not_fit
 from qerl_jax.rollout import memory
 
 
 def refused(monkeypatch, limit, kept, temporary, *words):
     """The check of a program of these GB on a device with `limit` GB."""
     sizes = {"weights": kept - 1, "trained": 1, "rollout": 0, "update": temporary, "limit": limit}
-    plan = Plan(slots=1, samples=1, **{name: size * 10**9 for name, size in sizes.items()})
-    refuse_what_does_not_fit(plan, load_config("quickstart", ["generation.max_completion_length=60", *words]))
+    memory = RunMemory(slots=1, samples=1, **{name: size * 10**9 for name, size in sizes.items()})
+    refuse_what_does_not_fit(memory, load_config("quickstart", ["generation.max_completion_length=60", *words]))
 
 
 def test_what_fits_exactly_fits(monkeypatch):
@@ -87,11 +87,11 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
 
 
 def test_what_a_plan_says_of_memory():
-    plan = Plan(5_900_000_000, 970_000_000, 180, 256, 44_600_000_000, 22_300_000_000, 139_800_000_000)
-    assert str(plan) == (
+    memory = RunMemory(5_900_000_000, 970_000_000, 180, 256, 44_600_000_000, 22_300_000_000, 139_800_000_000)
+    assert str(memory) == (
         "memory: weights 5.9 GB, adapter and optimizer 970.0 MB, then a rollout, 180 of 256 completions at once, "
         "44.6 GB, or an update 22.3 GB, of 139.8 GB"
     )
-    assert str(dataclasses.replace(plan, slots=256, update=None, limit=None)).endswith(
+    assert str(dataclasses.replace(memory, slots=256, update=None, limit=None)).endswith(
         "then a rollout, all completions at once, 44.6 GB"
     )

@@ -19,7 +19,7 @@ from qerl_jax.rollout.memory import nbytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunMemory:
     """Memory in bytes: what stays, and what a rollout and an update have beside it, one after the other.
 
     Attributes:
@@ -75,7 +75,7 @@ def plan_run(config: Config) -> str:
 
 def compiled_run(
     experiment: Experiment, collector: Collector, learner: Learner, state: TrainState, key: jax.Array
-) -> Plan:
+) -> RunMemory:
     """Compiles what a run will call.
 
     Args:
@@ -93,7 +93,7 @@ def compiled_run(
         learner.lowered(state), collector.lowered(state, key), evaluation_programs(experiment, state)
     )
     of_rollout = collector.engine.plan(config.completions_per_rollout, config.prompts_per_rollout, state.adapter)
-    plan = Plan(
+    memory = RunMemory(
         weights=nbytes(model),
         trained=nbytes((state, state.adapter)),  # once more for its gradients
         slots=of_rollout.slots,
@@ -102,8 +102,8 @@ def compiled_run(
         update=_made_by(update),
         limit=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
     )
-    refuse_what_does_not_fit(plan, config)
-    return plan
+    refuse_what_does_not_fit(memory, config)
+    return memory
 
 
 def evaluation_programs(experiment: Experiment, state: TrainState) -> Iterator[jax.stages.Lowered]:
@@ -124,13 +124,13 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def refuse_what_does_not_fit(plan: Plan, config: Config) -> None:
+def refuse_what_does_not_fit(memory: RunMemory, config: Config) -> None:
     """Holds an update against the device's limit, where both are known.
 
     Raises:
       UserError: it needs more, with the numbers and the options that change them.
     """
-    kept, temporary, limit = plan.weights + plan.trained, plan.update, plan.limit
+    kept, temporary, limit = memory.weights + memory.trained, memory.update, memory.limit
     if limit is None or temporary is None or kept + temporary <= limit:
         return
     optimizer = config.optimizer
