@@ -19,13 +19,15 @@ parser.add_argument("source", type=Path)
 parser.add_argument("target", type=Path)
 arguments = parser.parse_args()
 source, target, rows = arguments.source, arguments.target, []
+if target.exists() and source.exists() and target.samefile(source):
+    parser.exit(2, f"{target} is the file that is read; choose another name\n")
 try:
     for number, line in enumerate(source.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             parser.exit(2, f"{source}, line {number}: not JSON: {error}\n")
         match found:
             case {"question": str(question), "answer": str(answer)}:

@@ -207,16 +207,17 @@ def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_o
 
 def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, summary, tmp_path, caplog):
     folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
-    (folder / run_folder.SUMMARY).unlink()  # which is written last
-    (folder / run_folder.ADAPTER / "adapter_model.safetensors").write_bytes(b"")
+    (folder / run_folder.SUMMARY).unlink()  # which is written last: the adapter is there
+    assert run_main("evaluate", folder, "--seed", 3) == run_main("evaluate", trained.folder, "--seed", 3)
+    assert caplog.records == []
+    shutil.rmtree(folder / run_folder.ADAPTER)
     evaluated = run_main("evaluate", folder, "--seed", 3)
     assert evaluated == run_main("evaluate", trained.folder, "--seed", 3)
     sample = summary["after"]["samples"][0]
-    shutil.rmtree(folder / run_folder.ADAPTER)
     assert run_main("generate", folder, "--greedy", "--prompt", sample["prompt"]) == sample["completion"] + "\n"
     shutil.rmtree(folder / "checkpoints/step_00000003")
     assert run_main("evaluate", folder, "--seed", 3) != evaluated
-    said = f"{folder} is not finished: its adapter is that of the checkpoint of step {{}} of 3"
+    said = f"{folder} holds no adapter/ of a run that has ended: taking the checkpoint's of step {{}} of 3"
     assert [record.message for record in caplog.records] == [said.format(step) for step in (3, 3, 2)]
 
 
@@ -226,7 +227,7 @@ def test_generate_answers_as_the_evaluation_did(trained, summary):
         assert out == sample["completion"] + "\n"
 
 
-def test_generate_on_a_full_disk_names_the_file(trained, tmp_path):
+def test_generate_on_a_full_disk_names_the_file(no_cache, trained, tmp_path):
     words, error = ["generate", trained.folder, "--prompt", "x", "--output", tmp_path / "out.jsonl"], io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error), full_disk():
         assert main([str(word) for word in words]) == 2

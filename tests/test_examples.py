@@ -123,6 +123,14 @@ def test_rows_of_gsm8k_are_what_its_recipe_reads(tmp_path, monkeypatch):
     np.testing.assert_allclose(scores.total, [0.0, 2.2, 0.2, 2.0])
 
 
+def test_the_file_of_gsm8k_is_not_written_over(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "2 + 2?", "answer": "#### 4"}\n')
+    command = [sys.executable, ROOT / "examples" / "gsm8k_rows.py", file, tmp_path / "." / "train.jsonl"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+    assert file.read_text() == '{"question": "2 + 2?", "answer": "#### 4"}\n'
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

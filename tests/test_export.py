@@ -92,7 +92,6 @@ def test_a_finished_run_has_its_adapter_in_a_folder(tmp_path, run):
     folder, model, adapter = run
     last = jax.tree.map(lambda x: 2 * x, adapter)
     save_adapter(last, folder / "adapter", "base")
-    (folder / "summary.json").write_text("{}")
     export_model(folder, tmp_path / "out", "peft")
     assert_equal(load_adapter(tmp_path / "out", model), last)
 
@@ -206,7 +205,7 @@ def test_a_run_whose_tokenizer_has_changed_is_refused(tmp_path, base, run, forma
 def test_a_run_without_a_checkpoint(tmp_path, run):
     folder, _, _ = run
     os.rename(folder / "checkpoints", tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"r: holds neither adapter/ nor a checkpoint; `.* train .*config.yaml` begins"):
+    with pytest.raises(UserError, match=r"r: holds neither adapter/ nor a checkpoint: the run has saved nothing yet"):
         export_model(folder, tmp_path / "out", "bf16")
 
 

@@ -74,11 +74,13 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
     steps, memory = capsys.readouterr().out.splitlines()
     assert {*tmp_path.rglob("*")} == before
     assert steps == (
-        "steps: 4 of 16 completions; 2 rollouts of 4 prompts, 4 completions each: 0.00 epochs of 16,384 prompts"
+        "steps: 4 of 16 completions; 2 rollouts of 4 x 4 completions (prompts x num_generations): 0.00 epochs of "
+        "16,384 prompts"
     )
     assert re.fullmatch(
-        r"memory: weights \d\.\d MB, adapter and optimizer \d\.\d MB, then a rollout, 4 of 16 completions at once, "
-        r"\d\.\d MB, or an update \d+\.\d MB",
+        r"memory: weights \d\.\d MB, adapter with gradient and optimizer \d\.\d MB; beside them by turns a rollout, "
+        r"4 of 16 completions at once, \d\.\d MB, and an update, \d+\.\d MB: \d+\.\d MB at most; "
+        r"what the device has is not known",
         memory,
     )
     cli.main(["train", str(config)])
@@ -89,9 +91,9 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
 def test_what_a_plan_says_of_memory():
     memory = RunMemory(5_900_000_000, 970_000_000, 180, 256, 44_600_000_000, 22_300_000_000, 139_800_000_000)
     assert str(memory) == (
-        "memory: weights 5.9 GB, adapter and optimizer 970.0 MB, then a rollout, 180 of 256 completions at once, "
-        "44.6 GB, or an update 22.3 GB, of 139.8 GB"
+        "memory: weights 5.9 GB, adapter with gradient and optimizer 970.0 MB; beside them by turns a rollout, "
+        "180 of 256 completions at once, 44.6 GB, and an update, 22.3 GB: 51.5 GB at most; the device has 139.8 GB"
     )
     assert str(dataclasses.replace(memory, slots=256, update=None, limit=None)).endswith(
-        "then a rollout, all completions at once, 44.6 GB"
+        "a rollout, all 256 completions at once, 44.6 GB: 51.5 GB at most; what the device has is not known"
     )

@@ -40,23 +40,24 @@ class RunMemory:
     limit: int | None
 
     def __str__(self) -> str:
-        at_once = "all" if self.slots == self.samples else f"{self.slots} of {self.samples}"
-        parts = [
-            f"weights {_size(self.weights)}",
-            f"adapter and optimizer {_size(self.trained)}",
-            f"then a rollout, {at_once} completions at once, {_size(self.rollout)}",
-            *([] if self.update is None else [f"or an update {_size(self.update)}"]),
-            *([] if self.limit is None else [f"of {_size(self.limit)}"]),
-        ]
-        return f"memory: {', '.join(parts)}"
+        at_once = f"all {self.slots}" if self.slots == self.samples else f"{self.slots} of {self.samples}"
+        update = "" if self.update is None else f", and an update, {_size(self.update)}"
+        most = _size(self.weights + self.trained + max(self.rollout, self.update or 0))
+        has = "what the device has is not known" if self.limit is None else f"the device has {_size(self.limit)}"
+        return (
+            f"memory: weights {_size(self.weights)}, adapter with gradient and optimizer {_size(self.trained)}; "
+            f"beside them by turns a rollout, {at_once} completions at once, {_size(self.rollout)}{update}: "
+            f"{most} at most; {has}"
+        )
 
 
 def plan_run(config: Config) -> str:
-    """What a run of `config` will do and take: its steps, and its memory on this device, for which all is loaded and
-    compiled as for a run, and nothing is sampled or written.
+    """What a run that `config` begins will do and take: its steps, and its memory on this device, evaluations aside.
+
+    All is loaded and compiled as for the run; its folder is not looked at, and nothing is sampled or written.
 
     Raises:
-      UserError: what `qerl_jax.rl.trainer.train` would refuse before it samples.
+      UserError: what `qerl_jax.rl.trainer.train` would refuse of options, data, rewards, model and memory.
     """
     config = settled_config(config)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
@@ -67,9 +68,9 @@ def plan_run(config: Config) -> str:
     steps, problems = experiment.total_steps, len(experiment.dataset)
     rollouts, prompts = -(-steps // config.updates_per_rollout), config.prompts_per_rollout
     return (
-        f"steps: {steps:,} of {config.completions_per_update:,} completions; {rollouts:,} rollouts of {prompts:,} "
-        f"prompts, {config.generation.num_generations} completions each: {rollouts * prompts / problems:.2f} epochs of "
-        f"{problems:,} prompts\n{memory}"
+        f"steps: {steps:,} of {config.completions_per_update:,} completions; {rollouts:,} rollouts of {prompts:,} x "
+        f"{config.generation.num_generations} completions (prompts x num_generations): "
+        f"{rollouts * prompts / problems:.2f} epochs of {problems:,} prompts\n{memory}"
     )
 
 

@@ -37,7 +37,7 @@ def trained_adapter(run: Path, config: Config, policy: Policy) -> Adapter:
 
 
 def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
-    """The adapter that a finished run left, or the newest checkpoint's of one that is not finished, which is said.
+    """The adapter that a run left when it ended, or where there is none its newest checkpoint's, which is said.
 
     Args:
       run: its folder. Nothing in it is changed, and the run may be going on meanwhile.
@@ -47,7 +47,7 @@ def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
     Raises:
       UserError: it has saved nothing yet, or nothing that is whole.
     """
-    if (run / run_folder.SUMMARY).is_file():  # which is written last
+    if (run / run_folder.ADAPTER).is_dir():  # whole, since it appears at once
         return load_adapter(run / run_folder.ADAPTER, model)
     run_folder.refuse_what_has_gone(config, run, "lora.adapter")
 
@@ -56,11 +56,10 @@ def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
 
     found = restore_checkpoint(run / run_folder.CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
     if found is None:
-        raise UserError(
-            f"{run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint; "
-            f"`{run_folder.continuing(run)}` begins the run"
-        )
+        raise UserError(f"{run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint: the run has saved nothing yet")
     saved, progress, step = found
     total = progress["identity"]["total optimizer steps"]
-    _log.warning("%s is not finished: its adapter is that of the checkpoint of step %d of %d", run, step, total)
+    _log.warning(
+        "%s holds no adapter/ of a run that has ended: taking the checkpoint's of step %d of %d", run, step, total
+    )
     return saved.train.adapter
