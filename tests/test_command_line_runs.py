@@ -12,11 +12,13 @@ import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from full_disk import full_disk
 
 from qerl_jax import run_folder
 from qerl_jax.cli import main
+from qerl_jax.commands import generate
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import prompt_ids
 from qerl_jax.errors import UserError
@@ -227,11 +229,10 @@ def test_generate_answers_as_the_evaluation_did(trained, summary):
         assert out == sample["completion"] + "\n"
 
 
-def test_generate_on_a_full_disk_names_the_file(no_cache, trained, tmp_path):
-    words, error = ["generate", trained.folder, "--prompt", "x", "--output", tmp_path / "out.jsonl"], io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error), full_disk():
-        assert main([str(word) for word in words]) == 2
-    assert f"qerl generate: {tmp_path}/out.jsonl: File too large" in error.getvalue()
+def test_generate_on_a_full_disk_names_the_file(tmp_path):
+    answer = texts.Answer(0, 0, "a" * 9999, [1], np.zeros(1, np.float32), "eos")
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/out.jsonl'"), full_disk():
+        generate._write_file(iter([answer]), ["x"], False, str(tmp_path / "out.jsonl"))
 
 
 def test_generate_from_a_file_and_what_the_seed_and_the_neighbours_change(trained, prompts, tmp_path):
