@@ -1,6 +1,7 @@
 """What the commands share: how a parser is made, and what their arguments may be."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,8 @@ from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest_beside
 
 if TYPE_CHECKING:
+    from qerl_jax.config import Config
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -30,6 +33,28 @@ def add_command(
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a config and set its options."""
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG | section.option=value", help="the config, then options to set otherwise"
+    )
+
+
+def config_of(words: list[str]) -> "Config":
+    """The config that these arguments mean."""
+    from qerl_jax.config_files import load_config
+
+    configs = [word for word in words if not _is_override(word)]
+    if len(configs) > 1:
+        raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
+    return load_config(configs[0] if configs else "quickstart", [word for word in words if _is_override(word)])
+
+
+def _is_override(word: str) -> bool:
+    """Whether it sets an option. The path of a config may have a = too, in a folder named after its options."""
+    return "=" in word and "/" not in word.partition("=")[0] and not os.path.isfile(word)
 
 
 def check_seed(seed: int) -> None:

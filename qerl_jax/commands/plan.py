@@ -3,8 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command
-from qerl_jax.commands.train import add_words, config_of
+from qerl_jax.commands.command import add_command, add_words, config_of
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands

@@ -5,12 +5,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command
+from qerl_jax.commands.command import add_command, add_words, config_of
 from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
-    from qerl_jax.config import Config
 
 _DESCRIPTION = """\
 Trains as a YAML file (or a shipped recipe, such as `quickstart`, the default) says. Any option can be set on the
@@ -39,23 +38,6 @@ def add(commands: "Commands") -> None:
     parser.set_defaults(command=run)
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a config and set its options."""
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG | section.option=value", help="the config, then options to set otherwise"
-    )
-
-
-def config_of(words: list[str]) -> "Config":
-    """The config that these arguments mean."""
-    from qerl_jax.config_files import load_config
-
-    configs = [word for word in words if not _is_override(word)]
-    if len(configs) > 1:
-        raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
-    return load_config(configs[0] if configs else "quickstart", [word for word in words if _is_override(word)])
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Trains, or continues a run."""
     config = config_of(arguments.words)
@@ -67,8 +49,3 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.rl.trainer import train
 
     train(config, fresh=arguments.fresh, profile=arguments.profile)
-
-
-def _is_override(word: str) -> bool:
-    """Whether it sets an option. The path of a config may have a = too, in a folder named after its options."""
-    return "=" in word and "/" not in word.partition("=")[0] and not os.path.isfile(word)

@@ -88,14 +88,13 @@ def compiled_run(
     Raises:
       UserError: not one completion, or an update, does not fit in memory.
     """
-    model, config = experiment.policy.model, experiment.config
-
+    config = experiment.config
     (update, _), *_ = compiled_together(
         learner.lowered(state), collector.lowered(state, key), evaluation_programs(experiment, state)
     )
     of_rollout = collector.engine.plan(config.completions_per_rollout, config.prompts_per_rollout, state.adapter)
     memory = RunMemory(
-        weights=nbytes(model),
+        weights=nbytes(experiment.policy.model),
         trained=nbytes((state, state.adapter)),  # once more for its gradients
         slots=of_rollout.slots,
         samples=config.completions_per_rollout,
