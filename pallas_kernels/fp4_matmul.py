@@ -5,6 +5,7 @@ weight, its global scale and the bias are frozen.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -62,7 +63,7 @@ def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
     """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype."""
     if dy_MN.ndim != 2 or dy_MN.shape[1] != weight.n:
         raise ValueError(f"dy must be [M, {weight.n}], got shape {dy_MN.shape}")
-    return _dx(Route(backend, variants.capability()))(dy_MN, weight, global_scale)
+    return _dx(Route(backend, variants.capability()))(dy_MN, weight, global_scale, None)
 
 
 def _per_weight(value, single, count, name):
@@ -124,22 +125,33 @@ def _linear_fwd(route, out_dtype, x, weights, scales, loras, biases):
 def _linear_bwd(route, _, saved, dys):
     x, weights, scales, loras = saved
     dys = [dy.astype(x.dtype) for dy in dys]
-    if len(weights) == 1 and loras[0] is None:  # nothing to add: rounded once, by the product itself
-        return _dx(route)(dys[0], weights[0], scales[0]), None, None, (None,), None
-    dx, d_loras = jnp.zeros(x.shape, jnp.float32), []
-    for dy, w, s, lora, h in zip(dys, weights, scales, loras, _hidden(x, loras), strict=True):
-        dx = dx + _dx(route, wide_out=True)(dy, w, s)
-        if lora is None:
-            d_loras.append(None)
-            continue
-        a, b, scaling = lora
-        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-        dh = scaling * dot(dy, b.astype(dy.dtype))
-        dx = dx + dot(dh.astype(x.dtype), a.astype(x.dtype))
-        da = dot(dh.astype(x.dtype).T, x).astype(a.dtype)
-        db = (scaling * dot(dy.T, h.astype(dy.dtype))).astype(b.dtype)
-        d_loras.append((da, db, None))
-    return dx.astype(x.dtype), None, None, tuple(d_loras), None
+    more, d_loras = _lora_bwd(x, loras, dys)
+    # One weight's dx is rounded once, by the product itself; adapters add to the first weight's.
+    dx = _dx(route, wide_out=len(weights) > 1)
+    first, *others = (
+        dx(dy, w, s, None if i else more) for i, (dy, w, s) in enumerate(zip(dys, weights, scales, strict=True))
+    )
+    return sum(others, first).astype(x.dtype), None, None, d_loras, None
+
+
+def _lora_bwd(x, loras, dys):
+    """dh [M, R] in float32 and A [R, K] of all adapters together, whose product they add to dx, or None; and their
+    gradients."""
+    present = [lora for lora in loras if lora is not None]
+    if not present:
+        return None, loras
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    dhs, dbs = [], []
+    for lora, h, dy in zip(loras, _hidden(x, loras), dys, strict=True):
+        if lora is not None:
+            _, b, scaling = lora
+            dhs.append(scaling * dot(dy, b.astype(dy.dtype)))
+            dbs.append((scaling * dot(dy.T, h.astype(dy.dtype))).astype(b.dtype))
+    dh, a = jnp.concatenate(dhs, axis=1), jnp.concatenate([lora[0] for lora in present])
+    ends = list(itertools.accumulate(lora[0].shape[0] for lora in present))
+    das = jnp.split(dot(dh.astype(x.dtype).T, x), ends[:-1])
+    found = iter((da.astype(a.dtype), db, None) for da, db in zip(das, dbs, strict=True))
+    return (dh, a), tuple(None if lora is None else next(found) for lora in loras)
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
@@ -207,27 +219,49 @@ def _base(route, out_dtype):
 
 @functools.cache
 def _dx(route, wide_out=False):
+    """dy, weight, scale, and dh [M, R] in float32 and A [R, K] or None -> dy W + dh A."""
+
+    def rounded(dy):
+        return jnp.float32 if wide_out else dy.dtype
+
     @custom_vmap
-    def dx(dy, weight, scale):
-        out_dtype = jnp.float32 if wide_out else dy.dtype
+    def dx(dy, weight, scale, lora):
+        out_dtype = rounded(dy)
         if dy.shape[0] == 0:
             return jnp.zeros((0, weight.k), out_dtype)
         variant = variants.choose_dx(dy.shape[0], weight.k, weight.n, route.backend)
         if isinstance(variant, WideConfig):
-            return wide.matmul_dx(dy, weight, scale, variant, out_dtype)
+            return wide.matmul_dx(dy, weight, scale, variant, out_dtype, lora)
         if variant == "reference":
-            return fp4_matmul_dx_reference(dy.astype(jnp.float32), weight, scale).astype(out_dtype)
-        return dequantized.matmul_dx(dy, weight, scale, kernel=variant == "dequantize-mosaic").astype(out_dtype)
+            sums = fp4_matmul_dx_reference(dy.astype(jnp.float32), weight, scale)
+        else:
+            sums = dequantized.matmul_dx(dy, weight, scale, kernel=variant == "dequantize-mosaic")
+        return (sums if lora is None else sums + _of_adapters(*lora, dy.dtype)).astype(out_dtype)
 
     @dx.def_vmap
-    def fold(axis_size, in_batched, dy, weight, scale):
-        _, *others = in_batched
-        if any(jax.tree.leaves(others)):
+    def fold(axis_size, in_batched, dy, weight, scale, lora):
+        dy_batched, weight_batched, scale_batched, lora_batched = in_batched
+        if any(jax.tree.leaves((weight_batched, scale_batched))):
             raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only; the weight must not be batched")
+        each = None
+        if lora is not None and lora_batched[1]:  # an adapter for each row block: outside the kernel
+            axes = [0 if batched else None for batched in lora_batched]
+            each, lora = jax.vmap(_of_adapters, (*axes, None))(*lora, dy.dtype), None
+        dy = dy if dy_batched else jnp.broadcast_to(dy, (axis_size, *dy.shape))
         batch, m, n = dy.shape
-        return dx(dy.reshape(batch * m, n), weight, scale).reshape(batch, m, weight.k), True
+        if lora is not None:
+            dh = lora[0] if lora_batched[0] else jnp.broadcast_to(lora[0], (axis_size, *lora[0].shape))
+            lora = dh.reshape(batch * m, -1), lora[1]
+        product = dx if each is None else _dx(route, wide_out=True)
+        sums = product(dy.reshape(batch * m, n), weight, scale, lora).reshape(batch, m, weight.k)
+        return sums if each is None else (sums + each).astype(rounded(dy)), True
 
     return dx
+
+
+def _of_adapters(dh, a, dtype):
+    """dh A in float32, of what is rounded to `dtype`."""
+    return jnp.dot(dh.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
 
 
 def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):

@@ -1,4 +1,4 @@
-"""x W^T and dy W through the wide kernel: arguments in the shapes that it takes."""
+"""x W^T and dy W, and LoRA's part of each, through the wide kernel: arguments in the shapes that it takes."""
 
 import functools
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from . import inputs_kernel, variants, wide_kernel
 from .inputs_plan import CHUNK, GIVEN, MAX_ROWS, InputsPlan
-from .layout import KernelWeight
-from .operands import adapters, all_biases, number, padded_ranks
+from .layout import EPILOGUE_FACTOR, KernelWeight
+from .operands import adapters, all_biases, number, padded_rank, padded_ranks
 from .wide_plan import PLAIN, Handover, WideConfig
 
 
@@ -84,10 +84,23 @@ def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dty
     return matmul_all(x_MK, [weight], [global_scale], (), config, out_dtype)[0]
 
 
-def matmul_dx(dy_MN, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16) -> jax.Array:
-    """dy W [M, K]."""
-    m, n = dy_MN.shape
-    wide_out = jnp.dtype(out_dtype).name != weight.dtype
-    kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out, dtype=weight.dtype)
-    y = kernel(dy_MN.astype(weight.dtype), _flat(weight.data), number(global_scale))[0]
-    return y.astype(out_dtype)
+def matmul_dx(
+    dy_MN, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16, lora=None
+) -> jax.Array:
+    """dy W [M, K], or with `lora`, dh [M, R] in float32 and A [R, K], dy W + dh A."""
+    (m, n), dtype = dy_MN.shape, weight.dtype
+    wide_out = jnp.dtype(out_dtype).name != dtype
+    ranks = () if lora is None else (padded_rank(lora[1].shape[0]),)
+    kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out, ranks, dtype=dtype)
+    more = [] if lora is None else _dx_lora_operands(*lora, global_scale, *ranks, dtype)
+    return kernel(dy_MN.astype(dtype), *more, _flat(weight.data), number(global_scale))[0].astype(out_dtype)
+
+
+def _dx_lora_operands(dh_MR, a_RK, global_scale, rank: int, dtype: str) -> list[jax.Array]:
+    """dh and A^T as the kernel takes h and B: scaled, as it scales all sums in the end, so that each is rounded once
+    and dh, which may be near to what float16 holds, does not grow: by a power of two A, by what is left of it dh."""
+    more = rank - a_RK.shape[0]
+    fraction, exponent = jnp.frexp(jnp.asarray(global_scale, jnp.float32).reshape(()) / EPILOGUE_FACTOR)
+    power = jnp.ldexp(jnp.float32(1), exponent)
+    dh_MR, a_KR = (dh_MR * fraction).astype(dtype), (a_RK.astype(dtype).astype(jnp.float32) * power).astype(dtype).T
+    return [jnp.pad(dh_MR, ((0, 0), (0, more))), jnp.pad(a_KR, ((0, 0), (0, more)))]

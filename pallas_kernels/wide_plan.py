@@ -68,8 +68,9 @@ PLAIN = Handover()
 @dataclasses.dataclass(frozen=True)
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
-    empty without any. With `swiglu` the weights are gate and up, and the result is silu(x W_gate^T) * (x W_up^T). With
-    `makes_h` A is an operand, and CTAs that have no tile compute x A^T; without, x A^T is."""
+    empty without any; to dx one weight may add the adapters of all that read the same x. With `swiglu` the weights are
+    gate and up, and the result is silu(x W_gate^T) * (x W_up^T). With `makes_h` A is an operand, and CTAs that have no
+    tile compute x A^T; without, x A^T is."""
 
     m: int
     d: int
@@ -254,8 +255,10 @@ def make_plan(
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     ranks = tuple(ranks) if any(ranks) else ()
     plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, handover)
-    if plan.ranks and (transposed or len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
-        raise ValueError(f"LoRA is for the forward product, with a rank for each weight, multiples of 16; got {ranks}")
+    if plan.ranks and (len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
+        raise ValueError(f"LoRA has a rank for each weight, multiples of 16; got {ranks}")
+    if makes_h and transposed:
+        raise ValueError("spare CTAs make x A^T of the forward product")
     if config.m_tile % CHUNK or not CHUNK <= config.m_tile <= 256:
         raise ValueError(f"m_tile must be a multiple of {CHUNK} up to 256, got {config.m_tile}")
     if config.share not in RESIDENT:

@@ -94,10 +94,12 @@ GOOD = '{"prompt": "a", "answer": 1}'
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, '{"prompt": "b"'], r"line 2: not JSON"),
+        ([GOOD, '{"prompt": "b"'], r"line 2: not JSON .*; expected one JSON object a line"),
+        (["[", GOOD, "]"], r"line 1: not JSON .*; expected one JSON object a line"),
+        ([f"[{GOOD}]"], r"line 1: found a list; expected one JSON object a line"),
         ([GOOD, '{"prompt": "b", "answer": NaN}'], r"line 2: cannot be read as JSON \(NaN is no JSON; null is\)"),
         ([GOOD, '{"prompt": "b", "answer": 1e999}'], r"line 2: cannot be read as JSON \(1e999 is beyond the numbers"),
-        ([GOOD, "", "[1]"], r"line 3: found a list; expected a JSON object"),
+        ([GOOD, "", "[1]"], r"line 3: found a list; expected one JSON object"),
         ([GOOD, '{"promt": "b"}'], r"line 2: there is no column 'prompt' \(did you mean 'promt'\?\); found 'promt'"),
         ([GOOD, '{"prompt": 3}'], r"line 2: the prompt is 3; expected a text"),
         ([GOOD, '{"prompt": ""}'], r"line 2: the prompt is empty"),

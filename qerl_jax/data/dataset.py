@@ -121,11 +121,13 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+            raise UserError(
+                f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
+            ) from error
         except (ValueError, RecursionError) as error:  # NaN, thousands of digits, or of brackets
             raise UserError(f"{where}: cannot be read as JSON ({error})") from error
         if not isinstance(row, dict):
-            raise UserError(f"{where}: found a {type(row).__name__}; expected a JSON object with a prompt")
+            raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
         if "prompt" not in row:
             found = ", ".join(map(repr, row)) or "none"
             raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")

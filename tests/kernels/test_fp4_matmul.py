@@ -88,6 +88,35 @@ def test_gradients_are_those_of_the_dense_product():
     np.testing.assert_allclose(batch[0], want[0], rtol=2e-4, atol=2e-3)
 
 
+def test_gradients_of_a_list_with_adapters_of_its_own():
+    """Also under vmap: over x, over x and adapters, and over adapters alone."""
+    scales, ns, ranks = [jnp.float32(100.0), jnp.float32(7.0), jnp.float32(3000.0)], (48, 16, 32), (4, None, 20)
+    weights, x = [_weight(i, n, 64) for i, n in enumerate(ns)], _x(1, 5, 64)
+    dys = [_x(10 + i, 5, n) for i, n in enumerate(ns)]
+    pairs = [None if r is None else (_x(20 + r, r, 64), _x(30 + r, n, r)) for n, r in zip(ns, ranks, strict=True)]
+    dense = [layout.dequantize(w, s, jnp.float32) for w, s in zip(weights, scales, strict=True)]
+
+    def loss(x, pairs):
+        loras = [pair and (*pair, 0.5) for pair in pairs]
+        ys = fp4_matmul(x, weights, scales, lora=loras)
+        return sum((y * dy).sum() for y, dy in zip(ys, dys, strict=True))
+
+    def dense_loss(x, pairs):
+        added = [0.5 * (x @ pair[0].T) @ pair[1].T if pair else 0 for pair in pairs]
+        ys = [x @ w.T + more for w, more in zip(dense, added, strict=True)]
+        return sum((y * dy).sum() for y, dy in zip(ys, dys, strict=True))
+
+    def check(got, want):
+        for g, t in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, t, rtol=2e-4, atol=1e-5 * np.abs(t).max())
+
+    both, both_dense = jax.grad(loss, (0, 1)), jax.grad(dense_loss, (0, 1))
+    check(both(x, pairs), both_dense(x, pairs))
+    xs, many = jnp.stack([x, 2 * x]), jax.tree.map(lambda v: jnp.stack([v, 3 * v]), pairs)
+    for axes, operands in (((0, None), (xs, pairs)), ((0, 0), (xs, many)), ((None, 0), (x, many))):
+        check(jax.vmap(both, axes)(*operands), jax.vmap(both_dense, axes)(*operands))
+
+
 def test_vmap_folds_rows_and_refuses_batched_weights():
     w, gs = _weight(0, 32, 64), jnp.float32(1.0)
     x = _x(1, 12, 64)

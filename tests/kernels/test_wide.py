@@ -84,13 +84,14 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_ou
     assert "mosaic_gpu" in lowered(config, m, d, r, dx, bias, wide_out)
 
 
-@pytest.mark.parametrize("config, m, d, r, ranks, makes_h", [
-    (WideConfig(256, 2, 4, 4, 4), 1024, 1024, (5120,), (16,), False),
-    (WideConfig(64, 1, 3, 6, 6, promote=32), 64, 3584, (3584, 512, 512), (32, 0, 128), True),
-    (WideConfig(256, 2, 3, 4, 4, promote=256), 256, 13824, (5120,), (32,), True),
+@pytest.mark.parametrize("config, m, d, r, ranks, makes_h, dx", [
+    (WideConfig(256, 2, 4, 4, 4), 1024, 1024, (5120,), (16,), False, False),
+    (WideConfig(64, 1, 3, 6, 6, promote=32), 64, 3584, (3584, 512, 512), (32, 0, 128), True, False),
+    (WideConfig(256, 2, 3, 4, 4, promote=256), 256, 13824, (5120,), (32,), True, False),
+    (WideConfig(256, 2, 4, 4, 4, promote=32), 1024, 1024, (5120,), (96,), False, True),
 ])  # fmt: skip
-def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, m, d, r, ranks, makes_h):
-    assert "mosaic_gpu" in lowered(config, m, d, r, False, True, False, ranks, makes_h)
+def test_kernel_with_lora_lowers_for_cuda_without_a_gpu(config, m, d, r, ranks, makes_h, dx):
+    assert "mosaic_gpu" in lowered(config, m, d, r, dx, not dx, False, ranks, makes_h)
 
 
 def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False, handover=PLAIN, handed=()):

@@ -235,6 +235,44 @@ def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
         assert (np.abs(np.asarray(y, np.float64) - true) <= bound + 2.0**-8 * np.abs(true)).all()
 
 
+@pytest.mark.parametrize("m, k, ns, ranks", [
+    (200, 3584, (3584, 512, 512), (32, 0, 16)),
+    (2112, 3584, (1024, 1024), (32, 32)),
+    (700, 1024, (512, 136), (0, 128)),
+    (256, 18944, (3584,), (8,)),
+])  # fmt: skip
+def test_gradients_with_adapters(rng, m, k, ns, ranks):
+    matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(0, 4)) for n in ns]
+    weights, scales = [matrix.weight for matrix in matrices], [matrix.global_scale for matrix in matrices]
+
+    def normal(*shape, size=1.0):
+        return jnp.asarray(size * rng.standard_normal(shape), jnp.bfloat16)
+
+    pairs = [(normal(r, k, size=k**-0.5), normal(n, r)) if r else None for n, r in zip(ns, ranks, strict=True)]
+
+    def call(x, pairs):
+        loras = [pair and (*pair, 0.7) for pair in pairs]
+        return fp4_matmul(x, weights, scales, lora=loras, backend="wide")
+
+    pull = jax.jit(lambda x, pairs, dys: jax.vjp(call, x, pairs)[1](dys))
+    x, dys = normal(m, k), tuple(normal(m, n) for n in ns)
+    poison(m, k)
+    dx, d_pairs = pull(x, pairs, dys)
+    assert all(bool((dx == again).all()) for again in (pull(x, pairs, dys)[0] for _ in range(20)))
+    x64, true, bound = np.asarray(x, np.float64), np.zeros((m, k)), np.zeros((m, k))
+    for dy, matrix, pair, d_pair in zip(dys, matrices, pairs, d_pairs, strict=True):
+        dy, dense = np.asarray(dy, np.float64), matrix.dense
+        true, bound = true + dy @ dense, bound + 1e-5 * (np.abs(dy) @ np.abs(dense))
+        if pair is None:
+            continue
+        a, b = (np.asarray(v, np.float64) for v in pair)
+        dh = 0.7 * dy @ b  # rounded to bfloat16 between the products
+        true, bound = true + dh @ a, bound + 2.0**-8 * (np.abs(dh) @ np.abs(a))
+        for d, d_true in zip(d_pair, (dh.T @ x64, 0.7 * dy.T @ (x64 @ a.T)), strict=True):
+            assert np.abs(np.asarray(d, np.float64) - d_true).max() <= 1e-2 * np.abs(d_true).max()
+    assert (np.abs(np.asarray(dx, np.float64) - true) <= bound + 2.0**-8 * np.abs(true)).all()
+
+
 @pytest.mark.parametrize("m, k, n, config, biased", [
     (100, 1152, 1000, WideConfig(128, 2, 1, 6, 6), True),  # the last tile is partly beyond the end
     (256, 3584, 1792, WideConfig(256, 1, 4, 4, 4), False),  # 28 tiles by four parts

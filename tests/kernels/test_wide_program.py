@@ -11,6 +11,7 @@ import wide_emulator
 from pallas_kernels import inputs_kernel, layout, repack, wide, wide_plan, wide_spare
 from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.inputs_plan import make_inputs_plan
+from pallas_kernels.operands import padded_rank
 from pallas_kernels.wide_plan import PLAIN, Handover, WideConfig, make_plan
 
 SCALES = [np.float32(2688.0), np.float32(900.0)]
@@ -259,21 +260,29 @@ def products(
     return ys, all_true, bounds
 
 
-@pytest.mark.parametrize("config, m, k, n", [
-    (WideConfig(32, 1, 1, 3, 2), 40, 272, 136),  # rows, outputs and inputs beyond the end
-    (WideConfig(32, 2, 2, 3, 2), 20, 256, 512),
-    (WideConfig(64, 1, 3, 3, 2, promote=16), 20, 128, 1024),  # one part has two chains, of a block of inputs each
+@pytest.mark.parametrize("config, m, k, n, rank", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 272, 136, 0),  # rows, outputs and inputs beyond the end
+    (WideConfig(32, 2, 2, 3, 2), 20, 256, 512, 0),
+    (WideConfig(64, 1, 3, 3, 2, promote=16), 20, 128, 1024, 0),  # one part has two chains, of a block of inputs each
+    (WideConfig(32, 1, 1, 3, 2), 40, 272, 136, 32),
+    (WideConfig(32, 2, 2, 3, 2), 20, 256, 512, 75),  # padded to 80, two slots, which only the first part adds
+    (WideConfig(64, 1, 3, 3, 2, promote=16), 20, 128, 1024, 16),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dx(config, m, k, n, dtype):
-    rng = np.random.default_rng(k + m)
+def test_dx(config, m, k, n, rank, dtype):
+    rng, ulp = np.random.default_rng(k + m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     dy, weight = rng.standard_normal((m, n)).astype(dtype), _weight(rng, n, k, dtype)
-    plan = make_plan(m, n, (k,), True, config)
+    dh, a = rng.standard_normal((m, rank)).astype(np.float32), rng.standard_normal((rank, k)).astype(dtype)
+    ranks = (padded_rank(rank),) if rank else ()
+    plan = make_plan(m, n, (k,), True, config, ranks)
     assert plan.parts == config.split
-    operands = [dy, weight.data.reshape(weight.data.shape[0], -1), SCALES[0][None]]
+    lora = wide._dx_lora_operands(jnp.asarray(dh), jnp.asarray(a), SCALES[0], *ranks, dtype) if rank else []
+    operands = [dy, *lora, weight.data.reshape(weight.data.shape[0], -1), SCALES[0][None]]
     (dx,) = wide_emulator.run(plan, operands, False)
     w, dy = np.asarray(layout.dequantize(weight, SCALES[0], jnp.float32), np.float64), dy.astype(np.float64)
-    assert (np.abs(dx - dy @ w) <= 2e-6 * (np.abs(dy) @ np.abs(w))).all()
+    dh, a = dh.astype(np.float64), a.astype(np.float64)
+    bound = 2e-6 * (np.abs(dy) @ np.abs(w)) + ulp * (np.abs(dh) @ np.abs(a))  # dh is rounded
+    assert (np.abs(dx - dy @ w - dh @ a) <= bound).all()
 
 
 @pytest.mark.parametrize("seed, share, split", [(0, 2, 2), (1, 2, 2), (2, 1, 4)])
