@@ -150,7 +150,7 @@ def _lora_bwd(x, loras, dys):
     dh, a = jnp.concatenate(dhs, axis=1), jnp.concatenate([lora[0] for lora in present])
     ends = list(itertools.accumulate(lora[0].shape[0] for lora in present))
     das = jnp.split(dot(dh.astype(x.dtype).T, x), ends[:-1])
-    found = iter((da.astype(a.dtype), db, None) for da, db in zip(das, dbs, strict=True))
+    found = iter((da.astype(lora[0].dtype), db, None) for lora, da, db in zip(present, das, dbs, strict=True))
     return (dh, a), tuple(None if lora is None else next(found) for lora in loras)
 
 
