@@ -71,7 +71,9 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
     config = small_config(tmp_path, policy, optimizer={"max_steps": 4}, generation={"max_slots": 4})
     before = {*tmp_path.rglob("*")}
     assert cli.main(["plan", str(config)]) == 0
-    steps, memory = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert "compiling" in err
+    steps, memory = out.splitlines()
     assert {*tmp_path.rglob("*")} == before
     assert steps == (
         "steps: 4 of 16 completions; 2 rollouts of 4 x 4 completions (prompts x num_generations): 0.00 epochs of "

@@ -1,6 +1,7 @@
 """`qerl plan`: what a run would take."""
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command, add_words, config_of
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the plan."""
     config = config_of(arguments.words)
 
+    print("loading and compiling what the run would call; nothing is kept", file=sys.stderr, flush=True)
     from qerl_jax.rl.plan import plan_run
 
     print(plan_run(config))
