@@ -11,7 +11,8 @@ jax.config.update(
     "jax_compilation_cache_dir",
     os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax")),
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+# Small programs too: thousands of one operation each, which most files share, and which `few_memory_maps` lets go of.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 # Files that take minutes, see `pytest --durations`.
 LONG = ("quickstart", "examples", "resume", "update", "packs", "tail", "trainer_stops", "wide_program")
