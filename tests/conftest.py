@@ -6,12 +6,16 @@ from pathlib import Path
 import jax
 import pytest
 
+CACHE = Path(__file__).parent.parent / ".cache"
+
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update(
-    "jax_compilation_cache_dir",
-    os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax")),
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax")))
+# Small programs too: thousands of one operation each, which most files share, and which `few_memory_maps` lets go of.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+# Programs that tests start need not compile 2,000 modules each, which takes 5 seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHE / "python"))
 
 # Files that take minutes, see `pytest --durations`.
 LONG = ("quickstart", "examples", "resume", "update", "packs", "tail", "trainer_stops", "wide_program")

@@ -38,11 +38,14 @@ def model(dtype):
 
 
 @functools.cache
+def adapter():
+    return tiny_adapter(model("float32"), scale=0.03)
+
+
+@functools.cache
 def rollout(dtype):
-    adapter = tiny_adapter(model(dtype), scale=0.03)
     sample = jax.jit(sample_rollout, static_argnames="settings")
-    out, _ = sample(model(dtype), adapter, PROMPTS, jax.random.key(2), jnp.int32(0), settings=SETTINGS)
-    return adapter, out
+    return sample(model(dtype), adapter(), PROMPTS, jax.random.key(2), jnp.int32(0), settings=SETTINGS)[0]
 
 
 @jax.jit
@@ -52,10 +55,9 @@ def step(state, model, batch):
 
 def stepped(dtype, sampled_in, scale=1.0):
     """The gradient and the metrics of an update with 10,240 tokens."""
-    adapter, out = rollout(sampled_in)
     rewards = scale * jax.random.normal(jax.random.key(4), (N * G,))
-    batch = make_batch(PROMPTS, out, rewards, jnp.int32(0), SETTINGS, lambda rewards: rewards)
-    state, metrics = step(init_state(adapter, KEPT), model(dtype), batch)
+    batch = make_batch(PROMPTS, rollout(sampled_in), rewards, jnp.int32(0), SETTINGS, lambda rewards: rewards)
+    state, metrics = step(init_state(adapter(), KEPT), model(dtype), batch)
     assert metrics["nonfinite"] == 0
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(state.opt_state)], metrics
 
@@ -113,21 +115,28 @@ def test_other_dtypes_are_left_alone(dtype):
     assert update_module._carried_back(lambda given: (given,), dlogp, jnp.dtype(dtype)) is dlogp
 
 
-def test_recorded_log_probabilities_are_nearer_to_the_learners():
-    name = "sampling/sampling_logp_difference/mean"
-    half, brain = (float(stepped(dtype, dtype)[1][name]) for dtype in ("float16", "bfloat16"))
-    print(f"float16 {half:.1e}, bfloat16 {brain:.1e}")
-    assert 0 < half < brain / 5
+@pytest.fixture(scope="module")
+def whole_step():
+    """A rollout and an update in float16: the states before and after, and the metrics."""
 
-
-def test_a_whole_step_moves_the_adapter():
     def small_ids(prompts, completions):
         return jnp.mean(completions.tokens < 30, 1, dtype=jnp.float32)
 
     optimizer = optax.adamw(1e-3)
     step = jax.jit(functools.partial(grpo_step, reward_fn=small_ids, optimizer=optimizer, settings=SETTINGS))
-    before = init_state(rollout("float16")[0], optimizer)
-    after, metrics = step(before, model("float16"), PROMPTS, jax.random.key(0))
+    before = init_state(adapter(), optimizer)
+    return before, *step(before, model("float16"), PROMPTS, jax.random.key(0))
+
+
+def test_recorded_log_probabilities_are_nearer_to_the_learners(whole_step):
+    name = "sampling/sampling_logp_difference/mean"
+    half, brain = (float(metrics[name]) for metrics in (whole_step[2], stepped("bfloat16", "bfloat16")[1]))
+    print(f"float16 {half:.1e}, bfloat16 {brain:.1e}")
+    assert 0 < half < brain / 5
+
+
+def test_a_whole_step_moves_the_adapter(whole_step):
+    before, after, metrics = whole_step
     assert all(np.isfinite(value) for value in metrics.values()) and metrics["nonfinite"] == 0
     floats = [leaf for leaf in jax.tree.leaves(after) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
@@ -135,10 +144,13 @@ def test_a_whole_step_moves_the_adapter():
         assert not np.array_equal(old, new)
 
 
+prefilled = jax.jit(prefill, static_argnames="tokens_at_once")
+
+
 def test_a_prompt_in_chunks_and_the_cache():
     half = model("float16")
     given = half, None, PROMPTS.tokens, PROMPTS.lengths, norms_of(half, None)
-    (whole, caches), (parts, _) = prefill(*given), prefill(*given, tokens_at_once=3)
+    (whole, caches), (parts, _) = prefilled(*given), prefilled(*given, tokens_at_once=3)
     assert whole.dtype == parts.dtype == caches[0][0].dtype == empty_kv(half, 1, 1)[0][0].dtype == jnp.float16
     np.testing.assert_allclose(*(np.asarray(hidden, np.float32) for hidden in (whole, parts)), atol=1e-2)
 
@@ -161,23 +173,25 @@ def overflowing(token, layers):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if leaf.ndim > 1 else leaf, plain.replace(base=base))
 
 
+@functools.cache
+def update_by(size):
+    return jax.jit(functools.partial(update_step, optimizer=KEPT, settings=UpdateSettings(4, 1.0, size)))
+
+
 @pytest.mark.parametrize("size, lengths", [(4, [6, 3, 1, 5]), (1, [6, 3, 2, 2]), (1, [28, 28, 2, 1])])
 def test_a_token_that_nobody_sampled_overflows_in_vain(monkeypatch, size, lengths):
     """Packs, and frames of several widths, are filled up with tokens of their rows, not with token 0."""
     monkeypatch.setattr(packed_rows, "NARROWEST", 16)
     model = overflowing(0, 2)
     ones = jnp.ones((4, 28), jnp.int32)
-    lengths = jnp.array(lengths)
+    lengths, state = jnp.array(lengths), init_state(tiny_adapter(model, scale=0.02), KEPT)
     batch = Batch(
         prompt=7 * ones[:, :4], prompt_lengths=jnp.array([2, 4, 3, 1]), completion=9 * ones,
         completion_lengths=lengths, mask=jnp.arange(28) < lengths[:, None], rewards=jnp.arange(4.0),
         sampled_logps=jnp.zeros((4, 28)), rollout_step=jnp.int32(0),
     )  # fmt: skip
     for tokens, nonfinite in ((batch.completion, 0), (jnp.where(jnp.arange(28) == 0, 0, batch.completion), 1)):
-        settings = UpdateSettings(4, 1.0, size)
-        state = init_state(tiny_adapter(model, scale=0.02), KEPT)
-        update = functools.partial(update_step, optimizer=KEPT, settings=settings)
-        _, metrics = jax.jit(update)(state, model, batch.replace(completion=tokens))
+        _, metrics = update_by(size)(state, model, batch.replace(completion=tokens))
         assert metrics["nonfinite"] == nonfinite
         assert (float(metrics["grad_norm"]) > 1e-3) == (not nonfinite)
 
@@ -186,7 +200,7 @@ def test_padding_of_prompts_overflows_in_vain():
     model = overflowing(0, 2)
     tokens, lengths = jnp.array([[7, 9, 0, 0], [7, 0, 9, 0], [7, 9, 8, 5]]), jnp.array([2, 3, 4])
     for at_once in (64, 2, 3):
-        last, layers = prefill(model, None, tokens, lengths, norms_of(model, None), at_once)
+        last, layers = prefilled(model, None, tokens, lengths, norms_of(model, None), tokens_at_once=at_once)
         finite = [np.isfinite(np.asarray(kv, np.float32)).all((1, 2, 3)).tolist() for kv in jax.tree.leaves(layers)]
         assert np.isfinite(last).all(-1).tolist() == [True, False, True]
         assert all(rows[0] and rows[2] for rows in finite)

@@ -9,7 +9,18 @@ import numpy as np
 import optax
 import pytest
 from tiny import tiny_adapter, tiny_model
-from tiny_step import MODEL, PROMPTS, SAMPLING, SETTINGS, UPDATE, assert_trees_close, batch_of, few_small_ids, state_of
+from tiny_step import (
+    MODEL,
+    PROMPTS,
+    SAMPLING,
+    SETTINGS,
+    UPDATE,
+    assert_trees_close,
+    batch_of,
+    few_small_ids,
+    scored,
+    state_of,
+)
 
 from qerl_jax.errors import UserError
 from qerl_jax.noise import NoiseSchedule
@@ -23,9 +34,11 @@ from qerl_jax.rl.step import (
     reward_metrics,
     rollout_norms,
     sample_rollout,
-    with_policies,
 )
 from qerl_jax.rollout import Rollout
+
+norms_at = jax.jit(rollout_norms, static_argnames="settings")
+learners = jax.jit(completion_logps)
 
 
 def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_clean():
@@ -35,16 +48,16 @@ def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_cle
         update=dataclasses.replace(UPDATE, loss=LossSpec(beta=0.1)),
     )
     state = state_of()
-    first, sigma = rollout_norms(MODEL, state.adapter, jax.random.key(5), jnp.int32(2), noisy)
-    again, _ = rollout_norms(MODEL, state.adapter, jax.random.key(5), jnp.int32(3), noisy)
+    first, sigma = norms_at(MODEL, state.adapter, jax.random.key(5), jnp.int32(2), settings=noisy)
+    again, _ = norms_at(MODEL, state.adapter, jax.random.key(5), jnp.int32(3), settings=noisy)
     assert_trees_close(first, again, rtol=0, atol=0)
     assert (
         float(sigma) == np.float32(0.3) and float(jnp.abs(first.input[0] - MODEL.base.layers[0].input_norm).max()) > 0
     )
     batch = batch_of(noisy, state, several=True, step=2)
     rows = batch.prompt, batch.prompt_lengths, batch.completion, batch.completion_lengths
-    clean, _ = completion_logps(MODEL, None, *rows, 1.0)
-    learner, _ = completion_logps(MODEL, state.adapter, *rows, 1.0)
+    clean, _ = learners(MODEL, None, *rows, 1.0)
+    learner, _ = learners(MODEL, state.adapter, *rows, 1.0)
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(np.asarray(batch.ref_logps)[mask], np.asarray(clean)[mask], atol=1e-5)
     np.testing.assert_allclose(np.asarray(batch.old_logps)[mask], np.asarray(learner)[mask], atol=1e-5)
@@ -128,7 +141,7 @@ def test_an_update_has_the_temperature_of_the_recorded_log_probabilities(drawn_a
 def test_the_final_norm_gets_noise_where_the_schedule_says_so(final_norm):
     settings = dataclasses.replace(SETTINGS, noise=NoiseSchedule(2, 0.3, 0.3, 4, final_norm=final_norm))
     for step, sigma in ((0, 0.0), (2, 0.3)):
-        norms, found = rollout_norms(MODEL, None, jax.random.key(5), jnp.int32(step), settings)
+        norms, found = norms_at(MODEL, None, jax.random.key(5), jnp.int32(step), settings=settings)
         noise = norms.final - MODEL.base.final_norm
         assert float(found) == np.float32(sigma) and bool(jnp.any(noise)) == (final_norm and step == 2)
 
@@ -137,7 +150,13 @@ def test_the_final_norm_gets_noise_where_the_schedule_says_so(final_norm):
 def test_any_number_of_rows_at_once_gives_the_same_log_probabilities(size):
     """One that does not divide the batch, and one that is more than the batch has."""
     found = [
-        with_policies(MODEL, None, batch_of(), dataclasses.replace(UPDATE, micro_batch_size=n), several_updates=True)
+        scored(
+            MODEL,
+            None,
+            batch_of(),
+            settings=dataclasses.replace(UPDATE, micro_batch_size=n),
+            several_updates=True,
+        )
         for n in (size, 12)
     ]
     mask = np.asarray(found[0].mask)
@@ -147,10 +166,8 @@ def test_any_number_of_rows_at_once_gives_the_same_log_probabilities(size):
 def test_adapter_and_moments_are_float32_on_a_bfloat16_model():
     model = tiny_model(dtype=jnp.bfloat16)
     state = init_state(tiny_adapter(model, train_norms=True), optax.adamw(1e-3))
-    step = jax.jit(
-        functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=optax.adamw(1e-3), settings=SETTINGS)
-    )
-    state, _ = step(state, model, PROMPTS, jax.random.key(0))
+    step = functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=optax.adamw(1e-3), settings=SETTINGS)
+    state, _ = jax.eval_shape(step, state, model, PROMPTS, jax.random.key(0))
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
 

@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_step import MODEL, PROMPTS, SAMPLING, SETTINGS, SGD, UPDATE, assert_trees_close, batch_of, state_of
+from tiny_step import (
+    MODEL,
+    PROMPTS,
+    SAMPLING,
+    SETTINGS,
+    SGD,
+    UPDATE,
+    assert_trees_close,
+    batch_of,
+    sampled,
+    state_of,
+)
 
 from qerl_jax.models.transformer import in_turn
 from qerl_jax.noise import NoiseSchedule
@@ -19,7 +30,7 @@ from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.state import init_state
-from qerl_jax.rl.step import make_batch, sample_rollout
+from qerl_jax.rl.step import make_batch
 from qerl_jax.rl.update import update_step
 from qerl_jax.rollout import Rollout
 
@@ -33,28 +44,48 @@ def moved(state, new):
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, new.adapter, state.adapter)))
 
 
-@pytest.mark.parametrize(("loss_type", "level", "cuts"), [
-    ("grpo", "none", [(2, False), (4, True)]),
-    ("dapo", "sequence", [(2, False)]),
-    ("dr_grpo", "none", [(2, False)]),
-])  # fmt: skip
-def test_accumulation_equals_the_full_batch(loss_type, level, cuts):
+def test_accumulation_equals_the_full_batch():
     """Unequal lengths, masked rows, and a micro-batch (rows 4..5 of size 2) in which everything is masked."""
-    settings = dataclasses.replace(
-        UPDATE, loss=LossSpec(loss_type, beta=0.05), correction=SamplerCorrection(level, "truncate", 2.0)
-    )
+    settings = dataclasses.replace(UPDATE, loss=LossSpec("grpo", beta=0.05))
     state = state_of(train_norms=True)
     batch = batch_of(dataclasses.replace(SETTINGS, update=settings), state)
     batch = batch.replace(mask=batch.mask.at[4:6].set(False).at[9].set(False))
     assert len(set(np.asarray(batch.completion_lengths).tolist())) > 2
     whole, whole_metrics = update(state, batch, settings)
-    given = functools.partial(policy_loss, settings.loss)
-    for size, is_given in cuts:
-        loss_fn = given if is_given else None
+    for size, loss_fn in ((2, None), (4, functools.partial(policy_loss, settings.loss))):
         cut, metrics = update(state, batch, dataclasses.replace(settings, micro_batch_size=size), loss_fn)
         assert_trees_close(cut.adapter, whole.adapter, rtol=1e-4, atol=1e-6)
         assert_trees_close(metrics, whole_metrics, rtol=1e-4, atol=1e-5)  # the gap to the sampler is rounding itself
     assert moved(state, whole) > 1e-3
+
+
+@pytest.mark.parametrize(("loss_type", "level"), [("dapo", "sequence"), ("dr_grpo", "none")])
+def test_accumulation_equals_the_full_batch_in_other_losses(monkeypatch, loss_type, level):
+    """The same of a learner that knows a token's log-probability by the token alone."""
+
+    def learner(model, x, prompt, prompt_lengths, completion, *rest, **options):
+        return x * jnp.sin(completion) - 2, jnp.cos(completion)
+
+    monkeypatch.setattr(update_module, "completion_logps", learner)
+    tokens = jax.random.randint(jax.random.key(0), (12, 6), 0, MODEL.config.vocab_size)
+    recorded = -2.5 + 0.5 * jax.random.normal(jax.random.key(1), (3, 12, 6))
+    completions = Rollout(tokens, 1 + jnp.arange(12) % 6, jnp.ones(12, bool), recorded[0], None)
+    batch = make_batch(PROMPTS, completions, jnp.arange(12.0) ** 2, jnp.int32(0), SETTINGS)
+    mask = batch.mask.at[4:6].set(False).at[9].set(False)
+    batch = batch.replace(old_logps=recorded[1], ref_logps=recorded[2], mask=mask)
+    state = init_state(jnp.float32(0.5), SGD).replace(step=jnp.int32(3))
+    settings = dataclasses.replace(
+        UPDATE, loss=LossSpec(loss_type, beta=0.05), correction=SamplerCorrection(level, "truncate", 2.0)
+    )
+
+    def run(size):
+        of_size = dataclasses.replace(settings, micro_batch_size=size)
+        return jax.jit(functools.partial(update_step, optimizer=SGD, settings=of_size))(state, MODEL, batch)
+
+    whole, whole_metrics = run(12)
+    cut, metrics = run(2)
+    assert_trees_close((cut.adapter, metrics), (whole.adapter, whole_metrics), rtol=1e-5, atol=1e-6)
+    assert abs(float(whole.adapter) - 0.5) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -93,21 +124,19 @@ def test_first_update_has_ratio_exactly_one_under_top_p():
     settings = dataclasses.replace(SETTINGS, sampling=dataclasses.replace(SAMPLING, top_p=0.8))
     state = state_of()
 
-    def spy(logp, old_logp, ref_logp, advantages, mask):
-        ratio = jnp.exp(logp - old_logp)
-        return jnp.sum(jnp.where(mask, ratio * advantages, 0)), {
-            "low": jnp.where(mask, ratio, 1).min(),
-            "high": jnp.where(mask, ratio, 1).max(),
-        }
+    tight = LossSpec(epsilon=1e-6, epsilon_high=1e-6)
 
-    for several, size in ((False, 12), (True, 4)):
+    def spy(logp, old_logp, ref_logp, advantages, mask):
+        loss, metrics = policy_loss(tight, logp, old_logp, ref_logp, advantages, mask)
+        ratio = jnp.where(mask, jnp.exp(logp - old_logp), 1)
+        return loss, metrics | {"low": ratio.min(), "high": ratio.max()}
+
+    for several, size, loss_fn in ((False, 12, spy), (True, 4, spy), (True, 4, None)):
         batch = batch_of(settings, state, several)
-        _, seen = update(state, batch, dataclasses.replace(UPDATE, micro_batch_size=size), spy)
-        assert float(seen["low"]) == float(seen["high"]) == 1.0
-        tight = dataclasses.replace(UPDATE, micro_batch_size=size, loss=LossSpec(epsilon=1e-6, epsilon_high=1e-6))
-        _, metrics = update(state, batch, tight)
-        assert float(metrics["clip_ratio/region_mean"]) == 0.0
-        assert float(metrics["sampling/sampling_logp_difference/max"]) < 1e-4
+        _, seen = update(state, batch, dataclasses.replace(UPDATE, micro_batch_size=size, loss=tight), loss_fn)
+        assert loss_fn is None or float(seen["low"]) == float(seen["high"]) == 1.0
+        assert float(seen["clip_ratio/region_mean"]) == 0.0
+        assert float(seen["sampling/sampling_logp_difference/max"]) < 1e-4
 
 
 def test_second_update_uses_the_old_policy_and_clips():
@@ -153,7 +182,7 @@ def test_a_correction_of_what_the_ratio_holds_already_is_refused():
 def test_advantages_of_a_whole_rollout_stay_with_its_parts():
     """With scale_rewards batch the deviation is that of all completions of a rollout, as TRL takes it."""
     by_batch = advantages_by("batch")
-    out, _ = sample_rollout(MODEL, None, PROMPTS, jax.random.key(2), jnp.int32(0), SETTINGS)
+    out, _ = sampled(MODEL, state_of().adapter, PROMPTS, jax.random.key(2), jnp.int32(0), settings=SETTINGS)
     rewards = jnp.arange(12.0) ** 2
     whole = make_batch(PROMPTS, out, rewards, jnp.int32(0), SETTINGS, by_batch)
     of_four = dataclasses.replace(UPDATE, micro_batch_size=4)

@@ -20,6 +20,10 @@ SETTINGS = StepSettings(SAMPLING, UPDATE)
 SGD = optax.sgd(0.1)
 
 
+sampled = jax.jit(sample_rollout, static_argnames="settings")
+scored = jax.jit(with_policies, static_argnames=("settings", "several_updates"))
+
+
 def state_of(**kwargs):
     return init_state(tiny_adapter(MODEL, **kwargs), SGD)
 
@@ -31,11 +35,9 @@ def few_small_ids(prompts, completions):
 
 def batch_of(settings=SETTINGS, state=None, several=False, step=0):
     state = state_of() if state is None else state
-    out, _ = jax.jit(sample_rollout, static_argnames="settings")(
-        MODEL, state.adapter, PROMPTS, jax.random.key(2), jnp.int32(step), settings=settings
-    )
+    out, _ = sampled(MODEL, state.adapter, PROMPTS, jax.random.key(2), jnp.int32(step), settings=settings)
     batch = make_batch(PROMPTS, out, few_small_ids(PROMPTS, out), jnp.int32(0), settings)
-    return with_policies(MODEL, state.adapter, batch, settings.update, several)
+    return scored(MODEL, state.adapter, batch, settings=settings.update, several_updates=several)
 
 
 def assert_trees_close(a, b, **tolerance):

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import wide_emulator
+from random_weights import random_matrix
 
-from pallas_kernels import inputs_kernel, layout, repack, wide, wide_plan, wide_spare
+from pallas_kernels import inputs_kernel, repack, wide, wide_plan, wide_spare
 from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.operands import padded_rank
@@ -32,9 +33,13 @@ def plain_inputs(monkeypatch):
     monkeypatch.setattr(inputs_kernel, "build", build)
 
 
-def _weight(rng, n, k, dtype="bfloat16"):
-    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
-    return repack(jnp.asarray(packed), jnp.asarray(rng.integers(0x10, 0x50, (n, k // 16), dtype=np.uint8)), dtype)
+def _matrix(rng, n, k, dtype="bfloat16", scale=SCALES[0]):
+    return random_matrix(rng, n, k, scale, 0x10, 0x50, dtype)
+
+
+def _words(matrix):
+    """As the kernel takes them, row tile by row tile."""
+    return np.asarray(matrix.weight.data).reshape(matrix.weight.data.shape[0], -1)
 
 
 @pytest.mark.parametrize("promote, totals_rows, sum_of_ones", [
@@ -229,24 +234,21 @@ def products(
     """What the program gives for random operands, and of each weight the true product and a bound of its error."""
     rng, ulp = np.random.default_rng(k + m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     x = (rng.standard_normal((m, k)) * (0.02 if swiglu else 1)).astype(dtype)  # gates of size 1
-    weights, scales = [_weight(rng, n_i, k, dtype) for n_i in n], SCALES[: len(n)]
+    scales = SCALES[: len(n)]
+    matrices = [_matrix(rng, n_i, k, dtype, scale) for n_i, scale in zip(n, scales, strict=True)]
     loras = []
     for n_i, rank in zip(n, ranks, strict=False):
         a = rng.standard_normal((rank, k)).astype(dtype)
         loras.append((a, rng.standard_normal((n_i, rank)).astype(dtype), 0.5) if rank else None)
     biases = [rng.standard_normal(n_i).astype(np.float32) for n_i in n] if bias else []
     lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], loras, makes_h)
-    operands = [
-        in_unit_order(x) if handover.units else x,
-        *lora,
-        *(w.data.reshape(w.data.shape[0], -1) for w in weights),
-    ]
+    operands = [in_unit_order(x) if handover.units else x, *lora, *map(_words, matrices)]
     operands += [np.array([s]) for s in scales] + biases + list(handed)
     plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h, handover)
     ys = wide_emulator.run(plan, operands, bias, **more)
     all_true, bounds = [], []
-    for i, weight in enumerate(weights):
-        w, x64 = np.asarray(layout.dequantize(weight, scales[i], jnp.float32), np.float64), x.astype(np.float64)
+    for i, matrix in enumerate(matrices):
+        w, x64 = matrix.dense, x.astype(np.float64)
         true, bound = x64 @ w.T, 2e-6 * (np.abs(x64) @ np.abs(w).T)
         if loras and loras[i] is not None:
             a, b, scaling = loras[i]
@@ -271,16 +273,14 @@ def products(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dx(config, m, k, n, rank, dtype):
     rng, ulp = np.random.default_rng(k + m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    dy, weight = rng.standard_normal((m, n)).astype(dtype), _weight(rng, n, k, dtype)
+    dy, matrix = rng.standard_normal((m, n)).astype(dtype), _matrix(rng, n, k, dtype)
     dh, a = rng.standard_normal((m, rank)).astype(np.float32), rng.standard_normal((rank, k)).astype(dtype)
     ranks = (padded_rank(rank),) if rank else ()
     plan = make_plan(m, n, (k,), True, config, ranks)
     assert plan.parts == config.split
     lora = wide._dx_lora_operands(jnp.asarray(dh), jnp.asarray(a), SCALES[0], *ranks, dtype) if rank else []
-    operands = [dy, *lora, weight.data.reshape(weight.data.shape[0], -1), SCALES[0][None]]
-    (dx,) = wide_emulator.run(plan, operands, False)
-    w, dy = np.asarray(layout.dequantize(weight, SCALES[0], jnp.float32), np.float64), dy.astype(np.float64)
-    dh, a = dh.astype(np.float64), a.astype(np.float64)
+    (dx,) = wide_emulator.run(plan, [dy, *lora, _words(matrix), SCALES[0][None]], False)
+    w, dy, dh, a = (v.astype(np.float64) for v in (matrix.dense, dy, dh, a))
     bound = 2e-6 * (np.abs(dy) @ np.abs(w)) + ulp * (np.abs(dh) @ np.abs(a))  # dh is rounded
     assert (np.abs(dx - dy @ w - dh @ a) <= bound).all()
 
@@ -290,8 +290,8 @@ def test_split_sums_do_not_depend_on_who_comes_first_and_counters_serve_again(mo
     """Other orders of the warps, and calls that find what the last one left (the emulator looks at the counters)."""
     monkeypatch.setattr(wide_plan, "RESIDENT", {1: 4, 2: 2})
     rng, n = np.random.default_rng(1), 128 * share
-    x, weight = rng.standard_normal((20, 1024)).astype(ml_dtypes.bfloat16), _weight(rng, n, 1024)
-    operands = [x, weight.data.reshape(n // 16, -1), SCALES[0][None]]
+    x, matrix = rng.standard_normal((20, 1024)).astype(ml_dtypes.bfloat16), _matrix(rng, n, 1024)
+    operands = [x, _words(matrix), SCALES[0][None]]
 
     def product(split, **more):
         plan = make_plan(20, 1024, (n,), False, WideConfig(64, share, split, 3, 2))
