@@ -18,7 +18,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHE / "python"))
 
 # Files that take minutes, see `pytest --durations`.
-LONG = ("quickstart", "examples", "resume", "update", "packs", "tail", "trainer_stops", "wide_program")
+LONG = (
+    "quickstart", "examples", "resume", "update", "packs", "float16", "command_line_runs", "tail", "wide_program",
+    "trainer_stops", "trainer_steps", "trainer_dynamic_sampling",
+)  # fmt: skip
 
 # Linux gives a process 65,530 memory maps. XLA takes some 20 for each program, and crashes when there are none left.
 MANY_MAPS = 20_000

@@ -131,7 +131,7 @@ def rolled_out(slots=None):
 def learned():
     """The learner's log-probabilities of the rollout's tokens."""
     out, rows = rolled_out(), (jnp.repeat(batch().tokens, G, 0), jnp.repeat(batch().lengths, G))
-    return np.asarray(completion_logps(MODEL, ADAPTER, *rows, out.tokens, out.lengths, 1.0)[0])
+    return np.asarray(jax.jit(completion_logps)(MODEL, ADAPTER, *rows, out.tokens, out.lengths, 1.0)[0])
 
 
 def drawn(out):
@@ -159,7 +159,7 @@ def test_a_cache_of_8_bits_draws_nearly_the_learners_distribution_whatever_runs_
         for slots in (None, 3)
     )
     rows = jnp.repeat(batch().tokens, G, 0), jnp.repeat(batch().lengths, G)
-    learners = completion_logps(model, None, *rows, at_once.tokens, at_once.lengths, 1.0)[0]
+    learners = jax.jit(completion_logps)(model, None, *rows, at_once.tokens, at_once.lengths, 1.0)[0]
     apart = np.abs(np.asarray(at_once.logps - learners))[drawn(at_once)]
     assert 1e-3 < apart.mean() < 0.1, "8 bits should be felt, and little"
     for name in ("tokens", "lengths", "terminated"):

@@ -111,9 +111,9 @@ def test_noise_equals_row_scaling_of_the_weights_that_follow():
             for i, layer in enumerate(model.base.layers)
         )
         scaled = model.replace(base=model.base.replace(layers=layers))
-        with_noise, _ = forward(model, None, TOKENS, norms=noisy)
-        with_scaling, _ = forward(scaled, None, TOKENS)
-        clean, _ = forward(model, None, TOKENS)
+        with_noise, _ = jax.jit(forward)(model, None, TOKENS, norms=noisy)
+        with_scaling, _ = jax.jit(forward)(scaled, None, TOKENS)
+        clean, _ = jax.jit(forward)(model, None, TOKENS)
         assert float(jnp.abs(with_noise - with_scaling).max()) < 1e-12 * float(jnp.abs(with_scaling).max())
         assert float(jnp.abs(with_noise - clean).max()) > 1e-2
 

@@ -10,6 +10,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rollout import sampling
 from qerl_jax.rollout.sampling import GROUP, SamplingSettings, joined_at_once, joined_by_passes, sample, truncate
 
+drawn = jax.jit(sample, static_argnums=2)
 LOGITS = jnp.log(jnp.array([[0.5, 0.2, 0.15, 0.1, 0.05]]))
 
 
@@ -104,13 +105,13 @@ def test_slightly_wrong_sampling_would_be_noticed(kwargs):
 
 
 def test_the_least_temperature_is_as_good_as_greedy():
-    tokens, logps, _ = sample(LOGITS, jax.random.split(jax.random.key(0), 1), settings(temperature=1e-30))
+    tokens, logps, _ = drawn(LOGITS, jax.random.split(jax.random.key(0), 1), settings(temperature=1e-30))
     assert tokens[0] == jnp.argmax(LOGITS)
     assert logps[0] == 0.0
 
 
 def test_greedy_takes_the_largest_and_records_temperature_one():
-    tokens, logps, _ = sample(LOGITS, jax.random.split(jax.random.key(0), 1), settings(temperature=0.0))
+    tokens, logps, _ = drawn(LOGITS, jax.random.split(jax.random.key(0), 1), settings(temperature=0.0))
     assert tokens.tolist() == [0]
     np.testing.assert_allclose(logps, [np.log(0.5)], rtol=1e-5)
 
@@ -118,8 +119,8 @@ def test_greedy_takes_the_largest_and_records_temperature_one():
 def test_a_row_draws_from_its_own_key():
     keys = jax.random.split(jax.random.key(3), 6)
     rows = jax.random.normal(jax.random.key(4), (6, 50))
-    together, _, _ = sample(rows, keys, settings())
-    apart = [int(sample(rows[i : i + 1], keys[i : i + 1], settings())[0][0]) for i in range(6)]
+    together, _, _ = drawn(rows, keys, settings())
+    apart = [int(drawn(rows[i : i + 1], keys[i : i + 1], settings())[0][0]) for i in range(6)]
     assert together.tolist() == apart
 
 
@@ -185,7 +186,7 @@ def test_groups_of_tokens_are_joined_to_the_vocabulary(kwargs):
     """3001 tokens, so that the last of 24 groups is not full."""
     logits = 3 * jax.random.normal(jax.random.key(0), (64, 3001))
     temperature = kwargs.get("temperature") or 1.0
-    tokens, logps, renormalised = sample(logits, jax.random.split(jax.random.key(1), 64), settings(**kwargs))
+    tokens, logps, renormalised = drawn(logits, jax.random.split(jax.random.key(1), 64), settings(**kwargs))
     assert tokens.dtype == jnp.int32 and len(set((np.asarray(tokens) // GROUP).tolist())) > 10
 
     def picked(logits):
@@ -202,7 +203,7 @@ def test_groups_of_tokens_are_joined_to_the_vocabulary(kwargs):
 
 def test_of_equal_logits_greedy_takes_the_first():
     logits = jnp.zeros((2, 300)).at[0, [5, 290]].set(1.0).at[1, [200, 210, 299]].set(2.0)
-    tokens, _, _ = sample(logits, jax.random.split(jax.random.key(0), 2), settings(temperature=0.0))
+    tokens, _, _ = drawn(logits, jax.random.split(jax.random.key(0), 2), settings(temperature=0.0))
     assert tokens.tolist() == [5, 200]
 
 
@@ -211,11 +212,11 @@ def test_excluded_and_broken_logits():
     logits = jnp.array([[-jnp.inf, 0.0, np.log(3.0), -jnp.inf], [0.0, jnp.nan, 1.0, 2.0]])
     keys = jax.random.split(jax.random.key(0), 2)
     for greedy, least in ((settings(temperature=0.0), 2), (settings(), 1)):
-        tokens, logps, _ = sample(logits, keys, greedy)
+        tokens, logps, _ = drawn(logits, keys, greedy)
         assert tokens[0] in range(least, 3) and tokens[1] == 1
         np.testing.assert_allclose(logps[0], np.log([0.25, 0.75])[tokens[0] - 1], rtol=1e-6)
         assert np.isnan(logps[1])
-    tokens, [logp], _ = sample(jnp.full((1, 200), -jnp.inf), keys[:1], settings())
+    tokens, [logp], _ = drawn(jnp.full((1, 200), -jnp.inf), keys[:1], settings())
     assert logp < -1e30  # nothing to choose from: not NaN, and nothing to learn from
 
 
