@@ -5,7 +5,6 @@ weight, its global scale and the bias are frozen.
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -106,14 +105,22 @@ def _add_lora(ys, x, loras):
 
 def _hidden(x, loras):
     """x A^T of every adapter in float32, as one product: at few rows a product costs its launch, not its bytes."""
-    present = [lora[0].astype(x.dtype) for lora in loras if lora is not None]
-    if not present:
+    if not any(lora is not None for lora in loras):
         return (None,) * len(loras)
-    joint = present[0] if len(present) == 1 else jnp.concatenate(present)
-    h, start, out = jnp.dot(x, joint.T, preferred_element_type=jnp.float32), 0, []
+    return _of_each(jnp.dot(x, _all_a(loras, x.dtype).T, preferred_element_type=jnp.float32), loras, axis=1)
+
+
+def _all_a(loras, dtype):
+    """A of all adapters, one below the other [sum of R, K]."""
+    return jnp.concatenate([lora[0].astype(dtype) for lora in loras if lora is not None])
+
+
+def _of_each(joint, loras, axis):
+    """Each adapter's ranks along an axis that has those of all, None where there is no adapter."""
+    start, out = 0, []
     for lora in loras:
         rank = 0 if lora is None else lora[0].shape[0]
-        out.append(None if lora is None else h[:, start : start + rank])
+        out.append(None if lora is None else jax.lax.slice_in_dim(joint, start, start + rank, axis=axis))
         start += rank
     return tuple(out)
 
@@ -137,21 +144,20 @@ def _linear_bwd(route, _, saved, dys):
 def _lora_bwd(x, loras, dys):
     """dh [M, R] in float32 and A [R, K] of all adapters together, whose product they add to dx, or None; and their
     gradients."""
-    present = [lora for lora in loras if lora is not None]
-    if not present:
+    if not any(lora is not None for lora in loras):
         return None, loras
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    dhs, dbs = [], []
-    for lora, h, dy in zip(loras, _hidden(x, loras), dys, strict=True):
-        if lora is not None:
-            _, b, scaling = lora
-            dhs.append(scaling * dot(dy, b.astype(dy.dtype)))
-            dbs.append((scaling * dot(dy.T, h.astype(dy.dtype))).astype(b.dtype))
-    dh, a = jnp.concatenate(dhs, axis=1), jnp.concatenate([lora[0] for lora in present])
-    ends = list(itertools.accumulate(lora[0].shape[0] for lora in present))
-    das = jnp.split(dot(dh.astype(x.dtype).T, x), ends[:-1])
-    found = iter((da.astype(lora[0].dtype), db, None) for lora, da, db in zip(present, das, dbs, strict=True))
-    return (dh, a), tuple(None if lora is None else next(found) for lora in loras)
+    adapted = [(*lora, dy) for lora, dy in zip(loras, dys, strict=True) if lora is not None]
+    dh = jnp.concatenate([scaling * dot(dy, b.astype(dy.dtype)) for _, b, scaling, dy in adapted], axis=1)
+    das, d_loras = _of_each(dot(dh.astype(x.dtype).T, x), loras, axis=0), []
+    for lora, da, h, dy in zip(loras, das, _hidden(x, loras), dys, strict=True):
+        if lora is None:
+            d_loras.append(None)
+            continue
+        a, b, scaling = lora
+        db = scaling * dot(dy.T, h.astype(dy.dtype))
+        d_loras.append((da.astype(a.dtype), db.astype(b.dtype), None))
+    return (dh, _all_a(loras, x.dtype)), tuple(d_loras)
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
@@ -240,21 +246,24 @@ def _dx(route, wide_out=False):
 
     @dx.def_vmap
     def fold(axis_size, in_batched, dy, weight, scale, lora):
-        dy_batched, weight_batched, scale_batched, lora_batched = in_batched
-        if any(jax.tree.leaves((weight_batched, scale_batched))):
+        dy_batched, *others, lora_batched = in_batched
+        if any(jax.tree.leaves(others)):
             raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only; the weight must not be batched")
-        each = None
         if lora is not None and lora_batched[1]:  # an adapter for each row block: outside the kernel
-            axes = [0 if batched else None for batched in lora_batched]
-            each, lora = jax.vmap(_of_adapters, (*axes, None))(*lora, dy.dtype), None
-        dy = dy if dy_batched else jnp.broadcast_to(dy, (axis_size, *dy.shape))
-        batch, m, n = dy.shape
-        if lora is not None:
-            dh = lora[0] if lora_batched[0] else jnp.broadcast_to(lora[0], (axis_size, *lora[0].shape))
-            lora = dh.reshape(batch * m, -1), lora[1]
-        product = dx if each is None else _dx(route, wide_out=True)
-        sums = product(dy.reshape(batch * m, n), weight, scale, lora).reshape(batch, m, weight.k)
-        return sums if each is None else (sums + each).astype(rounded(dy)), True
+
+            def one(dy, lora):
+                sums = _dx(route, wide_out=True)(dy, weight, scale, None)
+                return (sums + _of_adapters(*lora, dy.dtype)).astype(rounded(dy))
+
+            axes = jax.tree.map(lambda batched: 0 if batched else None, (dy_batched, lora_batched))
+            return jax.vmap(one, axes, axis_size=axis_size)(dy, lora), True
+
+        def rows(x, batched):
+            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(axis_size * x.shape[1], x.shape[2])
+
+        more = None if lora is None else (rows(lora[0], lora_batched[0]), lora[1])
+        return dx(rows(dy, dy_batched), weight, scale, more).reshape(axis_size, dy.shape[-2], weight.k), True
 
     return dx
 

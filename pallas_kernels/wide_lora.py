@@ -4,6 +4,8 @@ h lies side by side [M, sum of ranks] in 16 bits. It goes through the ring of x,
 or by zeros where ranks are another weight's: every CTA multiplies all ranks, since CTAs that share slots may have
 different weights. Of CTAs that split D only the first adds LoRA; the others load zeros, from behind the last rank.
 
+Of dx = dy W the same is added with s dy B in the place of h, and A^T in the place of B (wide.py).
+
 Where h is given, it comes before x, and B's fragments from global memory. Where spare CTAs make it (wide_spare.py), it
 comes behind x, which is the time they have; each warp has its rows of B in shared memory then, fetched first of all.
 """
