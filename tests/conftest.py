@@ -1,11 +1,17 @@
-"""Shared test set-up: full float32 matmuls, a compilation cache that outlives the run, and the order of files."""
+"""Shared test set-up: full float32 matmuls, a compilation cache that outlives the run, the order of files, and the file
+of the last result on a GPU."""
 
+import json
 import os
+import time
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import pytest
 
+OUTCOMES = ("passed", "failed", "error", "skipped")
+START = time.time()
 CACHE = Path(__file__).parent.parent / ".cache"
 
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -16,6 +22,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # Programs that tests start need not compile 2,000 modules each, which takes 5 seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHE / "python"))
+
+# Workers share a GPU: none takes three quarters of its memory for itself.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Files that take minutes, see `pytest --durations`.
 LONG = (
@@ -49,3 +59,24 @@ def pytest_collection_modifyitems(items):
     """Long files first: at the end, one worker would be left alone with one of them (see `make test`)."""
     long = {f"test_{name}.py" for name in LONG}
     items.sort(key=lambda item: item.path.name not in long)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--result", type=Path, help="write how many tests passed, and on what, to this JSON file")
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    path = config.getoption("result")
+    if not path or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return
+    reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in OUTCOMES}
+    result = {
+        # without the folders of the machine that it ran on
+        "command": "python -m pytest " + " ".join(config.invocation_params.args).replace(str(path), path.name),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")},
+        **{outcome: len(found) for outcome, found in reports.items()},
+        "seconds": round(time.time() - START, 1),
+        "not passed": sorted({report.nodeid for outcome in OUTCOMES[1:] for report in reports[outcome]}),
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
