@@ -3,7 +3,8 @@
 Letters: M rows of x, R outputs and D inputs of the product (N and K forward, K and N for dx), see wide_plan.py.
 
 A tile is 128 outputs x `m_tile` rows: out^T = W x^T, so that the weights are the operand that wgmma takes from
-registers, and each of two warpgroups holds the float32 sums of 64 outputs. A third warpgroup only loads: one warp x, by
+registers, and each of two warpgroups holds the float32 sums of 64 outputs. The last tile of rows multiplies only those
+that there are, in 32s. A third warpgroup only loads: one warp x, by
 tensor copies into slots of 64 inputs (shared by a cluster's CTAs where `share` says so), one warp blocks of packed
 weights (128 inputs). While the tensor cores multiply one slot, each warp decodes its weights for the next. Clusters
 take items in turn, one tile for each CTA, rows fastest, until none is left; with `split` several compute each of the
@@ -48,11 +49,13 @@ class Unit(NamedTuple):
 
     Attributes:
       item: its number among all items.
+      rows: of its tiles.
       parts, part: how many clusters split D of this item, and this one's place among them.
       first_block, end_block: this one's part of D.
     """
 
     item: ir.Value
+    rows: int
     parts: int
     part: ir.Value
     first_block: ir.Value
@@ -100,10 +103,11 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             (self.h_sums,), h_refs = addresses(1), take(1)
             (self.h,), self.x = map(mem.global_address, h_refs), mem.global_address(x_ref)
         (shared,) = given
-        x_box = c.m_tile // c.share, STAGE
-        self.x_map, *h_map = (pt.tensor_map(ctx, ref, x_box, 128) for ref in (x_ref, *h_refs))
-        if plan.ranks:
-            (self.h_map,) = h_map
+        # by rows of a tile, of which each CTA of a cluster loads its part: x, and x A^T
+        self.x_maps = {
+            rows: [pt.tensor_map(ctx, ref, (rows // c.share, STAGE), 128) for ref in (x_ref, *h_refs)]
+            for rows in {run.rows for run in plan.runs}
+        }
         # codes and scales of a pair of units in the row tiles of a block that are one weight's
         boxes = [(plan.own_row_tiles, words) for words in (256, 32)]
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in data_refs]
@@ -162,29 +166,35 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         if in_cluster:
             p.cluster_sync()  # nobody leaves while another CTA may still write to its shared memory
 
-    def tile(self, item):
-        """This CTA's tile of outputs and first row in an item: groups of row tiles, then outputs, then rows fastest."""
+    def tile(self, unit):
+        """This CTA's tile of outputs and first row in an item: groups of row tiles, then outputs, then rows fastest;
+        behind them the outputs of the last rows, if these are fewer."""
         plan = self.plan
-        per_group = plan.m_group * plan.r_groups
-        group, rest = p.div(item, per_group), p.rem(item, per_group)
-        m_tile = p.add(p.mul(group, plan.m_group), p.rem(rest, plan.m_group))
-        r_tile = p.add(p.mul(p.div(rest, plan.m_group), plan.config.share), self.rank)
-        return r_tile, p.mul(m_tile, plan.config.m_tile)
+        if unit.rows < plan.config.m_tile:
+            r_group, m_tile = p.sub(unit.item, plan.full_items), p.i32(plan.full_m_tiles)
+        else:
+            per_group = plan.m_group * plan.r_groups
+            group, rest = p.div(unit.item, per_group), p.rem(unit.item, per_group)
+            m_tile = p.add(p.mul(group, plan.m_group), p.rem(rest, plan.m_group))
+            r_group = p.div(rest, plan.m_group)
+        return p.add(p.mul(r_group, plan.config.share), self.rank), p.mul(m_tile, plan.config.m_tile)
 
     def each_unit(self, carries, body):
-        """body(unit, carries) -> carries for every unit of this CTA: whole items, then a part of one of the last."""
-        plan = self.plan
-        whole = plan.items - plan.split_items
-        for first, items, parts in ((0, whole, 1), (whole, plan.split_items, plan.parts)):
-            if not items:
-                continue
+        """body(unit, carries) -> carries for every unit of this CTA: whole items, then a part of one of the last. Runs
+        follow each other as if they were one: who had one unit less of the last has one of the next first."""
+        plan, before = self.plan, 0
+        for run in plan.runs:
 
-            def one(index, carries, first=first, parts=parts):
-                part = p.rem(index, parts)
-                blocks = [p.div(p.mul(i, plan.blocks), parts) for i in (part, p.add(part, 1))]
-                return body(Unit(p.add(p.div(index, parts), first), parts, part, *blocks), carries)
+            def one(index, carries, run=run):
+                part = p.rem(index, run.parts)
+                blocks = [p.div(p.mul(i, plan.blocks), run.parts) for i in (part, p.add(part, 1))]
+                item = p.add(p.div(index, run.parts), run.first)
+                return body(Unit(item, run.rows, run.parts, part, *blocks), carries)
 
-            carries = p.for_range(self.cluster, items * parts, plan.clusters, carries, one)
+            units = (run.end - run.first) * run.parts
+            mine = p.rem(p.add(self.cluster, -before % plan.clusters), plan.clusters)
+            carries = p.for_range(mine, units, plan.clusters, carries, one)
+            before += units
 
     def advance(self, slot, parity, depth: int):
         after = p.add(slot, 1)
@@ -196,18 +206,19 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
     def load_x(self):
         plan, c = self.plan, self.plan.config
         mask = pt.multicast_mask(c.share) if c.share > 1 else None
-        mine_to, mine_row = p.mul(self.rank, plan.x_slot // c.share), p.mul(self.rank, c.m_tile // c.share)
 
         def one(unit, carry):
-            _, first_row = self.tile(unit.item)
-            row = p.add(first_row, mine_row)
+            _, first_row = self.tile(unit)
+            mine = p.mul(self.rank, unit.rows // c.share)
+            mine_to, row = p.mul(mine, STAGE * 2), p.add(first_row, mine)
+            x_map, *h_map = self.x_maps[unit.rows]
 
             def load(source, column, carry):
                 slot, parity = carry
                 full = p.add(self.x_full, p.mul(slot, 8))
                 to = p.add(p.add(self.base, p.mul(slot, plan.x_slot)), mine_to)
                 mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
-                mem.barrier_expect(full, p.i32(plan.x_slot))
+                mem.barrier_expect(full, p.i32(unit.rows * STAGE * 2))
                 pt.tensor_load(to, source, column, row, full, mask)
                 return self.advance(slot, parity, c.x_depth)
 
@@ -216,11 +227,11 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                     column = p.i32(slot * STAGE)
                     if unit.parts > 1:  # zeros are behind the last rank
                         column = p.select(p.eq(unit.part, 0), column, plan.lora_slots * STAGE)
-                    carry = load(self.h_map, column, carry)
+                    carry = load(*h_map, column, carry)
                 return carry
 
             def stage(i, carry):
-                return load(self.x_map, p.mul(i, STAGE), carry)
+                return load(x_map, p.mul(i, STAGE), carry)
 
             if plan.given_h:
                 carry = load_h(carry)
@@ -237,7 +248,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         plan, c = self.plan, self.plan.config
 
         def one(unit, carry):
-            r_tile, _ = self.tile(unit.item)
+            r_tile, _ = self.tile(unit)
             maps, tile = (self.maps, r_tile) if plan.swiglu else pick(plan.tiles_of, r_tile, self.maps)
             of_weights, row_tiles = maps if plan.swiglu else [maps], plan.own_row_tiles
 

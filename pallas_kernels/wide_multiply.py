@@ -48,8 +48,8 @@ class MultiplyWarps(LoraWarps):
 
         def one(unit, carry):
             w, w_parity, x, x_parity = carry
-            r_tile, first_row = self.tile(unit.item)
-            acc = [p.f32(0.0)] * (c.m_tile // 2)
+            r_tile, first_row = self.tile(unit)
+            acc = [p.f32(0.0)] * (unit.rows // 2)
             if plan.makes_h:
                 self.fetch_b(r_tile, group)
             if plan.given_h:

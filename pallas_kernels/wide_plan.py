@@ -4,6 +4,8 @@ Letters: R outputs (N forward, K for dx), D inputs (K forward, N for dx), M rows
 """
 
 import dataclasses
+import itertools
+from typing import NamedTuple
 
 from .layout import ROWS, UNIT
 from .stream_plan import RESIDENT, SMEM_LIMIT
@@ -63,6 +65,16 @@ class Handover:
 
 
 PLAIN = Handover()
+
+
+class Run(NamedTuple):
+    """Items that are computed alike, one after the other: the first and the one behind the last, rows of their tiles,
+    and how many clusters split D of each."""
+
+    first: int
+    end: int
+    rows: int
+    parts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +147,34 @@ class WidePlan:
         return -(-self.m // self.config.m_tile)
 
     @property
+    def last_rows(self) -> int:
+        """Rows of the last tile of rows, as many as there are in whole chunks: it multiplies no others."""
+        return -(-(self.m - (self.m_tiles - 1) * self.config.m_tile) // CHUNK) * CHUNK
+
+    @property
+    def full_m_tiles(self) -> int:
+        """Tiles of `m_tile` rows."""
+        return self.m_tiles - (self.last_rows < self.config.m_tile)
+
+    @property
     def m_group(self) -> int:
-        """Tiles of rows that are multiplied by the same weights before the next weights: their x stays in the L2. At
-        most 16, in groups as equal as they can be: every group is filled up to this size."""
-        return -(-self.m_tiles // -(-self.m_tiles // 16))
+        """Of those so many are multiplied by the same weights before the next weights: their x stays in the L2. At most
+        16, in groups as equal as they can be: every group is filled up to this size."""
+        tiles = max(1, self.full_m_tiles)
+        return -(-tiles // -(-tiles // 16))
 
     @property
     def r_groups(self) -> int:
         return -(-sum(self.tiles_of) // self.config.share)
 
     @property
+    def full_items(self) -> int:
+        return -(-self.full_m_tiles // self.m_group) * self.m_group * self.r_groups
+
+    @property
     def items(self) -> int:
-        return -(-self.m_tiles // self.m_group) * self.m_group * self.r_groups
+        """Those of full tiles, and behind them those of a last tile with fewer rows."""
+        return self.full_items + (self.m_tiles - self.full_m_tiles) * self.r_groups
 
     @property
     def resident(self) -> int:
@@ -163,6 +191,20 @@ class WidePlan:
     def split_items(self) -> int:
         """Items that several clusters compute together, the last ones."""
         return self.items % self.resident if self.parts > 1 else 0
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        whole = self.items - self.split_items
+        bounds = itertools.pairwise(sorted({0, self.full_items, whole, self.items}))
+        return tuple(
+            Run(
+                first,
+                end,
+                self.config.m_tile if first < self.full_items else self.last_rows,
+                1 if first < whole else self.parts,
+            )
+            for first, end in bounds
+        )
 
     @property
     def clusters(self) -> int:

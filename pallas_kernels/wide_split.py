@@ -42,7 +42,7 @@ class SplitTiles:
         for part in range(unit.parts):  # a branch each: which registers are its own must be known
 
             def one(part=part):
-                mine = self.eights(part)
+                mine = self.eights(unit.rows, part)
                 own_row = p.add(first_row, 8 * mine.start)
                 fetched = self.fetch_rows(own_row, 8 * len(mine), way_out)
                 self.leave_sums(part, places, acc)
@@ -56,15 +56,15 @@ class SplitTiles:
 
             p.when(p.eq(unit.part, part), one)
 
-    def eights(self, part: int) -> range:
-        """The eights of rows that a part adds up."""
-        begin, end = (self.plan.config.m_tile // 8 * q // self.plan.parts for q in (part, part + 1))
+    def eights(self, rows: int, part: int) -> range:
+        """The eights of a tile's rows that a part adds up."""
+        begin, end = (rows // 8 * q // self.plan.parts for q in (part, part + 1))
         return range(begin, end)
 
     def leave_sums(self, part: int, places, acc):
         for other in range(len(places)):
             if other != part:
-                for i in self.eights(other):
+                for i in self.eights(2 * len(acc), other):
                     mem.store_global_f32x4(places[part], acc[4 * i : 4 * i + 4], i * EIGHT_BYTES)
 
     def await_parts(self, counter, parts: int, group):
@@ -83,7 +83,7 @@ class SplitTiles:
 
     def all_parts(self, part: int, places, acc) -> list:
         """Sums of this part's rows over all parts."""
-        mine = self.eights(part)
+        mine = self.eights(2 * len(acc), part)
         sums = [
             acc[4 * mine.start : 4 * mine.stop]
             if q == part

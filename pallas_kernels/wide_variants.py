@@ -107,14 +107,15 @@ def clocks(plan: WidePlan) -> float:
     """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more a row for fewer rows, where decoding is not
     hidden, at least 1100, and more where x is not shared or, where all tiles are split, is; a tile's way out; and
     adding up where D is split."""
-    c = plan.config
-    slower = 1 + 0.25 * (256 - c.m_tile) / 128
-    shares = c.share > 1
-    block = max(1100, 8 * c.m_tile * slower) * (1.0 if shares != (plan.split_items == plan.items) else 1.02)
-    waves = -(-(plan.items - plan.split_items) // plan.resident)
-    time = waves * (plan.blocks * block + 12 * c.m_tile)
-    if plan.split_items:
-        time += -(-plan.blocks // plan.parts) * block + 32 * c.m_tile
+    shares = plan.config.share > 1
+    slower = 1.0 if shares != (plan.split_items == plan.items) else 1.02
+    time, before = 0.0, 0
+    for run in plan.runs:
+        units = (run.end - run.first) * run.parts
+        block = max(1100, 8 * run.rows * (1 + 0.25 * (256 - run.rows) / 128)) * slower
+        unit = -(-plan.blocks // run.parts) * block + (12 if run.parts == 1 else 32) * run.rows
+        time += unit * (-(-(before + units) // plan.resident) - -(-before // plan.resident))
+        before += units
     return time
 
 
@@ -123,9 +124,11 @@ def makes_h_in_time(
 ) -> bool:
     """Whether CTAs that have no tile can make x A^T of adapters of these padded ranks, and soon enough: by estimates
     that fit what an H200 took within 2 us, it delays the kernel by less than a launch takes, which it saves where x is
-    given; where x is a norm it saves A's part of one."""
+    given; where x is a norm it saves A's part of one. Of whole tiles of rows, so that it is the same for all M of a
+    range."""
+    rows = -(-m // config.m_tile) * config.m_tile
     try:
-        plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h=True)
+        plan = make_plan(rows, k, n, False, config, ranks, swiglu, makes_h=True)
     except ValueError:
         return False
     us = 4.2 + clocks(plan) / CLOCKS_PER_US

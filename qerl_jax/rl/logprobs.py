@@ -4,6 +4,8 @@ Dimension letters: N rows, P prompt slots, C completion slots, L token slots of 
 hidden size, V vocabulary.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,9 +28,7 @@ def token_logps(
     `wanted` tokens are left out, and zeros.
     """
     M = targets_M.shape[0]
-    rows = max(1, _LOGITS_BUDGET // model.config.vocab_size)
-    if rows >= M:
-        return _of_chunk(model, temperature, hidden_MD, targets_M)
+    rows = max(1, min(M, _LOGITS_BUDGET // model.config.vocab_size))
     padding = -M % rows
     hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(-1, rows, hidden_MD.shape[1])
     targets = jnp.pad(targets_M, (0, padding)).reshape(-1, rows)
@@ -37,42 +37,61 @@ def token_logps(
     return logps.reshape(-1)[:M], entropies.reshape(-1)[:M]
 
 
-def _of_chunk(model: Model, temperature: float, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logs = jax.nn.log_softmax(head(model, hidden) / temperature, axis=-1)
-    detached = jax.lax.stop_gradient(logs)
-    return jnp.take_along_axis(logs, targets[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(detached) * detached, -1)
-
-
 @jax.custom_vjp
 def _of_chunks(
     model: Model, temperature: float, hidden: jax.Array, targets: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`_of_chunk` of the first `used` chunks, one by one: a loop of that many turns has no gradient of JAX's own."""
+    """Log-probabilities and entropies of the first `used` chunks, which have a gradient that makes their logits again.
+    JAX's own would keep those of all chunks, and a loop of that many turns has none."""
+    return _of_chunks_forward(model, temperature, hidden, targets, used)[0]
 
-    def one(i: jax.Array, found: Any) -> Any:
-        return jax.tree.map(
-            lambda kept, x: kept.at[i].set(x), found, _of_chunk(model, temperature, hidden[i], targets[i])
-        )
+
+def _of_chunks_forward(
+    model: Model, temperature: float, hidden: jax.Array, targets: jax.Array, used: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    def of_chunk(i: jax.Array | int) -> tuple[jax.Array, ...]:
+        scores = head(model, hidden[i]) / temperature
+        largest = jnp.max(scores, -1)
+        below = scores - largest[:, None]
+        weights = jnp.exp(below)
+        sums = weights.sum(-1)
+        log_sums = largest + jnp.log(sums)
+        target = jnp.take_along_axis(scores, targets[i][:, None], axis=-1)[:, 0]
+        return target - log_sums, jnp.log(sums) - (weights * below).sum(-1) / sums, log_sums
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    return jax.lax.fori_loop(0, used, one, (zeros, zeros))
+    logps, entropies, log_sums = _for_each(of_chunk, used, (zeros, zeros, zeros))
+    return (logps, entropies), (model, temperature, hidden, targets, used, log_sums)
 
 
-def _of_chunks_forward(*given: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    return _of_chunks(*given), given
+def _of_chunks_backward(kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    (model, temperature, hidden, targets, used, log_sums), (dlogps, _) = kept, gradients
 
+    def of_chunk(i: jax.Array | int) -> tuple[jax.Array]:
+        logits, back = jax.vjp(functools.partial(head, model), hidden[i])
+        probabilities = jnp.exp(logits / temperature - log_sums[i][:, None])
+        is_target = jnp.arange(logits.shape[-1]) == targets[i][:, None]
+        gradient: tuple[jax.Array] = back((is_target - probabilities) * (dlogps[i] / temperature)[:, None])
+        return gradient
 
-def _of_chunks_backward(given: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    (model, temperature, hidden, targets, used), (dlogps, _) = given, gradients
-
-    def one(i: jax.Array, dhidden: jax.Array) -> jax.Array:
-        _, back, _ = jax.vjp(lambda h: _of_chunk(model, temperature, h, targets[i]), hidden[i], has_aux=True)
-        return dhidden.at[i].set(back(dlogps[i])[0])
-
-    return None, None, jax.lax.fori_loop(0, used, one, jnp.zeros_like(hidden)), None, None
+    return None, None, *_for_each(of_chunk, used, (jnp.zeros_like(hidden),)), None, None
 
 
 _of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
+
+
+def _for_each(
+    of_chunk: Callable[[jax.Array | int], tuple[jax.Array, ...]], used: jax.Array, found: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """`found` with what the first `used` chunks give, one by one; of a lone chunk that, without a loop."""
+    if found[0].shape[0] == 1:
+        return tuple(x[None] for x in of_chunk(0))
+
+    def one(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(kept.at[i].set(x) for kept, x in zip(found, of_chunk(i), strict=True))
+
+    every: tuple[jax.Array, ...] = jax.lax.fori_loop(0, used, one, found)
+    return every
 
 
 def longest_row(prompt_slots: int, completion_slots: int) -> int:

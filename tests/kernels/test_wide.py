@@ -172,10 +172,11 @@ def test_the_last_wave_is_split_among_clusters_that_are_all_resident(config, m, 
 def test_every_row_of_a_split_tile_is_added_up_by_one_part(m_tile, split):
     tiles = SplitTiles()
     tiles.plan = make_plan(8, 4096, (256,), False, WideConfig(m_tile, 2, split, 2, 2))
-    owners = [i for part in range(split) for i in tiles.eights(part)]
-    assert owners == list(range(m_tile // 8))
-    sizes = [len(tiles.eights(part)) for part in range(split)]
-    assert max(sizes) - min(sizes) <= 1
+    for rows in range(32, m_tile + 1, 32):
+        owners = [i for part in range(split) for i in tiles.eights(rows, part)]
+        assert owners == list(range(rows // 8))
+        sizes = [len(tiles.eights(rows, part)) for part in range(split)]
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_the_table_is_usable():
@@ -271,23 +272,37 @@ def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
 
 
 def test_every_tile_is_an_item_once():
-    for m, r in ((4096, 3584), (300, 1000), (5000, 512)):
+    for m, r in ((4096, 3584), (300, 1000), (5000, 512), (40, 512)):
         plan = make_plan(m, 1024, (r,), False, WideConfig())
         seen = set()
-        for index in range(plan.items):
+        for index in range(plan.full_items):
             group, rest = divmod(index, plan.m_group * plan.r_groups)
             m_tile = group * plan.m_group + rest % plan.m_group
             seen |= {(m_tile, rest // plan.m_group * 2 + s) for s in range(2)}
+        for index in range(plan.full_items, plan.items):
+            seen |= {(plan.full_m_tiles, (index - plan.full_items) * 2 + s) for s in range(2)}
         wanted = {(i, j) for i in range(plan.m_tiles) for j in range(plan.tiles_of[0])}
         assert wanted <= seen
 
 
+@pytest.mark.parametrize("m, r, config, runs", [
+    (2112, 37888, WideConfig(split=2), [(0, 1184, 256, 1), (1184, 1320, 64, 1), (1320, 1332, 64, 2)]),
+    (2112, 37888, WideConfig(), [(0, 1184, 256, 1), (1184, 1332, 64, 1)]),
+    (2048, 3584, WideConfig(split=2), [(0, 112, 256, 1)]),
+    (300, 3584, WideConfig(split=2), [(0, 14, 256, 2), (14, 28, 64, 2)]),
+    (200, 3584, WideConfig(128, 1, 2), [(0, 28, 128, 2), (28, 56, 96, 2)]),
+    (130, 3584, WideConfig(), [(0, 14, 160, 1)]),
+])  # fmt: skip
+def test_the_last_tile_has_as_many_rows_as_there_are(m, r, config, runs):
+    assert [tuple(run) for run in make_plan(m, 3584, (r,), False, config).runs] == runs
+
+
 @pytest.mark.parametrize(
-    "m, m_tiles, items", [(256, 1, 1), (4096, 16, 16), (4100, 17, 18), (8448, 33, 33), (9000, 36, 36)]
+    "m, m_tiles, items", [(256, 1, 1), (4096, 16, 16), (4100, 17, 17), (8448, 33, 33), (9000, 36, 37)]
 )
 def test_groups_of_row_tiles_are_filled_up_little(m, m_tiles, items):
     plan = make_plan(m, 1024, (256,), False, WideConfig())
     assert (plan.r_groups, plan.m_tiles, plan.items) == (1, m_tiles, items)
     for m in range(1, 40000, 256):
         plan = make_plan(m, 1024, (256,), False, WideConfig())
-        assert plan.m_tiles <= plan.items < plan.m_tiles + -(-plan.m_tiles // 16) and plan.m_group <= 16
+        assert plan.m_tiles <= plan.items <= plan.m_tiles + -(-plan.m_tiles // 16) and plan.m_group <= 16

@@ -228,6 +228,22 @@ def test_float16(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h, han
     assert (np.abs(y - true) <= bound).all()
 
 
+@pytest.mark.parametrize("config, m, k, n, ranks, resident", [
+    (WideConfig(64, 1, 1, 3, 2), 140, 256, (136,), (16,), 3),  # who had one unit less of 64 rows begins those of 32
+    (WideConfig(64, 1, 2, 3, 2), 80, 512, (136,), (), 3),  # two of 64 rows, one of 32, and one that two share
+    (WideConfig(64, 2, 2, 3, 2, promote=16), 80, 512, (128, 136), (16, 32), 8),  # all are shared by two
+    (WideConfig(160, 1, 1, 3, 2, promote=16), 180, 512, (128,), (), 3),  # totals in memory
+    (WideConfig(96, 1, 3, 3, 2, promote=16), 150, 384, (128,), (), 6),  # 64 rows behind 96, in parts of 24, 16, 24
+])  # fmt: skip
+def test_a_last_tile_of_fewer_rows(monkeypatch, plain_inputs, config, m, k, n, ranks, resident):
+    monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
+    runs = make_plan(m, k, n, False, config).runs
+    assert len({run.rows for run in runs}) == 2
+    ys, true, bounds = products(config, m, k, n, ranks, False)
+    for y, y_true, bound in zip(ys, true, bounds, strict=True):
+        assert (np.abs(y - y_true) <= bound).all()
+
+
 def products(
     config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover=PLAIN, handed=(), dtype="bfloat16", **more
 ):
@@ -269,6 +285,7 @@ def products(
     (WideConfig(32, 1, 1, 3, 2), 40, 272, 136, 32),
     (WideConfig(32, 2, 2, 3, 2), 20, 256, 512, 75),  # padded to 80, two slots, which only the first part adds
     (WideConfig(64, 1, 3, 3, 2, promote=16), 20, 128, 1024, 16),
+    (WideConfig(64, 1, 1, 3, 2), 80, 272, 136, 16),  # a tile of 32 rows behind one of 64
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dx(config, m, k, n, rank, dtype):
