@@ -15,7 +15,7 @@ import json
 
 from .wide_plan import WideConfig, WidePlan, make_plan
 
-FEW_ROWS, RANGES = (32, 64), (128, 256, 1024, 4096)
+FEW_ROWS, RANGES = (32, 64), (128, 256, 512, 768, 1024, 4096)
 _ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_table.json").read_text())
 TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
 # Of a part of a tile, up to which this kernel is faster than the streaming kernel: with x A^T inside than with x A^T

@@ -1,5 +1,6 @@
 """What the tests on a GPU share: fresh numbers, and programs compiled ahead."""
 
+import os
 import secrets
 
 import jax
@@ -25,7 +26,7 @@ def programs(request):
     fault."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once
-    programs = Programs()
+    programs = Programs(max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     for item in request.session.items:
         if item.path != request.path:
             continue

@@ -7,10 +7,11 @@ from ahead import ahead, start_stream
 from random_weights import CASES, adversarial, poison
 
 from benchmarks import fp4_error
+from pallas_kernels import wide_variants
 
 pytestmark = pytest.mark.gpu
 
-ROWS, WIDE_ROWS = (8, 16, 32, 64), (128, 256, 1024, 4096)
+ROWS, WIDE_ROWS = (8, 16, 32, 64), wide_variants.RANGES
 
 
 def _start(programs, case):
