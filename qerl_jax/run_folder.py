@@ -27,6 +27,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.models.fields import Fields
+from qerl_jax.models.files import read_json
 from qerl_jax.program import program
 from qerl_jax.rewards import loading
 from qerl_jax.rewards.loading import titles
@@ -255,8 +257,7 @@ def refuse_another_model(folder: Path, now: dict[str, Any]) -> None:
 def identity_of(folder: Path) -> dict[str, Any]:
     """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither."""
     if (summary := folder / SUMMARY).is_file():
-        found: dict[str, Any] = source.read_json(summary).get("identity", {})
-        return found
+        return Fields(read_json(summary), str(summary)).object("identity")
     progress = newest_progress(folder / CHECKPOINTS)
     return {} if progress is None else progress["identity"]
 

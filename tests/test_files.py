@@ -5,9 +5,8 @@ import os
 import pytest
 
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.files import file_size, parse_json
+from qerl_jax.models.files import file_size, parse_json, read_json
 from qerl_jax.models.safetensors import read_safetensors
-from qerl_jax.models.source import read_json
 
 
 def test_only_ordinary_files_are_opened(tmp_path):

@@ -11,6 +11,8 @@ from typing import Any
 
 from qerl_jax.errors import UserError, shown
 
+_MAX_JSON = 200_000_000  # the largest tokenizer.json is a fifth of it
+
 
 def file_size(path: Path) -> int:
     """Bytes of an ordinary file. Reading from a pipe or a device might never end.
@@ -43,6 +45,26 @@ def files_fingerprint(files: Iterable[Path]) -> str:
         if path.exists():
             found[path.name] = file_sha256(path)
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      UserError: the file is missing, unreadable, or holds something else.
+    """
+    size = file_size(path)
+    if size > _MAX_JSON:
+        raise UserError(f"{path}: expected a JSON file of at most {_MAX_JSON} bytes, found {size}")
+    try:
+        value = parse_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
 
 
 def parse_json(text: bytes) -> Any:
