@@ -82,7 +82,7 @@ def jsonl(folder, *rows):
         (["my.yaml", "model.model_name_or_path=builtin:quick"], "builtin:quick is unknown; allowed: quickstart"),
         (["my.yaml", "data.train_dataset=rows.jsonl"], "rows.jsonl': there is no file"),
         (["my.yaml", "data.train_dataset=arithmetics"], "'arithmetics' is unknown (did you mean 'arithmetic'?)"),
-        (["my.yaml", "data.max_prompt_length=8"], "arithmetic: row 0 (counted from 0) has 3"),
+        (["my.yaml", "data.max_prompt_length=8"], "arithmetic, row 0 (counted from 0): has 3"),
         (["my.yaml", f"data.max_prompt_length={POSITIONS}"], f"is {POSITIONS + 16}; {MODEL} has {POSITIONS} positions"),
         (["my.yaml", "reward.functions=[{function: acuracy}]"], "'acuracy' is unknown (did you mean 'accuracy'?)"),
         (["my.yaml", "reward.functions=[{function: mine.py:f}]"], "there is no file"),
@@ -136,9 +136,10 @@ def test_data_without_the_column_that_a_reward_reads(folder, refused):
 
 def test_a_held_out_prompt_that_is_too_long_is_said_before_anything_is_compiled(folder, refused, monkeypatch):
     monkeypatch.setattr(trainer, "compiled_run", None)
-    jsonl(folder, {"prompt": "Ann has 10 pens.", "answer": "10"}, {"prompt": "and " * 200, "answer": "1"})
+    rows = jsonl(folder, {"prompt": "Ann has 10 pens.", "answer": "10"}, {"prompt": "and " * 200, "answer": "1"})
+    rows.write_text(rows.read_text().replace("\n", "\n\n"))  # lines without a row have numbers too
     said = refused("train", "my.yaml", "evaluation.eval_dataset=rows.jsonl")
-    assert "rows.jsonl: row 1 (counted from 0) has " in said
+    assert "rows.jsonl, line 3: has " in said
 
 
 def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refused):

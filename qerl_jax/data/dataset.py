@@ -50,6 +50,10 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
+    def where(self, index: int) -> str:
+        """Where the row stands, as the start of a message about it."""
+        ...
+
 
 class ArithmeticDataset:
     """Word problems with columns `answer` (text) and `operands`."""
@@ -73,6 +77,9 @@ class ArithmeticDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"prompt": self._prompts[index], "answer": self._answers[index], "operands": self._operands[index]}
 
+    def where(self, index: int) -> str:
+        return f"arithmetic, row {index} (counted from 0)"
+
 
 class JsonlDataset:
     """A local JSONL file, checked line by line; a row is what its line says."""
@@ -89,11 +96,11 @@ class JsonlDataset:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        rows = _read_rows(path, data, empty_prompts)
-        if not rows:
+        lines = _read_rows(path, data, empty_prompts)
+        if not lines:
             raise UserError(f"{path}: has no rows; expected one JSON object a line")
-        self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        self._rows = rows
+        self._path, self._lines, self._rows = path, list(lines), list(lines.values())
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,12 +113,20 @@ class JsonlDataset:
             ]
         return row
 
+    def where(self, index: int) -> str:
+        return _where(self._path, self._lines[index])
 
-def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+
+def _where(path: Path, line: int) -> str:
+    return f"{path}, line {line}"
+
+
+def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> dict[int, dict[str, Any]]:
+    """The rows by the numbers of their lines."""
+    rows: dict[int, dict[str, Any]] = {}
     types: _Types = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
-        where = f"{path}, line {number}"
+        where = _where(path, number)
         if not line.strip():
             continue
         try:
@@ -134,7 +149,7 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
         if not (empty_prompts and row["prompt"] == ""):
             _check_prompt(row["prompt"], where)
         _check_types(row, types, number, where)
-        rows.append(row)
+        rows[number] = row
     return rows
 
 
