@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from qerl_jax.durable import flush, make_folder, write_whole, writing
 from qerl_jax.errors import UserError, shown
+from qerl_jax.models.files import json_value
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -292,8 +293,8 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes, dict[str, Any]
     """(line number, line, its object, or None where it is torn or no object)."""
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
+            row = json_value(line) if line.endswith(b"\n") else None
+        except ValueError:
             row = None
         yield number, line, row if isinstance(row, dict) else None
 

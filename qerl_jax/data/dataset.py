@@ -21,6 +21,7 @@ from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest
+from qerl_jax.models.files import json_value
 
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
@@ -131,15 +132,14 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> dict[int, dict[s
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json.loads(text, parse_constant=_no_json, parse_float=_finite)
-            json.dumps(row, ensure_ascii=False).encode()  # which half of a pair of surrogates has no bytes for
+            row = json_value(text, parse_constant=_no_json, parse_float=_finite)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
             ) from error
-        except (ValueError, RecursionError) as error:  # NaN, thousands of digits, or of brackets
+        except ValueError as error:  # NaN, thousands of digits, or of brackets
             raise UserError(f"{where}: cannot be read as JSON ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
@@ -149,6 +149,7 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> dict[int, dict[s
         if not (empty_prompts and row["prompt"] == ""):
             _check_prompt(row["prompt"], where)
         _check_types(row, types, number, where)
+        _check_text(row, where)
         rows[number] = row
     return rows
 
@@ -183,6 +184,13 @@ def _check_types(row: dict[str, Any], types: _Types, number: int, where: str) ->
             parts += [((*path, "[]"), item) for item in value]
         elif isinstance(value, dict):
             parts += [((*path, f".{key}"), item) for key, item in value.items()]
+
+
+def _check_text(row: dict[str, Any], where: str) -> None:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {error.object[error.start]!r} is half of a surrogate pair, and no text") from None
 
 
 def _check_prompt(prompt: Any, where: str) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,30 @@ def parse_json(text: bytes) -> Any:
       ValueError: it is something else; the message is one line and says what.
     """
     try:
-        return json.loads(text.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        return json_value(text.decode(), object_pairs_hook=_unique)
+    except ValueError as error:
         raise ValueError(shown(error)) from None
+
+
+def json_value(text: str | bytes, **hooks: Any) -> Any:
+    """The value of a JSON text, by `json.loads` with these hooks.
+
+    Raises:
+      ValueError: it is none (a JSONDecodeError), it has more digits or brackets in a row than Python reads, or a hook
+        raised it.
+    """
+    try:
+        return json.loads(text, parse_int=_whole, **hooks)
+    except RecursionError:
+        raise ValueError("lists or objects in one another, deeper than can be read") from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        digits, most = len(text.removeprefix("-")), sys.get_int_max_str_digits()
+        raise ValueError(f"{shown(text, 20)} is a whole number of {digits} digits; allowed: at most {most}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
