@@ -253,7 +253,7 @@ def test_an_adapter_of_another_model(folder, refused):
             "max_completion_length is 0; allowed: a whole number",
         ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
-        ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder no"),
+        ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
         ([MODEL, "--prompt", "x", "--output", f"{__file__}/rows.jsonl"], ".py is a file; choose another name"),
         ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
@@ -284,6 +284,14 @@ def test_a_mistake_leaves_the_output_that_is_there(words, folder, refused):
     refused("generate", *words, "--output", "new.jsonl")
     assert (folder / "keep.jsonl").read_text() == "old\n"
     assert not (folder / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("output", ["link", "folder/rows.jsonl"])
+def test_an_output_that_a_link_leads_nowhere_for_is_refused_before_a_model_is_loaded(output, folder, refused):
+    (folder / "link").symlink_to("gone/rows.jsonl")
+    (folder / "folder").symlink_to("gone")
+    said = refused("generate", "/no/such/model", "--prompt", "x", "--output", output)
+    assert f"--output {output}: there is no folder {folder.resolve()}/gone; make it" in said
 
 
 def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):
