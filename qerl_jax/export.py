@@ -20,7 +20,7 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.format_names import FORMATS
+from qerl_jax.format_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import init_model
 from qerl_jax.models.loading import load_model, named_weights, open_model
@@ -34,8 +34,6 @@ from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import model_identity
 from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.run_or_model import find_run
-
-EXPORT_FORMATS = ("peft", "bf16", "nvfp4")
 
 
 class _Source(NamedTuple):
