@@ -15,12 +15,13 @@ from pydantic.dataclasses import dataclass
 
 from qerl_jax.config_checks import conflicts
 from qerl_jax.errors import UserError
-from qerl_jax.format_names import FormatName, KVCacheDtype
 from qerl_jax.models.dtypes import DtypeOption
 from qerl_jax.option_names import (
     CorrectionLevel,
     CorrectionMode,
+    FormatName,
     ImportanceSamplingLevel,
+    KVCacheDtype,
     LossType,
     LRSchedulerType,
     NoiseDecay,

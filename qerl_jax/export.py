@@ -20,7 +20,6 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.format_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import init_model
 from qerl_jax.models.loading import load_model, named_weights, open_model
@@ -29,6 +28,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
+from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import model_identity

@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command
-from qerl_jax.format_names import EXPORT_FORMATS
+from qerl_jax.option_names import EXPORT_FORMATS
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
