@@ -126,7 +126,7 @@ def _refuse_another_model(source: _Source, model: Model | None) -> None:
     """Refuses a run whose model is not the one it was trained on; without `model` no weights are compared."""
     if source.run is not None:
         now = model_identity(source.model, None if model is None else fingerprint(model))
-        run_folder.refuse_another_model(source.run, now)
+        run_folder.refuse_another_model(source.run, run_folder.identity_of(source.run), now)
 
 
 def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | None) -> Adapter | None:

@@ -238,20 +238,19 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
     _refuse_changes(said, stored, now, "start another run with `--fresh`")
 
 
-def refuse_another_model(folder: Path, now: dict[str, Any]) -> None:
+def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses to use what a run learned with a model that is not the one it was trained on.
 
     Args:
       folder: the run's.
+      stored: what it was trained on (`identity_of`).
       now: that of the model (`rl.assembly.model_identity`). What is not known of both is not compared.
 
     Raises:
       UserError: naming each with the two values.
     """
     said = f"{folder}: the run was trained on another model than is there now"
-    _refuse_changes(
-        said, identity_of(folder), now, f"write its place into model.model_name_or_path of {folder / CONFIG}"
-    )
+    _refuse_changes(said, stored, now, f"write its place into model.model_name_or_path of {folder / CONFIG}")
 
 
 def identity_of(folder: Path) -> dict[str, Any]:
