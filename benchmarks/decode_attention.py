@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.refill import long_tailed
 from pallas_kernels.attention import OwnKV, PromptKV, choose_attention, decode_attention
 from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
-from qerl_jax.format_names import KV_CACHE_DTYPES
+from qerl_jax.option_names import KV_CACHE_DTYPES
 from qerl_jax.rollout.attention import kv_dtypes
 
 MODELS = {"7B": (28, 4, 128), "14B": (40, 8, 128), "32B": (40, 8, 128)}

@@ -38,7 +38,7 @@ from benchmarks.report import versions
 from benchmarks.rollout import Case, make_case
 from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
-from qerl_jax.format_names import KV_CACHE_DTYPES
+from qerl_jax.option_names import KV_CACHE_DTYPES
 from qerl_jax.rollout import Engine, Request, SamplingSettings
 from qerl_jax.rollout.requests import Statistics
 from qerl_jax.rollout.tail import WORTH, default_tail_sizes

@@ -42,11 +42,11 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.report import versions, write
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
 from pallas_kernels import has_kernels
-from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.formats import FORMATS
 from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import perturb_norms
+from qerl_jax.option_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Rollout, SamplingSettings
 from qerl_jax.rollout.attention import cache_dtypes

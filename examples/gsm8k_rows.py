@@ -10,6 +10,7 @@ writes the hub's.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 SYSTEM = "Solve the problem step by step. End with a line of its own: #### and then the answer as a plain number."
@@ -31,10 +32,15 @@ try:
             parser.exit(2, f"{source}, line {number}: not JSON: {error}\n")
         match found:
             case {"question": str(question), "answer": str(answer)}:
+                if not re.search(r"####.*\d", answer):
+                    expected = "expected an answer that ends in such as `#### 72`"
+                    parser.exit(2, f"{source}, line {number}: {expected}, found {answer[-60:]!r}\n")
                 messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
                 rows.append(json.dumps({"prompt": messages, "answer": answer}) + "\n")
             case _:
                 parser.exit(2, f"{source}, line {number}: expected an object with the texts `question` and `answer`\n")
+    if not rows:
+        parser.exit(2, f"{source}: has no rows; expected one object with the texts `question` and `answer` a line\n")
     target.write_text("".join(rows), encoding="utf-8")
 except OSError as error:
     parser.exit(2, f"{error.filename or target}: {error.strerror}\n")

@@ -8,25 +8,27 @@ default is what a file that leaves it out gets. `config_files.load_config` reads
 import dataclasses
 import math
 import os
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
 from qerl_jax.config_checks import conflicts
 from qerl_jax.errors import UserError
-from qerl_jax.format_names import FormatName, KVCacheDtype
 from qerl_jax.models.dtypes import DtypeOption
 from qerl_jax.option_names import (
     CorrectionLevel,
     CorrectionMode,
+    FormatName,
     ImportanceSamplingLevel,
+    KVCacheDtype,
     LossType,
     LRSchedulerType,
     NoiseDecay,
     OldLogprobs,
     Projection,
     ScaleRewards,
+    Service,
 )
 
 Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
@@ -211,7 +213,7 @@ class RunOptions:
     save_steps: Count | None = 10
     save_total_limit: Count = 3
     log_completions: Switch = True
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    report_to: tuple[Service, ...] = ()
     max_nonfinite_steps: Count = 3
 
 

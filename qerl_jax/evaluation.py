@@ -158,21 +158,21 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         examples = held_out(config, data)
         rewards.check(examples, config.evaluation.eval_dataset)
         policy = configured_policy(config)
-        adapter = trained_adapter(run, config, policy)
+        identity = run_folder.identity_of(run)
+        adapter = trained_adapter(run, identity, config, policy)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
-        _warn_of_changed_data(run, config, of_run.fingerprint)
+        _warn_of_changed_data(run, config, identity.get("evaluation data"), of_run.fingerprint)
         compiled_together(lowered_evaluation(config, policy, adapter, len(examples)))
         measured = evaluate(config, policy, adapter, rewards, examples, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 
-def _warn_of_changed_data(run: Path, config: Config, now: str) -> None:
-    name = "evaluation data"
-    if now != (was := run_folder.identity_of(run).get(name)) and was is not None:
+def _warn_of_changed_data(run: Path, config: Config, was: str | None, now: str) -> None:
+    if was not in (None, now):
         _log.warning(
-            "%s: the %s (%s) has changed since the run: what is measured now may not compare with what it measured",
+            "%s: the evaluation data (%s) has changed since the run: what is measured now may not compare with what it "
+            "measured",
             run,
-            name,
             config.evaluation.eval_dataset,
         )

@@ -20,7 +20,6 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.format_names import FORMATS
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import init_model
 from qerl_jax.models.loading import load_model, named_weights, open_model
@@ -29,13 +28,12 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
+from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import warn_of_scaled_base
 from qerl_jax.rl.assembly import model_identity
 from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.run_or_model import find_run
-
-EXPORT_FORMATS = ("peft", "bf16", "nvfp4")
 
 
 class _Source(NamedTuple):
@@ -128,7 +126,7 @@ def _refuse_another_model(source: _Source, model: Model | None) -> None:
     """Refuses a run whose model is not the one it was trained on; without `model` no weights are compared."""
     if source.run is not None:
         now = model_identity(source.model, None if model is None else fingerprint(model))
-        run_folder.refuse_another_model(source.run, now)
+        run_folder.refuse_another_model(source.run, run_folder.identity_of(source.run), now)
 
 
 def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | None) -> Adapter | None:

@@ -22,6 +22,8 @@ from typing import Any, TextIO
 
 from qerl_jax.durable import flush, make_folder, write_whole, writing
 from qerl_jax.errors import UserError, shown
+from qerl_jax.models.files import json_value
+from qerl_jax.option_names import Service
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -86,14 +88,14 @@ class MetricsWriter:
 
     Args:
       run_dir: the run folder; made if missing.
-      report_to: any of "tensorboard", "wandb".
+      report_to: the services.
       step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
 
     Raises:
       UserError: the folder is a file or lies in one, or a service's package is not installed.
     """
 
-    def __init__(self, run_dir: Path, report_to: Sequence[str] = (), step: int = 0) -> None:
+    def __init__(self, run_dir: Path, report_to: Sequence[Service] = (), step: int = 0) -> None:
         make_folder(run_dir)
         with contextlib.ExitStack() as opened:
             self._services = [
@@ -268,7 +270,7 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-_SERVICES: dict[str, type[_TensorBoard] | type[_WeightsAndBiases]] = {
+_SERVICES: dict[Service, type[_TensorBoard] | type[_WeightsAndBiases]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
 }
@@ -292,8 +294,8 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes, dict[str, Any]
     """(line number, line, its object, or None where it is torn or no object)."""
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
+            row = json_value(line) if line.endswith(b"\n") else None
+        except ValueError:
             row = None
         yield number, line, row if isinstance(row, dict) else None
 

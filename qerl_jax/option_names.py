@@ -1,10 +1,18 @@
-"""What options may be, by name, for what must not import JAX; what names a number format is in `format_names`.
+"""What options may be, by name, for what must not import JAX.
 
-`qerl_jax.config` and the modules that use an option both read them here.
+`qerl_jax.config` and the modules that use an option both read them here. What the formats of weights are is said by
+`qerl_jax.formats.PACKED`, what those of keys and values by `qerl_jax.rollout.SamplingSettings`.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
+FormatName = Literal["nvfp4", "mxfp4", "nf4", "nf4_double_quant", "bf16"]
+FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+# Of a model's weights as they are written, and of whatever is exported.
+SAVED_FORMATS: tuple[FormatName, ...] = ("bf16", "nvfp4")
+EXPORT_FORMATS = ("peft", *SAVED_FORMATS)
+KVCacheDtype = Literal["auto", "fp8_values", "fp8"]
+KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -13,4 +21,5 @@ CorrectionLevel = Literal["none", "token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
 LRSchedulerType = Literal["cosine", "linear", "constant"]
 NoiseDecay = Literal["exponential", "linear", "cosine", "logarithmic"]
+Service = Literal["tensorboard", "wandb"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -22,6 +22,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from qerl_jax.durable import make_folder, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.metrics import METRICS, read_rows
+from qerl_jax.models.fields import Fields
+from qerl_jax.models.files import read_json
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _INK, _GRID = "#333333", "#E3E3E3"
@@ -31,7 +33,7 @@ _INK, _GRID = "#333333", "#E3E3E3"
 class _Run:
     name: str
     rows: list[dict[str, Any]]
-    summary: dict[str, Any]
+    measured: dict[tuple[str, str], float]  # accuracy on held-out problems by moment, before or after, and mode
 
     @property
     def label(self) -> str:
@@ -56,12 +58,12 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
       summary: what the last run's summary.json will hold, while it is not written yet.
 
     Raises:
-      UserError: a run's metrics.jsonl is missing, damaged, without rows or another program's; `output` is a file or
-        lies in one.
+      UserError: a run's metrics.jsonl is missing, damaged, without rows or another program's, or its summary.json is
+        damaged; `output` is a file or lies in one.
     """
     loaded = [_load(folder, name) for folder, name in zip(runs, _names(runs), strict=True)]
     if summary is not None:
-        loaded[-1] = dataclasses.replace(loaded[-1], summary=summary)
+        loaded[-1] = dataclasses.replace(loaded[-1], measured=_measured(summary, "summary"))
     make_folder(output)
     written = []
     for panel in _PANELS[:5]:
@@ -91,21 +93,36 @@ def _load(folder: Path, name: str) -> _Run:
     for number, row in enumerate(rows, 1):
         _check(row, f"{file}, line {number}")
     summary = folder / "summary.json"
-    try:
-        found = json.loads(summary.read_text("utf-8")) if summary.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{summary}: not readable as JSON: {error}") from None
-    return _Run(name, rows, found if isinstance(found, dict) else {})
+    return _Run(name, rows, _measured(read_json(summary), str(summary)) if summary.exists() else {})
 
 
 def _check(row: dict[str, Any], where: str) -> None:
     for key, value in row.items():
-        # json reads NaN and Infinity, which no run writes, and whole numbers that no float holds.
-        if value is not None and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
+        if value is not None and not _is_number(value):
             found = f"`{shown(key)}` is {shown(json.dumps(value))}"
             raise UserError(f"{where}: {found}; expected a number or null; correct or remove the line")
     if type(row.get("step")) is not int:
         raise UserError(f"{where}: no `step`, a whole number, in {shown(json.dumps(row))}; expected a run's metrics")
+
+
+def _measured(summary: dict[str, Any], where: str) -> dict[tuple[str, str], float]:
+    measured = {}
+    for moment in ("before", "after"):
+        modes = Fields(Fields(summary, where).object(moment), f"{where}: {moment}")
+        for mode in ("sampled", "greedy"):
+            value = modes.object(mode).get("accuracy")
+            if value is None:
+                continue
+            if not _is_number(value):
+                found = f"{moment}: {mode}: accuracy is {shown(json.dumps(value))}"
+                raise UserError(f"{where}: {found}; expected a number or null")
+            measured[moment, mode] = float(value)
+    return measured
+
+
+def _is_number(value: Any) -> bool:
+    # json reads NaN and Infinity, which no run writes, and whole numbers that no float holds.
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
@@ -180,11 +197,9 @@ def _evaluations(run: _Run) -> dict[str, dict[float, float]]:
         for key, value in row.items():
             if key.startswith("eval/") and key.endswith("/accuracy") and value is not None:
                 found.setdefault("greedy" if "greedy" in key else "sampled", {})[row["step"]] = float(value)
-    for step, moment in ((0, "before"), (run.rows[-1]["step"], "after")):
-        for mode in ("sampled", "greedy"):
-            value = (run.summary.get(moment) or {}).get(mode, {}).get("accuracy")
-            if value is not None:
-                found.setdefault(mode, {})[step] = float(value)
+    steps = {"before": 0, "after": run.rows[-1]["step"]}
+    for (moment, mode), value in run.measured.items():
+        found.setdefault(mode, {})[steps[moment]] = value
     return found
 
 

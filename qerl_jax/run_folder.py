@@ -27,6 +27,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.models.fields import Fields
+from qerl_jax.models.files import read_json
 from qerl_jax.program import program
 from qerl_jax.rewards import loading
 from qerl_jax.rewards.loading import titles
@@ -236,27 +238,25 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
     _refuse_changes(said, stored, now, "start another run with `--fresh`")
 
 
-def refuse_another_model(folder: Path, now: dict[str, Any]) -> None:
+def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses to use what a run learned with a model that is not the one it was trained on.
 
     Args:
       folder: the run's.
+      stored: what it was trained on (`identity_of`).
       now: that of the model (`rl.assembly.model_identity`). What is not known of both is not compared.
 
     Raises:
       UserError: naming each with the two values.
     """
     said = f"{folder}: the run was trained on another model than is there now"
-    _refuse_changes(
-        said, identity_of(folder), now, f"write its place into model.model_name_or_path of {folder / CONFIG}"
-    )
+    _refuse_changes(said, stored, now, f"write its place into model.model_name_or_path of {folder / CONFIG}")
 
 
 def identity_of(folder: Path) -> dict[str, Any]:
     """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither."""
     if (summary := folder / SUMMARY).is_file():
-        found: dict[str, Any] = source.read_json(summary).get("identity", {})
-        return found
+        return Fields(read_json(summary), str(summary)).object("identity")
     progress = newest_progress(folder / CHECKPOINTS)
     return {} if progress is None else progress["identity"]
 

@@ -82,7 +82,7 @@ def jsonl(folder, *rows):
         (["my.yaml", "model.model_name_or_path=builtin:quick"], "builtin:quick is unknown; allowed: quickstart"),
         (["my.yaml", "data.train_dataset=rows.jsonl"], "rows.jsonl': there is no file"),
         (["my.yaml", "data.train_dataset=arithmetics"], "'arithmetics' is unknown (did you mean 'arithmetic'?)"),
-        (["my.yaml", "data.max_prompt_length=8"], "arithmetic: row 0 (counted from 0) has 3"),
+        (["my.yaml", "data.max_prompt_length=8"], "arithmetic, row 0 (counted from 0): has 3"),
         (["my.yaml", f"data.max_prompt_length={POSITIONS}"], f"is {POSITIONS + 16}; {MODEL} has {POSITIONS} positions"),
         (["my.yaml", "reward.functions=[{function: acuracy}]"], "'acuracy' is unknown (did you mean 'accuracy'?)"),
         (["my.yaml", "reward.functions=[{function: mine.py:f}]"], "there is no file"),
@@ -136,9 +136,10 @@ def test_data_without_the_column_that_a_reward_reads(folder, refused):
 
 def test_a_held_out_prompt_that_is_too_long_is_said_before_anything_is_compiled(folder, refused, monkeypatch):
     monkeypatch.setattr(trainer, "compiled_run", None)
-    jsonl(folder, {"prompt": "Ann has 10 pens.", "answer": "10"}, {"prompt": "and " * 200, "answer": "1"})
+    rows = jsonl(folder, {"prompt": "Ann has 10 pens.", "answer": "10"}, {"prompt": "and " * 200, "answer": "1"})
+    rows.write_text(rows.read_text().replace("\n", "\n\n"))  # lines without a row have numbers too
     said = refused("train", "my.yaml", "evaluation.eval_dataset=rows.jsonl")
-    assert "rows.jsonl: row 1 (counted from 0) has " in said
+    assert "rows.jsonl, line 3: has " in said
 
 
 def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refused):
@@ -252,7 +253,7 @@ def test_an_adapter_of_another_model(folder, refused):
             "max_completion_length is 0; allowed: a whole number",
         ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
-        ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder no"),
+        ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
         ([MODEL, "--prompt", "x", "--output", f"{__file__}/rows.jsonl"], ".py is a file; choose another name"),
         ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
@@ -283,6 +284,14 @@ def test_a_mistake_leaves_the_output_that_is_there(words, folder, refused):
     refused("generate", *words, "--output", "new.jsonl")
     assert (folder / "keep.jsonl").read_text() == "old\n"
     assert not (folder / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("output", ["link", "folder/rows.jsonl"])
+def test_an_output_that_a_link_leads_nowhere_for_is_refused_before_a_model_is_loaded(output, folder, refused):
+    (folder / "link").symlink_to("gone/rows.jsonl")
+    (folder / "folder").symlink_to("gone")
+    said = refused("generate", "/no/such/model", "--prompt", "x", "--output", output)
+    assert f"--output {output}: there is no folder {folder.resolve()}/gone; make it" in said
 
 
 def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):

@@ -207,13 +207,17 @@ def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_o
     ]
 
 
-def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, summary, tmp_path, caplog):
+def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, summary, tmp_path, caplog, monkeypatch):
     folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
     (folder / run_folder.SUMMARY).unlink()  # which is written last: the adapter is there
     assert run_main("evaluate", folder, "--seed", 3) == run_main("evaluate", trained.folder, "--seed", 3)
     assert caplog.records == []
     shutil.rmtree(folder / run_folder.ADAPTER)
+    verified = []
+    read = run_folder.newest_progress
+    monkeypatch.setattr(run_folder, "newest_progress", lambda path: verified.append(path) or read(path))
     evaluated = run_main("evaluate", folder, "--seed", 3)
+    assert len(verified) == 1  # each time all of a checkpoint is read
     assert evaluated == run_main("evaluate", trained.folder, "--seed", 3)
     sample = summary["after"]["samples"][0]
     assert run_main("generate", folder, "--greedy", "--prompt", sample["prompt"]) == sample["completion"] + "\n"

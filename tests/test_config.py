@@ -108,6 +108,11 @@ def test_overrides_are_yaml_1_2_values():
         ("optimiser.max_steps=1", "command line: unknown section optimiser (did you mean 'optimizer'?)"),
         ("noise.max_step=4", "unknown option noise.max_step (did you mean 'optimizer.max_steps'?)"),
         ("grpo.sampler_correction.lvl=token", "grpo.sampler_correction.lvl (did you mean 'level'?)"),
+        (
+            "reward.functions=[{function:mine.py:f}]",
+            "unknown option reward.functions.0.function:mine.py:f; YAML wants a space after the colon: "
+            "`function: mine.py:f`",
+        ),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate is 'fast'; allowed: a number from 1e-30 to 1e30"),
         ("optimizer.learning_rate=true", "optimizer.learning_rate is true; allowed: a number from 1e-30 to 1e30"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number from 1e-30 to 1e30"),

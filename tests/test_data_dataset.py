@@ -129,10 +129,14 @@ GOOD = '{"prompt": "a", "answer": 1}'
             ['{"prompt": "a", "a.b": 1, "a": {"b": "c", "d": [[1], 2]}}'],
             r"line 1: column 'a\.d\[\]' is a number, but a list",
         ),
-        ([GOOD, '{"prompt": "\\ud800"}'], r"line 2: cannot be read as JSON \('utf-8' codec can't encode"),
-        ([GOOD, '{"prompt": "b", "\\ud800": 1}'], r"line 2: cannot be read as JSON \('utf-8' codec can't encode"),
+        ([GOOD, '{"prompt": "\\ud800"}'], r"line 2: '\\ud800' is half of a surrogate pair"),
+        ([GOOD, '{"prompt": "b", "\\ud800": 1}'], r"line 2: '\\ud800' is half of a surrogate pair"),
         (['{"prompt": "b", "x": ' + 65 * "[" + 65 * "]" + "}"], r"line 1: column 'x' is nested more than 64 deep"),
-        (['{"prompt": "b", "x": ' + 10**5 * "[" + 10**5 * "]" + "}"], r"line 1: cannot be read as JSON \(maximum rec"),
+        (['{"prompt": "b", "x": ' + 10**5 * "[" + 10**5 * "]" + "}"], r"line 1: cannot be read as JSON \(lists or obj"),
+        (
+            [GOOD, '{"prompt": "b", "x": -' + 6000 * "1" + "}"],
+            r"line 2: cannot be read as JSON \(-1{19}\.\.\. is a whole number of 6000 digits; allowed: at most 4300\)",
+        ),
         ([""], r"has no rows"),
     ],
 )

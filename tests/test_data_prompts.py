@@ -34,13 +34,13 @@ def test_messages_go_through_the_chat_template(tokenizer):
 def test_a_prompt_is_never_cut(tokenizer):
     with pytest.raises(
         UserError,
-        match=r"prompt 1 \(counted from 0\) has 7 tokens; allowed: 1 to 6 .*'Ann has 12 pens.'",
+        match=r"prompt 1 \(counted from 0\): has 7 tokens; allowed: 1 to 6 .*'Ann has 12 pens.'",
     ):
         encode_prompts(tokenizer, ["Ann", "Ann has 12 pens."], 6)
 
 
 def test_an_empty_prompt_is_refused(tokenizer):
-    with pytest.raises(UserError, match=r"prompt 1 \(counted from 0\) has 0 tokens"):
+    with pytest.raises(UserError, match=r"prompt 1 \(counted from 0\): has 0 tokens"):
         encode_prompts(tokenizer, ["Ann", ""], 6)
 
 
@@ -60,13 +60,13 @@ def test_a_template_that_refuses(tokenizer, monkeypatch):
     talk = [{"role": "user", "content": "a"}]
     with pytest.raises(UserError, match=r"^prompt 1 \(counted from 0\): .*roles must alternate"):
         encode_prompts(tokenizer, ["Ann", talk], 6)
-    with pytest.raises(UserError, match=r"^mine\.jsonl: row 1 \(counted from 0\): .*roles must alternate"):
-        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": talk}], "mine.jsonl", 6)
+    with pytest.raises(UserError, match=r"^mine\.jsonl, line 1: .*roles must alternate"):
+        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": talk}], "mine.jsonl, line {}".format, 6)
 
 
 def test_a_row_with_too_many_tokens_is_named(tokenizer):
-    with pytest.raises(UserError, match=r"^mine\.jsonl: row 1 \(counted from 0\) has 7 tokens; allowed: 1 to 6"):
-        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": "Ann has 12 pens."}], "mine.jsonl", 6)
+    with pytest.raises(UserError, match=r"^mine\.jsonl, line 1: has 7 tokens; allowed: 1 to 6"):
+        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": "Ann has 12 pens."}], "mine.jsonl, line {}".format, 6)
 
 
 def test_half_of_a_surrogate_pair_is_named():

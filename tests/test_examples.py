@@ -137,6 +137,12 @@ def test_the_file_of_gsm8k_is_not_written_over(tmp_path):
         (None, "train.jsonl: No such file or directory\n"),
         (b'{"question": "2 + 2?", "answer": "#### 4"}\n{"question"\n', "train.jsonl, line 2: not JSON: Expecting ':'"),
         (b'{"question": "2 + 2?", "answer": 4}\n', "train.jsonl, line 1: expected an object with the texts `question`"),
+        (
+            b'{"question": "2 + 2?", "answer": "#### 4"}\n\n{"question": "2 + 2?", "answer": "It is 4."}\n',
+            "train.jsonl, line 3: expected an answer that ends in such as `#### 72`, found 'It is 4.'\n",
+        ),
+        (b'{"question": "2 + 2?", "answer": "It is ####"}\n', "train.jsonl, line 1: expected an answer that"),
+        (b"\n", "train.jsonl: has no rows; expected one object with the texts `question` and `answer` a line\n"),
         (b'{"question": "\xff"}\n', "train.jsonl, line 1: not JSON: 'utf-8' codec can't decode byte 0xff"),
     ],
 )

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.files import file_size, parse_json
+from qerl_jax.models.files import file_size, parse_json, read_json
 from qerl_jax.models.safetensors import read_safetensors
-from qerl_jax.models.source import read_json
 
 
 def test_only_ordinary_files_are_opened(tmp_path):
@@ -37,8 +36,8 @@ def test_a_json_file_of_ten_gigabytes_is_not_read(tmp_path):
         (b'{"a": 1} x', "Extra data"),
         ('{"a": 1}'.encode("utf-16"), "codec can't decode"),
         (b"\xef\xbb\xbf{}", "BOM"),
-        (b"[" * 200_000, "recursion"),
-        (b"1" * 5000, "limit"),
+        (b"[" * 200_000, "lists or objects in one another, deeper than can be read"),
+        (b"1" * 5000, r"1{20}\.\.\. is a whole number of 5000 digits; allowed: at most 4300"),
     ],
 )
 def test_what_is_no_json(text, message):

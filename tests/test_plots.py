@@ -91,10 +91,26 @@ def test_runs_that_cannot_be_drawn(tmp_path):
         plot_runs([run], tmp_path / "out")
     with pytest.raises(UserError, match="cannot be read"):
         plot_runs([tmp_path], tmp_path / "out")
-    broken = make_run(tmp_path / "broken")
-    (broken / "summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary.json: not readable as JSON"):
-        plot_runs([broken], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"not valid JSON \(Expecting property name"),
+        ("[" * 100_000, r"not valid JSON \("),
+        ("[1]", "expected a JSON object, found list"),
+        ('{"before": [0.5]}', r"before is \[0\.5\]; expected an object"),
+        ('{"after": {"greedy": 0.5}}', r"after: greedy is 0\.5; expected an object"),
+        ('{"after": {"greedy": {"accuracy": "half"}}}', r'after: greedy: accuracy is "half"; expected a number'),
+        ('{"after": {"greedy": {"accuracy": NaN}}}', r"after: greedy: accuracy is NaN; expected a number or null"),
+    ],
+)
+def test_a_damaged_summary_is_told_before_anything_is_drawn(tmp_path, text, message):
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").write_text(text)
+    with pytest.raises(UserError, match=rf"run/summary\.json: {message}"):
+        plot_runs([run], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_a_second_command_that_comes_when_the_first_has_ended_leaves_nothing(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 
-@pytest.mark.parametrize("record", ["", "[]", "{}", '{"sha256": "x", "report": 3}'])
+@pytest.mark.parametrize("record", ["", "[]", "{}", "[" * 100_000, '{"sha256": "x", "report": 3}'])
 def test_a_record_that_is_none_counts_as_not_finished(tmp_path, record):
     work = WorkFolder(tmp_path / "out", {})
     work.write(0, {"w": np.ones(2, np.float32)}, {"error": 0.5})

@@ -80,6 +80,8 @@ def test_the_shipped_policys_own_problems():
     ("rows", "message"),
     [
         (["{", '{"text": "w1 w2"}'], r"line 1: not JSON"),
+        (["[" * 100_000] * 2, r"line 1: not JSON \(lists or objects in one another"),
+        (["1" * 6000] * 2, r"line 1: not JSON \(1{20}\.\.\. is a whole number of 6000 digits"),
         (
             ['{"text": "w1 w2"}', "[1]"],
             "line 2: expected a JSON object .*; found list",

@@ -14,11 +14,11 @@ from folders import assert_equal, write_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import MXFP4Weight, dequantize, quantize_mxfp4
+from qerl_jax.models.files import read_json
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.loading import load_model, named_weights
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.saving import save_model
-from qerl_jax.models.source import read_json
 from qerl_jax.models.transformer import logits
 
 FOLDERS = Path(__file__).parent / "oracles" / "quantized"

@@ -1,6 +1,9 @@
 """Names of reward functions."""
 
 import hashlib
+import inspect
+import os
+import py_compile
 
 import pytest
 
@@ -28,8 +31,33 @@ def test_a_module_and_a_file(module):
     for location in ("my_rewards", str(module / "my_rewards.py")):
         name = parse_name(f"{location}:length")
         assert (name.location, name.function, name.builtin) == (location, "length", False)
-        assert load_function(name)(completions=["ab", ""]) == [2, 0]
+        function = load_function(name)
+        assert function(completions=["ab", ""]) == [2, 0]
+        assert inspect.getsource(function).startswith("def length")
         assert source_digest(name) == hashlib.sha256((module / "my_rewards.py").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("file", ["mine.py", "rewritten.py", "rewritten_package/inner.py"])
+def test_a_source_rewritten_within_a_second_to_the_same_length(tmp_path, monkeypatch, file):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    if path.parent != tmp_path:
+        (path.parent / "__init__.py").write_text("from rewritten_package import inner\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(score):
+        path.write_text(f"def score(**columns):\n    return [{score}]\n")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+
+    write(1)
+    py_compile.compile(str(path))  # as whatever imports it does
+    write(2)
+    name = parse_name(f"{path if file == 'mine.py' else file.removesuffix('.py').replace('/', '.')}:score")
+    assert load_function(name)() == [2]
+    of_what_runs = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert source_digest(name) == of_what_runs
+    write(3)
+    assert source_digest(name) == of_what_runs
 
 
 @pytest.mark.parametrize("spec", ["acuracy", "length", "my_rewards:", ":length", "my_rewards:two words"])

@@ -143,6 +143,12 @@ def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
     assert load_config(str(folder / "config.yaml")).run.seed == 0
 
 
+def test_a_damaged_identity_of_a_finished_run_is_told(tmp_path):
+    (tmp_path / "summary.json").write_text('{"identity": "base"}')
+    with pytest.raises(UserError, match=r"summary\.json: identity is 'base'; expected an object"):
+        run_folder.identity_of(tmp_path)
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("x")

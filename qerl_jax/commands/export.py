@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command
+from qerl_jax.option_names import EXPORT_FORMATS
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -29,7 +30,7 @@ def add(commands: "Commands") -> None:
     parser = add_command(commands, "export", "write a folder for other programs", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("source", metavar="RUN_OR_MODEL", help="a run folder, or a model's folder or hub name")
     parser.add_argument("destination", metavar="DST", help="the folder to write")
-    parser.add_argument("--format", required=True, metavar="NAME", help="peft, bf16 or nvfp4")
+    parser.add_argument("--format", required=True, metavar="NAME", help=f"one of {', '.join(EXPORT_FORMATS)}")
     parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to export or merge; for a run, not its own")
     parser.set_defaults(command=run)
 

@@ -168,7 +168,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 
 def _check_output(name: str, prompts: str | None) -> None:
     """Refuses a name that no file can have, and the file of the prompts, without touching one that is there."""
-    file = Path(name)
+    file = Path(os.path.realpath(name))  # of a link what it leads to, which need not be there
     of_prompts = os.path.expanduser(prompts or "")
     if file.exists() and os.path.exists(of_prompts) and file.samefile(of_prompts):
         raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")

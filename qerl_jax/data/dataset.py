@@ -21,6 +21,7 @@ from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest
+from qerl_jax.models.files import json_value
 
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
@@ -50,6 +51,10 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
+    def where(self, index: int) -> str:
+        """Where the row stands, as the start of a message about it."""
+        ...
+
 
 class ArithmeticDataset:
     """Word problems with columns `answer` (text) and `operands`."""
@@ -73,6 +78,9 @@ class ArithmeticDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"prompt": self._prompts[index], "answer": self._answers[index], "operands": self._operands[index]}
 
+    def where(self, index: int) -> str:
+        return f"arithmetic, row {index} (counted from 0)"
+
 
 class JsonlDataset:
     """A local JSONL file, checked line by line; a row is what its line says."""
@@ -89,11 +97,11 @@ class JsonlDataset:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        rows = _read_rows(path, data, empty_prompts)
-        if not rows:
+        lines = _read_rows(path, data, empty_prompts)
+        if not lines:
             raise UserError(f"{path}: has no rows; expected one JSON object a line")
-        self._columns = list(dict.fromkeys(name for row in rows for name in row))
-        self._rows = rows
+        self._path, self._lines, self._rows = path, list(lines), list(lines.values())
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,25 +114,32 @@ class JsonlDataset:
             ]
         return row
 
+    def where(self, index: int) -> str:
+        return _where(self._path, self._lines[index])
 
-def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+
+def _where(path: Path, line: int) -> str:
+    return f"{path}, line {line}"
+
+
+def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> dict[int, dict[str, Any]]:
+    """The rows by the numbers of their lines."""
+    rows: dict[int, dict[str, Any]] = {}
     types: _Types = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
-        where = f"{path}, line {number}"
+        where = _where(path, number)
         if not line.strip():
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json.loads(text, parse_constant=_no_json, parse_float=_finite)
-            json.dumps(row, ensure_ascii=False).encode()  # which half of a pair of surrogates has no bytes for
+            row = json_value(text, parse_constant=_no_json, parse_float=_finite)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
             ) from error
-        except (ValueError, RecursionError) as error:  # NaN, thousands of digits, or of brackets
+        except ValueError as error:  # NaN, thousands of digits, or of brackets
             raise UserError(f"{where}: cannot be read as JSON ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
@@ -134,7 +149,8 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> list[dict[str, A
         if not (empty_prompts and row["prompt"] == ""):
             _check_prompt(row["prompt"], where)
         _check_types(row, types, number, where)
-        rows.append(row)
+        _check_text(row, where)
+        rows[number] = row
     return rows
 
 
@@ -168,6 +184,13 @@ def _check_types(row: dict[str, Any], types: _Types, number: int, where: str) ->
             parts += [((*path, "[]"), item) for item in value]
         elif isinstance(value, dict):
             parts += [((*path, f".{key}"), item) for key, item in value.items()]
+
+
+def _check_text(row: dict[str, Any], where: str) -> None:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {error.object[error.start]!r} is half of a surrogate pair, and no text") from None
 
 
 def _check_prompt(prompt: Any, where: str) -> None:

@@ -1,6 +1,6 @@
 """Prompts as token ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -75,25 +75,33 @@ def text_ids(tokenizer: Tokenizer, text: str, what: str, special: bool) -> list[
     return ids
 
 
-def check_prompts(tokenizer: Tokenizer, examples: Iterable[dict[str, Any]], name: str, max_prompt_length: int) -> None:
+def check_prompts(
+    tokenizer: Tokenizer, examples: Iterable[dict[str, Any]], where: Callable[[int], str], max_prompt_length: int
+) -> None:
     """Refuses rows of a data set with a prompt of no tokens or too many, before anything is trained on them.
 
+    Args:
+      tokenizer: the model's.
+      examples: the first rows of the data set, or all.
+      where: says where a row stands, by its number (see `data.dataset.Dataset`).
+      max_prompt_length: the most tokens of a prompt.
+
     Raises:
-      UserError: naming the data set, the row (from 0), and its length and beginning or what its prompt is refused for.
+      UserError: naming the row, and its prompt's length and beginning or what that is refused for.
     """
     for row, example in enumerate(examples):
-        _checked_ids(tokenizer, example["prompt"], f"{name}: row {row} (counted from 0)", max_prompt_length)
+        _checked_ids(tokenizer, example["prompt"], where(row), max_prompt_length)
 
 
-def _checked_ids(tokenizer: Tokenizer, prompt: Prompt, which: str, max_prompt_length: int) -> list[int]:
+def _checked_ids(tokenizer: Tokenizer, prompt: Prompt, where: str, max_prompt_length: int) -> list[int]:
     try:
         ids = prompt_ids(tokenizer, prompt)
     except UserError as error:
-        raise UserError(f"{which}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
     if not 1 <= len(ids) <= max_prompt_length:
         raise UserError(
-            f"{which} has {len(ids)} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); it begins "
-            f"{beginning(prompt)}"
+            f"{where}: has {len(ids)} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); the prompt "
+            f"begins {beginning(prompt)}"
         )
     return ids
 

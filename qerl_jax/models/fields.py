@@ -33,3 +33,14 @@ class Fields:
         if type(value) is not kind or not (positive or kind is bool):
             raise UserError(f"{self._where}: {key} is {shown(repr(value))}; expected {_ALLOWED[kind]}")
         return value
+
+    def object(self, key: str) -> dict[str, Any]:
+        """The object at `key`, an empty one where it is absent.
+
+        Raises:
+          UserError: it is something else.
+        """
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"{self._where}: {key} is {shown(repr(value))}; expected an object")
+        return value or {}

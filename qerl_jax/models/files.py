@@ -5,11 +5,14 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError, shown
+
+_MAX_JSON = 200_000_000  # the largest tokenizer.json is a fifth of it
 
 
 def file_size(path: Path) -> int:
@@ -45,6 +48,26 @@ def files_fingerprint(files: Iterable[Path]) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      UserError: the file is missing, unreadable, or holds something else.
+    """
+    size = file_size(path)
+    if size > _MAX_JSON:
+        raise UserError(f"{path}: expected a JSON file of at most {_MAX_JSON} bytes, found {size}")
+    try:
+        value = parse_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
 def parse_json(text: bytes) -> Any:
     """The value of a JSON text in UTF-8, in which no object has a name twice.
 
@@ -52,9 +75,30 @@ def parse_json(text: bytes) -> Any:
       ValueError: it is something else; the message is one line and says what.
     """
     try:
-        return json.loads(text.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        return json_value(text.decode(), object_pairs_hook=_unique)
+    except ValueError as error:
         raise ValueError(shown(error)) from None
+
+
+def json_value(text: str | bytes, **hooks: Any) -> Any:
+    """The value of a JSON text, by `json.loads` with these hooks.
+
+    Raises:
+      ValueError: it is none (a JSONDecodeError), it has more digits or brackets in a row than Python reads, or a hook
+        raised it.
+    """
+    try:
+        return json.loads(text, parse_int=_whole, **hooks)
+    except RecursionError:
+        raise ValueError("lists or objects in one another, deeper than can be read") from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        digits, most = len(text.removeprefix("-")), sys.get_int_max_str_digits()
+        raise ValueError(f"{shown(text, 20)} is a whole number of {digits} digits; allowed: at most {most}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

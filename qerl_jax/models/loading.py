@@ -19,12 +19,13 @@ from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import FORMATS, PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import DTYPES
+from qerl_jax.models.files import read_json
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packed_by import packing_of
 from qerl_jax.models.packing import Packing
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
-from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, Tensors, open_tensors, read_json, resolve
+from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, Tensors, open_tensors, resolve
 from qerl_jax.program import program
 from qerl_jax.progress import Progress
 from qerl_jax.recipes import RUN_CONFIG

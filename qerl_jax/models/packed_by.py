@@ -5,9 +5,10 @@ from typing import Any
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.compressed_tensors import compressed_tensors_packing
+from qerl_jax.models.files import read_json
 from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
 from qerl_jax.models.packing import Packing
-from qerl_jax.models.source import CONFIG, read_json
+from qerl_jax.models.source import CONFIG
 
 _READERS = {"compressed-tensors": compressed_tensors_packing, "modelopt": modelopt_packing}
 

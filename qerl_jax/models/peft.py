@@ -21,7 +21,7 @@ import numpy as np
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.files import files_fingerprint
+from qerl_jax.models.files import files_fingerprint, read_json
 from qerl_jax.models.loading import Slot, check_tensors, layer_name
 from qerl_jax.models.params import (
     PROJECTIONS,
@@ -35,7 +35,7 @@ from qerl_jax.models.params import (
 )
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import companions
-from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve, write_json
+from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
 from qerl_jax.recipes import RUN_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.format_names import FORMATS
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.compressed_tensors import quantization_config, to_store
+from qerl_jax.models.files import read_json
 from qerl_jax.models.loading import named_weights
 from qerl_jax.models.params import PROJECTIONS, Model
 from qerl_jax.models.shards import Stored, weight_files, write_shards
-from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve, write_json
-
-SAVED_FORMATS = ("bf16", "nvfp4")
+from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
+from qerl_jax.option_names import FORMATS, SAVED_FORMATS
 
 
 def save_model(

@@ -14,7 +14,7 @@ import numpy as np
 
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest, nearest_beside, shown
-from qerl_jax.models.files import file_size, parse_json
+from qerl_jax.models.files import read_json
 from qerl_jax.models.safetensors import read_safetensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -32,7 +32,6 @@ GENERATION_CONFIG = "generation_config.json"
 # Tensors by name: the file and a view of its bytes.
 Tensors = dict[str, tuple[Path, np.ndarray]]
 
-_MAX_JSON = 200_000_000  # the largest tokenizer.json is a fifth of it
 _BUILTIN = "builtin:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -96,26 +95,6 @@ def _download(name: str) -> Path:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """An indented JSON file that ends with a newline."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-      UserError: the file is missing, unreadable, or holds something else.
-    """
-    size = file_size(path)
-    if size > _MAX_JSON:
-        raise UserError(f"{path}: expected a JSON file of at most {_MAX_JSON} bytes, found {size}")
-    try:
-        value = parse_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def open_tensors(folder: Path) -> Tensors:

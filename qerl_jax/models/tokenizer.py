@@ -12,8 +12,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.files import files_fingerprint
-from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, read_json, resolve
+from qerl_jax.models.files import files_fingerprint, read_json
+from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
 
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer", "tokenizer_fingerprint"]
 

@@ -8,8 +8,9 @@ import logging
 import os
 from pathlib import Path
 
+from qerl_jax.models.files import read_json
 from qerl_jax.models.peft import adapter_folder
-from qerl_jax.models.source import ADAPTER_CONFIG, read_json, resolve
+from qerl_jax.models.source import ADAPTER_CONFIG, resolve
 from qerl_jax.quantization.report import REPORT
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ perplexity and entropy are also measured on it: of all tokens, or of the complet
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.prompts import Prompt, prompt_ids, templated, text_ids
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
+from qerl_jax.models.files import json_value
 from qerl_jax.models.tokenizer import Tokenizer
 
 ARITHMETIC = "arithmetic"
@@ -125,8 +125,8 @@ def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Docu
 
 def _document(line: bytes, where: str, tokenizer: Tokenizer) -> Document:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        row = json_value(line)
+    except ValueError as error:  # UnicodeDecodeError is a ValueError
         raise UserError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict) or sum(name in row for name in _COLUMNS) != 1:
         found = ", ".join(map(repr, row)) or "none" if isinstance(row, dict) else type(row).__name__

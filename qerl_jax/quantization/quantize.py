@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import qerl_jax
-from qerl_jax import format_names
+from qerl_jax import option_names
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.metrics import duration
@@ -128,7 +128,7 @@ def _refuse_existing(target: Path) -> None:
 
 def _check_options(weight_format: str, method: str) -> None:
     if weight_format not in FORMATS:
-        hint = nearest(weight_format, FORMATS, elsewhere=format_names.FORMATS)
+        hint = nearest(weight_format, FORMATS, elsewhere=option_names.FORMATS)
         raise UserError(
             f"--format is {weight_format!r}; allowed: {', '.join(FORMATS)}{hint}. Other formats have no form in files: "
             "load_model quantizes to them"

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from qerl_jax.durable import flush, locked, make_folder, write_whole, writing
-from qerl_jax.models.files import file_sha256
+from qerl_jax.models.files import file_sha256, json_value
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
 _PREFIX = ".quantize-"
@@ -76,7 +76,7 @@ class WorkFolder:
         if not record.is_file():
             return None
         try:
-            kept = json.loads(record.read_text(encoding="utf-8"))
+            kept = json_value(record.read_bytes())
             sha256, report = kept["sha256"], dict(kept["report"])
         except (ValueError, KeyError, TypeError):  # no record of ours
             return None

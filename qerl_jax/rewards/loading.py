@@ -2,7 +2,8 @@
 
 A name is one of `BUILTIN` (they run in this process), `package.module:function`, or `path/to/file.py:function` (they
 run in a worker program, see `qerl_jax.rewards.pool`). Modules are looked for where Python looks and in the current
-folder.
+folder. Their source is compiled anew, whatever bytecode of it there is: Python takes a file that was rewritten within a
+second and to the same length for the one that it compiled before.
 """
 
 import dataclasses
@@ -12,7 +13,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import CodeType, ModuleType
 
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.rewards.functions import BUILTIN, RewardFunction
@@ -85,10 +89,56 @@ def _module_name(name: RewardName) -> str:
     return f"qerl_reward_file_{Path(name.location).stem}" if _is_file(name.location) else name.location
 
 
+class _SourceLoader(SourceFileLoader):
+    """Runs the source that it reads; `digest` is that source's sha256."""
+
+    digest: str
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path)
+        self.digest = hashlib.sha256(source).hexdigest()
+        return self.source_to_code(source, self.path)
+
+
+def _read_by_source(spec: ModuleSpec | None) -> ModuleSpec | None:
+    if spec is not None and type(spec.loader) is SourceFileLoader:
+        spec.loader = _SourceLoader(spec.loader.name, spec.loader.path)
+    return spec
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module `name` where Python does, and has it read by its source."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        return _read_by_source(next((spec for spec in found if spec is not None), None))
+
+
+def _import_module(name: str) -> ModuleType:
+    finder = _Finder(name)
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(finder)
+
+
 def source_digest(name: RewardName) -> str | None:
-    """sha256 of the file in which `load_function` has found the function, without what that imports; None where there
-    is no such file (a module inside Python or an archive)."""
-    file = getattr(sys.modules.get(_module_name(name)), "__file__", None)
+    """sha256 of the source that `load_function` has run to get the function, without what that imports; where it had no
+    source to run (a compiled module, or one imported before), of the file; None where there is no such file (a module
+    inside Python or an archive)."""
+    module = sys.modules.get(_module_name(name))
+    loader = getattr(module, "__loader__", None)
+    if isinstance(loader, _SourceLoader):
+        return loader.digest
+    file = getattr(module, "__file__", None)
     if file is None or not Path(file).is_file():
         return None
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -104,7 +154,7 @@ def load_function(name: RewardName) -> RewardFunction:
         return BUILTIN[name.spec]
     if _is_file(name.location):
         module_name = _module_name(name)
-        spec = importlib.util.spec_from_file_location(module_name, name.location)
+        spec = _read_by_source(importlib.util.spec_from_file_location(module_name, name.location))
         if spec is None or spec.loader is None:
             raise UserError(f"reward function {name.spec!r}: {name.location} is not a Python file (.py)")
         module = importlib.util.module_from_spec(spec)
@@ -112,7 +162,7 @@ def load_function(name: RewardName) -> RewardFunction:
         spec.loader.exec_module(module)
     else:
         try:
-            module = importlib.import_module(name.location)
+            module = _import_module(name.location)
         except ModuleNotFoundError as error:
             parents = [name.location.rsplit(".", n)[0] for n in range(name.location.count(".") + 1)]
             if error.name not in parents:

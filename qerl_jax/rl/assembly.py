@@ -213,19 +213,19 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     dataset = load_dataset(config.data.train_dataset, split="train")
     of_evaluation = evaluation_data(config, config.run.seed)
     read = [
-        (config.data.train_dataset, [dataset[i] for i in range(len(dataset))]),
-        (config.evaluation.eval_dataset, held_out(config, of_evaluation)),
+        (config.data.train_dataset, dataset, [dataset[i] for i in range(len(dataset))]),
+        (config.evaluation.eval_dataset, of_evaluation, held_out(config, of_evaluation)),
     ]
-    for name, examples in read:
+    for name, _, examples in read:
         rewards.check(examples, name)
-    (_, trained), (name, evaluated) = read
+    (_, _, trained), (name, _, evaluated) = read
     _warn_of_problems_trained_on(trained, evaluated, name)
     total_steps = config.total_steps(len(dataset))
     if config.lora.adapter is not None:
         warn_of_scaled_base(adapter_folder(config.lora.adapter), config.model.model_name_or_path)
     policy = configured_policy(config)
-    for name, examples in read:
-        check_prompts(policy.tokenizer, examples, name, config.data.max_prompt_length)
+    for _, rows, examples in read:
+        check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     correction = SamplerCorrection(**dataclasses.asdict(grpo.sampler_correction))
     update = UpdateSettings(

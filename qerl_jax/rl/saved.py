@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import flax.struct
 import jax
@@ -26,13 +27,19 @@ class Saved(flax.struct.PyTreeNode):
     key: jax.Array
 
 
-def trained_adapter(run: Path, config: Config, policy: Policy) -> Adapter:
+def trained_adapter(run: Path, identity: dict[str, Any], config: Config, policy: Policy) -> Adapter:
     """`learned_adapter` of the model that the run was trained on, loaded as `policy`.
+
+    Args:
+      run: its folder.
+      identity: what it was trained on (`run_folder.identity_of`).
+      config: its own.
+      policy: the model that the config names.
 
     Raises:
       UserError: also where the base, its tokenizer or the ids that end a text are others now.
     """
-    run_folder.refuse_another_model(run, model_identity(config.model.model_name_or_path, policy.fingerprint))
+    run_folder.refuse_another_model(run, identity, model_identity(config.model.model_name_or_path, policy.fingerprint))
     return learned_adapter(run, config, policy.model)
 
 

@@ -26,10 +26,10 @@ from pallas_kernels import (
     takes_decode_attention,
 )
 from qerl_jax.errors import UserError
-from qerl_jax.format_names import KVCacheDtype
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer, Model
 from qerl_jax.models.transformer import KV, Attend, rotation_at, split_heads
+from qerl_jax.option_names import KVCacheDtype
 
 _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, check_fields
-from qerl_jax.format_names import KV_CACHE_DTYPES, KVCacheDtype
+from qerl_jax.option_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
 GROUP = 128  # tokens; it divides Qwen's vocabularies

@@ -93,7 +93,8 @@ def generate_texts(
         run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
         options = config.model
         policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
-        trained = trained_adapter(run, config, policy) if adapter is None else None
+        if adapter is None:
+            trained = trained_adapter(run, run_folder.identity_of(run), config, policy)
         base = options.model_name_or_path
     else:
         policy, base = load_policy(model_or_run, None, "auto"), model_or_run

@@ -227,7 +227,7 @@ def test_a_reward_module_that_cannot_be_imported_stops_the_run_with_nothing_left
 
 
 def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, tmp_path):
-    with pytest.raises(UserError, match=r"row 0 \(counted from 0\) has"):
+    with pytest.raises(UserError, match=r"problems\.jsonl, line 1: has"):
         train(config, tmp_path / "run", "data.max_prompt_length=8")
     train(config, tmp_path / "run")
     assert differences(tmp_path / "run", finished) == []
