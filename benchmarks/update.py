@@ -3,16 +3,19 @@
     python -m benchmarks.update --model qwen2.5-7b --completion 2048 --micro-batch 1 2 --checkpointed 4 8 \\
         --output benchmarks/results/h200/update_qwen2.5-7b.json
     python -m benchmarks.update --rows 64 --long-tail --micro-batch 2 --checkpointed
+    python -m benchmarks.update --micro-batch 1 --checkpointed --profile
 
 Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
 What is timed is `update_step`, compiled as a run's are, from call to result; `seconds` is the median of --repeats after
 one that warms up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
 floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward once
 more), and of the output matrix's three, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
-temporary_gb is what the compiled step needs beside weights, adapter and optimizer state.
+temporary_gb is what the compiled step needs beside weights, adapter and optimizer state. With --profile `kernels` has
+the milliseconds of each kernel of one more step, by XLA's names; those of frames that are not chosen count, with none.
 """
 
 import argparse
+import collections
 import functools
 import json
 import statistics
@@ -24,6 +27,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.compiling import Programs
 from benchmarks.refill import long_tailed
@@ -101,6 +106,15 @@ def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: in
     }
 
 
+def kernel_times(program: jax.stages.Compiled, operands: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """How often each kernel runs in a step, and its milliseconds in all, the longest first."""
+    found: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
+    for name, ms in profiler.measure(program, aggregate=False)(*operands)[1] or []:
+        found[name] += (1, ms)
+    rows = [{"kernel": name, "count": int(count), "ms": float(ms)} for name, (count, ms) in found.items()]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
 def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
@@ -117,8 +131,12 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
         help="lengths ~ 1 / length^2 from a 64th of --completion, instead of all full",
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="also kernels' device times")
     parser.add_argument("--output", type=Path)
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.profile and jax.default_backend() != "gpu":
+        parser.error("--profile reads a GPU's counters, and there is no GPU here")
+    return arguments
 
 
 def main(words: list[str] | None = None) -> int:
@@ -146,8 +164,12 @@ def main(words: list[str] | None = None) -> int:
         flops = products_flops(config, B * arguments.prompt + sum(lengths), sum(lengths), checkpoints)
         row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
         row |= measure(programs.get(case), operands, arguments.repeats)
-        rows.append(row)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+        rows.append(row)
+        if arguments.profile:
+            row["kernels"] = kernel_times(programs.get(case), operands)
+            for kernel in row["kernels"][:20]:
+                print(f"  {kernel['ms']:8.2f} ms {kernel['count']:6} {kernel['kernel']}", flush=True)
     if arguments.output is not None:
         settings = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
         result = {

@@ -2,10 +2,25 @@
 
 import json
 
+import jax
 import pytest
 
 from benchmarks import update
 from benchmarks.shapes import MODELS
+
+
+def test_kernels_of_a_step_are_counted_and_added_up(monkeypatch):
+    ran = [("small", 0.5), ("large", 2.0), ("small", 0.25), ("not chosen", 0.0)]
+    monkeypatch.setattr(update.profiler, "measure", lambda program, aggregate: lambda *operands: (operands, ran))
+    compiled = jax.jit(lambda x: x).lower(1.0).compile()
+    found = [tuple(row.values()) for row in update.kernel_times(compiled, (1.0,))]
+    assert found == [("large", 1, 2.0), ("small", 2, 0.75), ("not chosen", 1, 0.0)]
+
+
+def test_a_profile_needs_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        update.main(["--model", "tiny", "--profile"])
+    assert "there is no GPU here" in capsys.readouterr().err
 
 
 def test_products_by_hand():

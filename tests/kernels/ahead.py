@@ -1,8 +1,8 @@
 """The programs of GPU tests, compiled in threads before the tests need them: most of their time was compilation.
 
 `@ahead(start)` on a test says what it will run: `start(programs, **parameters)` with the parameters of each of its
-cases. The fixture `programs` calls it for all selected tests at once; a test then takes its programs by their keys, as
-`start` has given them.
+cases. The fixture `programs` calls it for all selected tests of a file at once; a test then takes its programs by their
+keys, as `start` has given them.
 """
 
 import jax
