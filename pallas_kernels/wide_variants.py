@@ -77,9 +77,9 @@ def _with_few_blocks(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...],
 
 
 def _by_rule(op: str, m: int, d: int, r: tuple[int, ...]) -> WideConfig:
-    """The least estimated time; with several tiles of rows no split of a last wave, so that a row's result does not
-    depend on M."""
-    plans = candidates(op, m, d, r, (128,) if m <= 128 else (256,))
+    """The least estimated time, of tiles of 192 rows too where they have been measured; with several tiles of rows no
+    split of a last wave, so that a row's result does not depend on M."""
+    plans = candidates(op, m, d, r, (128,) if m <= 128 else (192, 256) if 256 < m <= 768 else (256,))
     if not plans:  # what does not take this one takes none: says why
         make_plan(m, d, r, op == "dx", WideConfig())
     return next(plan.config for plan in plans if plan.m_tiles == 1 or plan.split_items in (0, plan.items))

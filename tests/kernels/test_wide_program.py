@@ -234,6 +234,7 @@ def test_float16(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h, han
     (WideConfig(64, 2, 2, 3, 2, promote=16), 80, 512, (128, 136), (16, 32), 8),  # all are shared by two
     (WideConfig(160, 1, 1, 3, 2, promote=16), 180, 512, (128,), (), 3),  # totals in memory
     (WideConfig(96, 1, 3, 3, 2, promote=16), 150, 384, (128,), (), 6),  # 64 rows behind 96, in parts of 24, 16, 24
+    (WideConfig(64, 1, 8, 3, 2), 80, 1024, (128,), (16,), 16),  # of eight parts four add up no rows of the last 32
 ])  # fmt: skip
 def test_a_last_tile_of_fewer_rows(monkeypatch, plain_inputs, config, m, k, n, ranks, resident):
     monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
