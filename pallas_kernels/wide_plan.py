@@ -77,6 +77,11 @@ class Run(NamedTuple):
     parts: int
 
 
+def _group_of(m_tiles: int) -> int:
+    """Tiles of rows of a group: at most 16, in groups as equal as they can be."""
+    return -(-max(1, m_tiles) // max(1, -(-m_tiles // 16)))
+
+
 @dataclasses.dataclass(frozen=True)
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
@@ -148,8 +153,11 @@ class WidePlan:
 
     @property
     def last_rows(self) -> int:
-        """Rows of the last tile of rows, as many as there are in whole chunks: it multiplies no others."""
-        return -(-(self.m - (self.m_tiles - 1) * self.config.m_tile) // CHUNK) * CHUNK
+        """Rows of the last tile of rows: as many as there are, in whole chunks and eights for each CTA that loads them;
+        or `m_tile`, where it fills up a group of the others."""
+        others, step = self.m_tiles - 1, max(CHUNK, 8 * self.config.share)
+        rows = -(-(self.m - others * self.config.m_tile) // step) * step
+        return self.config.m_tile if others % _group_of(others) else rows
 
     @property
     def full_m_tiles(self) -> int:
@@ -158,10 +166,9 @@ class WidePlan:
 
     @property
     def m_group(self) -> int:
-        """Of those so many are multiplied by the same weights before the next weights: their x stays in the L2. At most
-        16, in groups as equal as they can be: every group is filled up to this size."""
-        tiles = max(1, self.full_m_tiles)
-        return -(-tiles // -(-tiles // 16))
+        """Of those so many are multiplied by the same weights before the next weights: their x stays in the L2. Every
+        group is filled up to this size."""
+        return _group_of(self.full_m_tiles)
 
     @property
     def r_groups(self) -> int:

@@ -125,7 +125,7 @@ def makes_h_in_time(
     """Whether CTAs that have no tile can make x A^T of adapters of these padded ranks, and soon enough: by estimates
     that fit what an H200 took within 2 us, it delays the kernel by less than a launch takes, which it saves where x is
     given; where x is a norm it saves A's part of one. Of whole tiles of rows, so that it is the same for all M of a
-    range."""
+    range up to 256."""
     rows = -(-m // config.m_tile) * config.m_tile
     try:
         plan = make_plan(rows, k, n, False, config, ranks, swiglu, makes_h=True)

@@ -254,6 +254,10 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
         ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
+        (
+            [MODEL, "--prompt", "x", "--output", "no/../rows.jsonl"],
+            "--output no/../rows.jsonl: there is no folder no/..;",
+        ),
         ([MODEL, "--prompt", "x", "--output", f"{__file__}/rows.jsonl"], ".py is a file; choose another name"),
         ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),

@@ -63,3 +63,22 @@ def test_chunks_behind_what_is_wanted_are_left_out(monkeypatch):
         gradient = back(jnp.ones((2, 10)))[0]
         np.testing.assert_allclose(gradient[:chunks], slopes[:chunks], rtol=1e-4, atol=1e-5)
         assert not gradient[chunks:].any()
+
+
+def test_large_logits_cost_no_digits(monkeypatch):
+    monkeypatch.setattr(logprobs, "head", lambda model, logits: logits)
+    logits = 1e4 + jax.random.normal(jax.random.key(0), (10, CONFIG.vocab_size))
+    targets = jnp.arange(10)
+    logps, backward = jax.vjp(lambda logits: token_logps(MODEL, logits, targets, 1.0)[0], logits)
+    below = np.asarray(logits, np.float64) - np.asarray(logits, np.float64).max(1, keepdims=True)
+    expected = below - np.log(np.exp(below).sum(1, keepdims=True))
+    np.testing.assert_allclose(logps, expected[np.arange(10), targets], rtol=1e-6)
+    gradient = np.eye(CONFIG.vocab_size)[targets] - np.exp(expected)
+    np.testing.assert_allclose(backward(jnp.ones(10))[0], gradient, rtol=1e-5)
+
+
+def test_no_tokens():
+    hidden, targets = jnp.zeros((0, CONFIG.hidden_size)), jnp.zeros(0, jnp.int32)
+    (logps, entropies), backward = jax.vjp(lambda hidden: token_logps(MODEL, hidden, targets, 1.0), hidden)
+    assert logps.shape == entropies.shape == (0,)
+    assert backward((logps, entropies))[0].shape == hidden.shape

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import py_compile
+import sys
 
 import pytest
 
@@ -58,6 +59,12 @@ def test_a_source_rewritten_within_a_second_to_the_same_length(tmp_path, monkeyp
     assert source_digest(name) == of_what_runs
     write(3)
     assert source_digest(name) == of_what_runs
+
+
+def test_a_module_beside_a_finder_that_finds_nothing(module, monkeypatch):
+    (module / "never_imported.py").write_text("def one(**columns):\n    return [1]\n")
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])  # which Python passes over
+    assert load_function(parse_name("never_imported:one"))() == [1]
 
 
 @pytest.mark.parametrize("spec", ["acuracy", "length", "my_rewards:", ":length", "my_rewards:two words"])

@@ -174,10 +174,11 @@ def _check_output(name: str, prompts: str | None) -> None:
         raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")
     if file.is_dir():
         raise UserError(f"--output {name} is a folder; expected the name of a file")
-    if file.parent.exists() and not file.parent.is_dir():
-        raise UserError(f"--output {name}: {file.parent} is a file; choose another name")
-    if not file.parent.is_dir():
-        raise UserError(f"--output {name}: there is no folder {file.parent}; make it, or choose another name")
+    for folder in (file.parent, Path(name).parent):  # of `gone/../rows.jsonl` the second
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--output {name}: {folder} is a file; choose another name")
+        if not folder.is_dir():
+            raise UserError(f"--output {name}: there is no folder {folder}; make it, or choose another name")
 
 
 def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, name: str) -> None:

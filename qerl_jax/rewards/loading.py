@@ -117,7 +117,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        found = (find(fullname, path, target) for find in finders if find is not None)
         return _read_by_source(next((spec for spec in found if spec is not None), None))
 
 

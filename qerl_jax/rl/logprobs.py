@@ -22,14 +22,15 @@ _LOGITS_BUDGET = 2**26  # float32 logits held at a time (256 MB); a whole batch'
 def token_logps(
     model: Model, hidden_MD: jax.Array, targets_M: jax.Array, temperature: float, wanted: jax.Array | int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """log_softmax(logits / temperature)[target] and the entropy of that distribution (no gradient), float32 [M].
+    """log_softmax(logits / temperature)[target] and the entropy of that distribution, float32 [M]; only the former have
+    a gradient, with respect to `hidden_MD` alone.
 
-    The vocabulary's logits exist for one chunk of tokens at a time, in the backward pass too; chunks behind the first
-    `wanted` tokens are left out, and zeros.
+    The vocabulary's logits exist for one chunk of tokens at a time, in the backward pass too; where there are several,
+    those behind the first `wanted` tokens are left out, and zeros.
     """
     M = targets_M.shape[0]
     rows = max(1, min(M, _LOGITS_BUDGET // model.config.vocab_size))
-    padding = -M % rows
+    padding = max(1, -(-M // rows)) * rows - M
     hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(-1, rows, hidden_MD.shape[1])
     targets = jnp.pad(targets_M, (0, padding)).reshape(-1, rows)
     used = -(-jnp.int32(M if wanted is None else wanted) // rows)
@@ -55,21 +56,21 @@ def _of_chunks_forward(
         below = scores - largest[:, None]
         weights = jnp.exp(below)
         sums = weights.sum(-1)
-        log_sums = largest + jnp.log(sums)
-        target = jnp.take_along_axis(scores, targets[i][:, None], axis=-1)[:, 0]
-        return target - log_sums, jnp.log(sums) - (weights * below).sum(-1) / sums, log_sums
+        log_sums = jnp.log(sums)  # of what is below the largest: logits may be far larger than their differences
+        target = jnp.take_along_axis(below, targets[i][:, None], axis=-1)[:, 0]
+        return target - log_sums, log_sums - (weights * below).sum(-1) / sums, largest, log_sums
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    logps, entropies, log_sums = _for_each(of_chunk, used, (zeros, zeros, zeros))
-    return (logps, entropies), (model, temperature, hidden, targets, used, log_sums)
+    logps, entropies, largest, log_sums = _for_each(of_chunk, used, (zeros,) * 4)
+    return (logps, entropies), (model, temperature, hidden, targets, used, largest, log_sums)
 
 
 def _of_chunks_backward(kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    (model, temperature, hidden, targets, used, log_sums), (dlogps, _) = kept, gradients
+    (model, temperature, hidden, targets, used, largest, log_sums), (dlogps, _) = kept, gradients
 
     def of_chunk(i: jax.Array | int) -> tuple[jax.Array]:
         logits, back = jax.vjp(functools.partial(head, model), hidden[i])
-        probabilities = jnp.exp(logits / temperature - log_sums[i][:, None])
+        probabilities = jnp.exp(logits / temperature - largest[i][:, None] - log_sums[i][:, None])
         is_target = jnp.arange(logits.shape[-1]) == targets[i][:, None]
         gradient: tuple[jax.Array] = back((is_target - probabilities) * (dlogps[i] / temperature)[:, None])
         return gradient

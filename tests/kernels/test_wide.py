@@ -299,8 +299,19 @@ def test_the_last_tile_has_as_many_rows_as_there_are(m, r, config, runs):
     assert [tuple(run) for run in make_plan(m, 3584, (r,), False, config).runs] == runs
 
 
+@pytest.mark.parametrize("m_tile, share", [(256, 2), (192, 4), (128, 1), (64, 8)])
+def test_no_row_is_in_two_tiles(m_tile, share):
+    for m in range(1, 70 * m_tile, 7):
+        plan = make_plan(m, 1024, (128,), False, WideConfig(m_tile, share))
+        full = plan.full_items // plan.r_groups
+        firsts = [m_tile * i for i in range(full)] + [m_tile * plan.full_m_tiles] * (plan.items > plan.full_items)
+        rows = [m_tile] * full + [plan.last_rows]
+        taken = [row for first, count in zip(firsts, rows, strict=False) for row in range(first, min(first + count, m))]
+        assert taken == list(range(m)), m
+
+
 @pytest.mark.parametrize(
-    "m, m_tiles, items", [(256, 1, 1), (4096, 16, 16), (4100, 17, 17), (8448, 33, 33), (9000, 36, 37)]
+    "m, m_tiles, items", [(256, 1, 1), (4096, 16, 16), (4100, 17, 17), (4400, 18, 18), (8448, 33, 33), (9000, 36, 36)]
 )
 def test_groups_of_row_tiles_are_filled_up_little(m, m_tiles, items):
     plan = make_plan(m, 1024, (256,), False, WideConfig())
