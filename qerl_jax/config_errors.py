@@ -100,9 +100,9 @@ def _advice(owner: type, path: tuple[str | int, ...], root: type) -> str:
     """Where the unknown option lives, else the nearest name in its section, else the nearest one anywhere; of a known
     one that YAML has joined with its value, how they are parted."""
     known, name = list(get_type_hints(owner)), str(path[-1])
-    option, colon, value = name.partition(":")
-    if colon and option in known:
-        return f"; YAML wants a space after the colon: `{option}: {value}`"
+    before, colon, after = name.partition(":")
+    if colon and before in known:
+        return f"; YAML wants a space after the colon: `{before}: {after}`"
     homes: dict[str, list[str]] = {}
     for option in option_names(root):
         if "." in option:

@@ -1,5 +1,7 @@
 """The wide kernel without a GPU: what each lane decodes, how shapes are cut, and that each variant lowers for CUDA."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,18 +275,23 @@ def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
         assert variants.choose(300, 3584, (4608,)) == variants.choose_dx(300, 3584, 4608) == "dequantize"
 
 
-def test_every_tile_is_an_item_once():
-    for m, r in ((4096, 3584), (300, 1000), (5000, 512), (40, 512)):
-        plan = make_plan(m, 1024, (r,), False, WideConfig())
-        seen = set()
-        for index in range(plan.full_items):
-            group, rest = divmod(index, plan.m_group * plan.r_groups)
-            m_tile = group * plan.m_group + rest % plan.m_group
-            seen |= {(m_tile, rest // plan.m_group * 2 + s) for s in range(2)}
-        for index in range(plan.full_items, plan.items):
-            seen |= {(plan.full_m_tiles, (index - plan.full_items) * 2 + s) for s in range(2)}
-        wanted = {(i, j) for i in range(plan.m_tiles) for j in range(plan.tiles_of[0])}
-        assert wanted <= seen
+@pytest.mark.parametrize("m_tile, share, r", [(256, 2, 136), (192, 4, 264), (128, 1, 256), (64, 8, 128)])
+def test_every_output_is_computed_once(monkeypatch, m_tile, share, r):
+    """By the kernel's own arithmetic; with up to 50 tiles of rows, in one group or several."""
+    on_ints = {"div": "floordiv", "rem": "mod", "mul": "mul", "add": "add", "sub": "sub"}
+    for name, of_int in on_ints.items():
+        monkeypatch.setattr(wide_kernel.p, name, getattr(int, f"__{of_int}__"))
+    monkeypatch.setattr(wide_kernel.p, "i32", int)
+    for m in {1, 40, *range(m_tile, 50 * m_tile, 59)}:
+        plan = make_plan(m, 1024, (r,), False, WideConfig(m_tile, share))
+        computed = np.zeros((m, plan.r_groups * share), int)
+        for run in plan.runs:
+            for item, rank in np.ndindex(run.end - run.first, share):
+                cta = types.SimpleNamespace(plan=plan, rank=rank)
+                unit = wide_kernel.Unit(run.first + item, run.rows, run.parts, 0, 0, 0)
+                r_tile, row = wide_kernel._Kernel.tile(cta, unit)
+                computed[row : row + run.rows, r_tile] += 1
+        assert (computed == 1).all(), m
 
 
 @pytest.mark.parametrize("m, r, config, runs", [
@@ -297,17 +304,6 @@ def test_every_tile_is_an_item_once():
 ])  # fmt: skip
 def test_the_last_tile_has_as_many_rows_as_there_are(m, r, config, runs):
     assert [tuple(run) for run in make_plan(m, 3584, (r,), False, config).runs] == runs
-
-
-@pytest.mark.parametrize("m_tile, share", [(256, 2), (192, 4), (128, 1), (64, 8)])
-def test_no_row_is_in_two_tiles(m_tile, share):
-    for m in range(1, 70 * m_tile, 7):
-        plan = make_plan(m, 1024, (128,), False, WideConfig(m_tile, share))
-        full = plan.full_items // plan.r_groups
-        firsts = [m_tile * i for i in range(full)] + [m_tile * plan.full_m_tiles] * (plan.items > plan.full_items)
-        rows = [m_tile] * full + [plan.last_rows]
-        taken = [row for first, count in zip(firsts, rows, strict=False) for row in range(first, min(first + count, m))]
-        assert taken == list(range(m)), m
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
 ])  # fmt: skip
 def test_products(plain_inputs, config, m, k, n, ranks, bias):
     ys, true, bounds = products(config, m, k, n, ranks, bias)
-    for y, y_true, bound in zip(ys, true, bounds, strict=True):
-        assert (np.abs(y - y_true) <= bound).all()
+    assert_near(ys, true, bounds)
 
 
 @pytest.mark.parametrize("config, m, k, n, ranks, bias", [
@@ -155,8 +154,7 @@ def test_x_at_by_ctas_without_a_tile_with_swiglu(monkeypatch):
 ])  # fmt: skip
 def test_x_in_unit_order(plain_inputs, config, m, k, n, ranks):
     ys, true, bounds = products(config, m, k, n, ranks, True, handover=Handover(units=True))
-    for y, y_true, bound in zip(ys, true, bounds, strict=True):
-        assert (np.abs(y - y_true) <= bound).all()
+    assert_near(ys, true, bounds)
 
 
 @pytest.mark.parametrize("config, m, k, n, ranks, resident", [
@@ -166,8 +164,7 @@ def test_x_in_unit_order(plain_inputs, config, m, k, n, ranks):
 def test_x_in_unit_order_by_a_by_ctas_without_a_tile(monkeypatch, config, m, k, n, ranks, resident):
     monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
     ys, true, bounds = products(config, m, k, n, ranks, True, makes_h=True, handover=Handover(units=True))
-    for y, y_true, bound in zip(ys, true, bounds, strict=True):
-        assert (np.abs(y - y_true) <= bound).all()
+    assert_near(ys, true, bounds)
 
 
 def test_swiglu_gives_unit_order():
@@ -241,6 +238,10 @@ def test_a_last_tile_of_fewer_rows(monkeypatch, plain_inputs, config, m, k, n, r
     runs = make_plan(m, k, n, False, config).runs
     assert len({run.rows for run in runs}) == 2
     ys, true, bounds = products(config, m, k, n, ranks, False)
+    assert_near(ys, true, bounds)
+
+
+def assert_near(ys, true, bounds):
     for y, y_true, bound in zip(ys, true, bounds, strict=True):
         assert (np.abs(y - y_true) <= bound).all()
 
