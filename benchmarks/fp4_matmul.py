@@ -105,7 +105,7 @@ def cases(k: int, n: int, m: int, args: argparse.Namespace) -> Iterator[Case]:
         row = one | {"op": "forward", "variant": str(variants.choose(m, k, (n,), backend))}
         yield Case(lambda x, w, b=backend: fp4_matmul(x, w, scale, backend=b), k, "nvfp4", row)
     if "dx" in args.ops and m in args.dx_m:
-        row = one | {"op": "dx", "variant": str(variants.choose_dx(m, k, n))}
+        row = one | {"op": "dx", "variant": str(variants.choose_dx(m, k, (n,)))}
         yield Case(lambda x, w: fp4_matmul_dx(x, w, scale), n, "nvfp4", row)
     if "lora" in args.ops and m in args.lora_m and m <= variants.STREAM_ROWS:
         for rank in args.ranks:

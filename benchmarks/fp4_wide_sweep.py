@@ -53,7 +53,11 @@ def sweep_case(op, k, n, m, configs, pool, note):
     outputs = np.sort(rng.choice(n if op == "forward" else k, SAMPLES, replace=False))
     rows = np.sort(rng.choice(m, min(m, SAMPLES), replace=False))
     true, size = expected(op, xs[-1], weights[-1], rows, outputs)
-    product = wide.matmul if op == "forward" else wide.matmul_dx
+
+    def product(x, weight, scale, config):
+        if op == "forward":
+            return wide.matmul(x, weight, scale, config)
+        return wide.matmul_dx([x], [weight], [scale], config)
 
     def compiled(config):
         f = rotated(lambda x, w: product(x, w, scale, config), count)

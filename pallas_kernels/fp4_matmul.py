@@ -62,7 +62,7 @@ def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
     """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype."""
     if dy_MN.ndim != 2 or dy_MN.shape[1] != weight.n:
         raise ValueError(f"dy must be [M, {weight.n}], got shape {dy_MN.shape}")
-    return _dx(Route(backend, variants.capability()))(dy_MN, weight, global_scale, None)
+    return _dx(Route(backend, variants.capability()))((dy_MN,), (weight,), (global_scale,), None)
 
 
 def _per_weight(value, single, count, name):
@@ -133,12 +133,7 @@ def _linear_bwd(route, _, saved, dys):
     x, weights, scales, loras = saved
     dys = [dy.astype(x.dtype) for dy in dys]
     more, d_loras = _lora_bwd(x, loras, dys)
-    # One weight's dx is rounded once, by the product itself; adapters add to the first weight's.
-    dx = _dx(route, wide_out=len(weights) > 1)
-    first, *others = (
-        dx(dy, w, s, None if i else more) for i, (dy, w, s) in enumerate(zip(dys, weights, scales, strict=True))
-    )
-    return sum(others, first).astype(x.dtype), None, None, d_loras, None
+    return _dx(route)(tuple(dys), weights, scales, more).astype(x.dtype), None, None, d_loras, None
 
 
 def _lora_bwd(x, loras, dys):
@@ -225,45 +220,50 @@ def _base(route, out_dtype):
 
 @functools.cache
 def _dx(route, wide_out=False):
-    """dy, weight, scale, and dh [M, R] in float32 and A [R, K] or None -> dy W + dh A."""
+    """dys, weights, scales, and dh [M, R] in float32 and A [R, K] or None -> the sum of dy W over the weights + dh A,
+    rounded once."""
 
-    def rounded(dy):
-        return jnp.float32 if wide_out else dy.dtype
+    def rounded(dys):
+        return jnp.float32 if wide_out else dys[0].dtype
 
     @custom_vmap
-    def dx(dy, weight, scale, lora):
-        out_dtype = rounded(dy)
-        if dy.shape[0] == 0:
-            return jnp.zeros((0, weight.k), out_dtype)
-        variant = variants.choose_dx(dy.shape[0], weight.k, weight.n, route.backend)
+    def dx(dys, weights, scales, lora):
+        (m, _), k, out_dtype = dys[0].shape, weights[0].k, rounded(dys)
+        if m == 0:
+            return jnp.zeros((0, k), out_dtype)
+        variant = variants.choose_dx(m, k, tuple(w.n for w in weights), route.backend)
         if isinstance(variant, WideConfig):
-            return wide.matmul_dx(dy, weight, scale, variant, out_dtype, lora)
+            return wide.matmul_dx(dys, weights, scales, variant, out_dtype, lora)
+        each = zip(dys, weights, scales, strict=True)
         if variant == "reference":
-            sums = fp4_matmul_dx_reference(dy.astype(jnp.float32), weight, scale)
+            parts = [fp4_matmul_dx_reference(dy.astype(jnp.float32), w, s) for dy, w, s in each]
         else:
-            sums = dequantized.matmul_dx(dy, weight, scale, kernel=variant == "dequantize-mosaic")
-        return (sums if lora is None else sums + _of_adapters(*lora, dy.dtype)).astype(out_dtype)
+            parts = [dequantized.matmul_dx(dy, w, s, kernel=variant == "dequantize-mosaic") for dy, w, s in each]
+        if lora is not None:
+            parts.append(_of_adapters(*lora, dys[0].dtype))
+        return sum(parts[1:], parts[0]).astype(out_dtype)
 
     @dx.def_vmap
-    def fold(axis_size, in_batched, dy, weight, scale, lora):
-        dy_batched, *others, lora_batched = in_batched
+    def fold(axis_size, in_batched, dys, weights, scales, lora):
+        dys_batched, *others, lora_batched = in_batched
         if any(jax.tree.leaves(others)):
             raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only; the weight must not be batched")
         if lora is not None and lora_batched[1]:  # an adapter for each row block: outside the kernel
 
-            def one(dy, lora):
-                sums = _dx(route, wide_out=True)(dy, weight, scale, None)
-                return (sums + _of_adapters(*lora, dy.dtype)).astype(rounded(dy))
+            def one(dys, lora):
+                sums = _dx(route, wide_out=True)(dys, weights, scales, None)
+                return (sums + _of_adapters(*lora, dys[0].dtype)).astype(rounded(dys))
 
-            axes = jax.tree.map(lambda batched: 0 if batched else None, (dy_batched, lora_batched))
-            return jax.vmap(one, axes, axis_size=axis_size)(dy, lora), True
+            axes = jax.tree.map(lambda batched: 0 if batched else None, (dys_batched, lora_batched))
+            return jax.vmap(one, axes, axis_size=axis_size)(dys, lora), True
 
         def rows(x, batched):
             x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
             return x.reshape(axis_size * x.shape[1], x.shape[2])
 
         more = None if lora is None else (rows(lora[0], lora_batched[0]), lora[1])
-        return dx(rows(dy, dy_batched), weight, scale, more).reshape(axis_size, dy.shape[-2], weight.k), True
+        out = dx(tuple(map(rows, dys, dys_batched)), weights, scales, more)
+        return out.reshape(axis_size, dys[0].shape[-2], weights[0].k), True
 
     return dx
 

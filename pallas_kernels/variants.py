@@ -178,10 +178,10 @@ def choose(
     return _first([wide, stream] if m <= MAX_STREAM_ROWS else [wide])
 
 
-def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideConfig:
-    """The same for dx = dy W."""
+def choose_dx(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | WideConfig:
+    """The same for dx, the sum of dy W over weights of so many outputs."""
     if backend in ("mosaic", "wide"):
-        return _wide("dx", m, k, (n,))
+        return _wide("dx", m, k, n)
     if backend == "triton":  # its kernel is for the forward product
         return "dequantize"
     if backend is not None:
@@ -189,7 +189,7 @@ def choose_dx(m: int, k: int, n: int, backend: str | None = None) -> str | WideC
     at = capability()
     if at != 90:
         return "dequantize" if at else "reference"
-    return _first([functools.partial(_wide, "dx", m, k, (n,))])
+    return _first([functools.partial(_wide, "dx", m, k, n)])
 
 
 def choose_prepared(

@@ -85,15 +85,17 @@ def matmul(x_MK, weight: KernelWeight, global_scale, config: WideConfig, out_dty
 
 
 def matmul_dx(
-    dy_MN, weight: KernelWeight, global_scale, config: WideConfig, out_dtype=jnp.bfloat16, lora=None
+    dys, weights: Sequence[KernelWeight], global_scales, config: WideConfig, out_dtype=jnp.bfloat16, lora=None
 ) -> jax.Array:
-    """dy W [M, K], or with `lora`, dh [M, R] in float32 and A [R, K], dy W + dh A."""
-    (m, n), dtype = dy_MN.shape, weight.dtype
+    """The sum of dy_i W_i [M, K] of dy_i [M, N_i], or with `lora`, dh [M, R] in float32 and A [R, K], that + dh A."""
+    n, dtype = tuple(weight.n for weight in weights), weights[0].dtype
     wide_out = jnp.dtype(out_dtype).name != dtype
     ranks = () if lora is None else (padded_rank(lora[1].shape[0]),)
-    kernel = wide_kernel.build(m, n, (weight.k,), config, True, False, wide_out, ranks, dtype=dtype)
-    more = [] if lora is None else _dx_lora_operands(*lora, global_scale, *ranks, dtype)
-    return kernel(dy_MN.astype(dtype), *more, _flat(weight.data), number(global_scale))[0].astype(out_dtype)
+    of = dys[0].shape[0], sum(n), (weights[0].k,), config, True, False, wide_out, ranks
+    kernel = wide_kernel.build(*of, dtype=dtype, inputs=n)
+    more = [] if lora is None else _dx_lora_operands(*lora, global_scales[0], *ranks, dtype)
+    data, scales = [_flat(weight.data) for weight in weights], map(number, global_scales)
+    return kernel(*(dy.astype(dtype) for dy in dys), *more, *data, *scales)[0].astype(out_dtype)
 
 
 def _dx_lora_operands(dh_MR, a_RK, global_scale, rank: int, dtype: str) -> list[jax.Array]:

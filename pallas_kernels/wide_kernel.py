@@ -16,6 +16,9 @@ their sums meet in shared memory, where outputs are always put in order for thei
 
 LoRA: x A^T of all weights comes ready, or is made by CTAs that have no tile (wide_spare.py); wide_lora.py adds it. A
 norm between two matmuls can be a part of both (wide_norm.py).
+
+dx of several weights that read the same x is one product, of dy and weights one behind the other. Between two weights
+the sums so far are multiplied by the next one's global scale over the last one's, as that is divided by in the end.
 """
 
 import functools
@@ -77,15 +80,16 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             return list(map(mem.global_address, take(count)))
 
         present = [i for i, rank in enumerate(plan.ranks) if rank]
-        (x_ref,), n_w = take(1), len(plan.r)
+        x_refs, n_w = take(len(plan.segments)), len(plan.r)
         h_refs = take(1) if plan.given_h else []
         self.a = addresses(len(present)) if plan.makes_h else []
         # a weight without an adapter multiplies nothing by the rows of another's B
         b = dict(zip(present, addresses(len(present)), strict=True))
         self.b = [b.get(i, b[present[0]]) for i in range(n_w)] if present else []
         scalings = addresses(len(present)) if plan.makes_h else []
-        data_refs = take(n_w)
-        self.global_scale = addresses(n_w)
+        data_refs = take(len(plan.inputs) or n_w)
+        self.scales = addresses(len(data_refs))
+        self.global_scale = self.scales[-n_w:]  # of what sums are divided by in the end
         self.bias = addresses(n_w) if has_bias else []
         if plan.handover.joins:
             self.residual, self.norm_scale = addresses(2)
@@ -101,11 +105,11 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             self.h_scales = [(self.global_scale[i], scaling) for i, scaling in zip(present, scalings, strict=True)]
             self.left, self.stored = (mem.offset(counters[0], p.i32(4 * (plan.counters - i))) for i in (2, 1))
             (self.h_sums,), h_refs = addresses(1), take(1)
-            (self.h,), self.x = map(mem.global_address, h_refs), mem.global_address(x_ref)
+            (self.h,), (self.x,) = map(mem.global_address, h_refs), map(mem.global_address, x_refs)
         (shared,) = given
         # by rows of a tile, of which each CTA of a cluster loads its part: x, and x A^T
         self.x_maps = {
-            rows: [pt.tensor_map(ctx, ref, (rows // c.share, STAGE), 128) for ref in (x_ref, *h_refs)]
+            rows: [pt.tensor_map(ctx, ref, (rows // c.share, STAGE), 128) for ref in (*x_refs, *h_refs)]
             for rows in {run.rows for run in plan.runs}
         }
         # codes and scales of a pair of units in the row tiles of a block that are one weight's
@@ -196,6 +200,20 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             carries = p.for_range(mine, units, plan.clusters, carries, one)
             before += units
 
+    def segments(self, unit):
+        """Of each weight one behind the other: its number, its first block, and those of the unit from one on to before
+        another, of which a unit that is a part may have none."""
+        found = []
+        for i, (first, end) in enumerate(self.plan.segments):
+            if len(self.plan.segments) == 1:
+                begin, stop = unit.first_block, unit.end_block
+            elif unit.parts == 1:
+                begin, stop = p.i32(first), p.i32(end)
+            else:
+                begin, stop = p.maximum(unit.first_block, first), p.minimum(unit.end_block, end)
+            found.append((i, first, begin, stop))
+        return found
+
     def advance(self, slot, parity, depth: int):
         after = p.add(slot, 1)
         wraps = p.eq(after, depth)
@@ -211,7 +229,8 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             _, first_row = self.tile(unit)
             mine = p.mul(self.rank, unit.rows // c.share)
             mine_to, row = p.mul(mine, STAGE * 2), p.add(first_row, mine)
-            x_map, *h_map = self.x_maps[unit.rows]
+            maps = self.x_maps[unit.rows]
+            x_maps, h_map = maps[: len(plan.segments)], maps[len(plan.segments) :]
 
             def load(source, column, carry):
                 slot, parity = carry
@@ -230,12 +249,14 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                     carry = load(*h_map, column, carry)
                 return carry
 
-            def stage(i, carry):
-                return load(x_map, p.mul(i, STAGE), carry)
-
             if plan.given_h:
                 carry = load_h(carry)
-            carry = p.for_range(p.mul(unit.first_block, STAGES), p.mul(unit.end_block, STAGES), 1, carry, stage)
+            for i, first, begin, end in self.segments(unit):
+
+                def stage(at, carry, source=x_maps[i], first=first):
+                    return load(source, p.mul(p.sub(at, first * STAGES), STAGE), carry)
+
+                carry = p.for_range(p.mul(begin, STAGES), p.mul(end, STAGES), 1, carry, stage)
             if plan.makes_h:
                 p.when(p.eq(unit.part, 0), self.await_h)
                 carry = load_h(carry)
@@ -249,11 +270,10 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
 
         def one(unit, carry):
             r_tile, _ = self.tile(unit)
-            maps, tile = (self.maps, r_tile) if plan.swiglu else pick(plan.tiles_of, r_tile, self.maps)
-            of_weights, row_tiles = maps if plan.swiglu else [maps], plan.own_row_tiles
+            row_tiles = plan.own_row_tiles
 
-            def block(i, carry):
-                slot, parity = carry
+            def block(i, carry, of_weights, tile, first):
+                (slot, parity), i = carry, p.sub(i, first)
                 full = p.add(self.w_full, p.mul(slot, 8))
                 to = p.add(self.w_base, p.mul(slot, BLOCK_BYTES))
                 mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
@@ -266,8 +286,16 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                     pt.tensor_load(scales_at, scales, p.add(quad, p.add(p.mul(pair, 32), 512)), row, full)
                 return self.advance(slot, parity, c.w_depth)
 
-            # opaque: LLVM unrolled a loop of ten blocks, for which 40 registers are too few
-            return p.for_range(unit.first_block, p.opaque(unit.end_block), 1, carry, block)
+            for i, first, begin, end in self.segments(unit):
+                if plan.swiglu or plan.transposed:
+                    of_weights, tile = self.maps if plan.swiglu else [self.maps[i]], r_tile
+                else:
+                    maps, tile = pick(plan.tiles_of, r_tile, self.maps)
+                    of_weights = [maps]
+                one_block = functools.partial(block, of_weights=of_weights, tile=tile, first=first)
+                # opaque: LLVM unrolled a loop of ten blocks, for which 40 registers are too few
+                carry = p.for_range(begin, p.opaque(end), 1, carry, one_block)
+            return carry
 
         self.each_unit([p.i32(0), p.i32(0)], one)
 
@@ -291,6 +319,7 @@ def build(
     handover: Handover = PLAIN,
     eps: float = 0.0,
     dtype: str = "bfloat16",
+    inputs: tuple[int, ...] = (),
 ):
     """The kernel as a function (x [M, D], data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
     or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
@@ -298,13 +327,14 @@ def build(
     The global `scale` is float32 [1], `bias` float32 [r_i]; x and the results are of `dtype`, that of the weights, the
     results float32 if `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by
     s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks] and by B [r_i, rank_i] of those that have one; or,
-    if `makes_h`, by A [rank_i, D], B, and LoRA's scaling float32 [1], each of all that have one.
+    if `makes_h`, by A [rank_i, D], B, and LoRA's scaling float32 [1], each of all that have one. With `inputs`, of dx,
+    there is a dy [M, inputs_i] for each weight in the place of x.
 
     Where `handover` says that the result joins the residual stream, that, float32 [M, r], and the norm's scale float32
     [r] follow; the results are the residual stream, `wide_out`, and `wide_norm.joined_outs`. Where it says that x is of
     such a norm, with `eps`, the sums of its squares follow.
     """
-    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, handover)
+    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, handover, inputs)
     outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for r_i in plan.outs]
     if handover.joins:
         outs += joined_outs(plan, dtype)

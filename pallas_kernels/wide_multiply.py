@@ -1,5 +1,6 @@
 """The multiplying warps of the wide kernel (see wide_kernel.py): decode, wgmma, and the sums' way out."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,18 +55,15 @@ class MultiplyWarps(LoraWarps):
                 self.fetch_b(r_tile, group)
             if plan.given_h:
                 x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
-                if c.promote:
+                if not plan.one_chain:
                     acc = self.finish(x, acc)
             # not before LoRA: with these in registers too, ptxas lets no two wgmma overlap in some configurations
             needs = self.needs(r_tile, group)
-            state, start, end = [w, w_parity, x, x_parity, *acc], unit.first_block, unit.end_block
-            if c.promote:
-                # a loop for each chain: with a branch in one loop ptxas lets no two wgmma overlap
-                state = p.for_range(
-                    start, end, plan.promote_blocks, state, lambda first, state: self.chain(start, first, end, state)
-                )
-            else:
-                state = self.blocks(start, end, state)
+            state = [w, w_parity, x, x_parity, *acc]
+            for i, _, begin, end in self.segments(unit):
+                if i:
+                    state = [*state[:4], *self.of_scale(i, p.lt(begin, end), state[4:])]
+                state = self.segment(unit, begin, end, state)
             w, w_parity, x, x_parity, *acc = state
             if plan.makes_h:
                 x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
@@ -82,6 +80,27 @@ class MultiplyWarps(LoraWarps):
         if c.promote and not plan.totals_in_registers:
             self.totals = pt.own_memory(c.m_tile // 2)
         self.each_unit([p.i32(0)] * 4, one)
+
+    def segment(self, unit, begin, end, state):
+        """A weight's blocks of the unit, whose products are added to the sums in `state`."""
+        plan = self.plan
+        if plan.config.promote:
+            # a loop for each chain: with a branch in one loop ptxas lets no two wgmma overlap
+            chain = functools.partial(self.chain, unit.first_block, end=end)
+            return p.for_range(begin, end, plan.promote_blocks, state, lambda first, state: chain(first, state=state))
+        if unit.parts == 1 or len(plan.segments) == 1:
+            return self.blocks(begin, end, state)
+        return p.if_values(p.lt(begin, end), lambda: self.blocks(begin, end, state), state)
+
+    def of_scale(self, i: int, follow, sums):
+        """Sums up to weight i, in units of the one before, in those of this one, if blocks of it `follow`: they are
+        divided by the last one's global scale in the end."""
+        ratio = p.divide(*(mem.load_global_f32(self.scales[at]) for at in (i, i - 1)))
+        sums = [arith.mulf(s, ratio) for s in sums]
+        if not self.plan.config.promote or self.plan.totals_in_registers:
+            return sums
+        p.when(follow, lambda: self.set_totals(sums))  # a chain of its own begins
+        return [arith.select(follow, p.f32(0.0), s) for s in sums]
 
     def chain(self, start, first, end, state):
         """One chain of additions, of the blocks from `first` on; its sums are added to the totals of those before."""
@@ -138,7 +157,7 @@ class MultiplyWarps(LoraWarps):
                 acc = p.wgmma_half(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            chain_ended = self.plan.config.promote or not self.plan.given_h  # and has released its last slot
+            chain_ended = not self.plan.one_chain or not self.plan.given_h  # and has released its last slot
             if step == 0 and chain_ended:
                 p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
             else:

@@ -67,6 +67,13 @@ class Handover:
 PLAIN = Handover()
 
 
+class Segment(NamedTuple):
+    """Blocks of D that are one weight's: the first and the one behind the last."""
+
+    first: int
+    end: int
+
+
 class Run(NamedTuple):
     """Items that are computed alike, one after the other: the first and the one behind the last, rows of their tiles,
     and how many clusters split D of each."""
@@ -85,9 +92,10 @@ def _group_of(m_tiles: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
-    empty without any; to dx one weight may add the adapters of all that read the same x. With `swiglu` the weights are
-    gate and up, and the result is silu(x W_gate^T) * (x W_up^T). With `makes_h` A is an operand, and CTAs that have no
-    tile compute x A^T; without, x A^T is."""
+    empty without any. To dx the weights that read the same x, of `inputs` outputs each, whose sum D is, are multiplied
+    one behind the other, and the adapters of all are added as one. With `swiglu` the weights are gate and up, and the
+    result is silu(x W_gate^T) * (x W_up^T). With `makes_h` A is an operand, and CTAs that have no tile compute x A^T;
+    without, x A^T is."""
 
     m: int
     d: int
@@ -98,6 +106,7 @@ class WidePlan:
     swiglu: bool = False
     makes_h: bool = False
     handover: Handover = PLAIN
+    inputs: tuple[int, ...] = ()
 
     @property
     def given_h(self) -> bool:
@@ -105,8 +114,19 @@ class WidePlan:
         return bool(self.ranks) and not self.makes_h
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Of each weight that is multiplied, one behind the other; the blocks of x W^T are those of all weights."""
+        counts = [-(-d // BLOCK) for d in self.inputs or (self.d,)]
+        return tuple(map(Segment, itertools.accumulate(counts, initial=0), itertools.accumulate(counts)))
+
+    @property
+    def one_chain(self) -> bool:
+        """Whether LoRA's products and those of all blocks follow each other without a wait for what was before."""
+        return not self.config.promote and len(self.segments) == 1
+
+    @property
     def blocks(self) -> int:
-        return -(-self.d // BLOCK)
+        return self.segments[-1].end
 
     @property
     def promote_blocks(self) -> int:
@@ -300,10 +320,11 @@ def make_plan(
     swiglu: bool = False,
     makes_h: bool = False,
     handover: Handover = PLAIN,
+    inputs: tuple[int, ...] = (),
 ) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     ranks = tuple(ranks) if any(ranks) else ()
-    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, handover)
+    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, handover, tuple(inputs))
     if plan.ranks and (len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
         raise ValueError(f"LoRA has a rank for each weight, multiples of 16; got {ranks}")
     if makes_h and transposed:
@@ -321,14 +342,16 @@ def make_plan(
         raise ValueError(f"promote must be a multiple of {BLOCK // 16}, got {config.promote}")
     if m < 1:
         raise ValueError(f"M must be at least 1, got {m}")
-    if d % 8 or any(i % 8 for i in r):
+    if any(i % 8 for i in (d, *r, *inputs)):
         raise ValueError(f"the wide kernel takes N and K that are multiples of 8, got {d} inputs and {r} outputs")
     if config.split > plan.blocks:
         raise ValueError(f"{d} inputs are {plan.blocks} blocks of {BLOCK}, too few to split by {config.split}")
     if swiglu and (transposed or len(r) != 2 or r[0] != r[1]):
         raise ValueError(f"swiglu takes two weights of as many outputs, forward, got {r}")
     if transposed and len(r) != 1:
-        raise ValueError(f"dx takes one weight at a time, got {len(r)}")
+        raise ValueError(f"weights of dx have their inputs in common, got {r}")
+    if inputs and (not transposed or sum(inputs) != d):
+        raise ValueError(f"dx has {d} inputs, those of all its weights, which have {tuple(inputs)}")
     if makes_h and not plan.ranks:
         raise ValueError("there are no adapters, of which spare CTAs could make x A^T")
     _check_handover(plan)

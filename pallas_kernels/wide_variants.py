@@ -27,12 +27,12 @@ CLOCKS_PER_US, LAUNCH_US = 1750, 3.0
 @functools.cache
 def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
     """The configuration for op "forward" or "dx"; raises ValueError naming the constraint when the kernel has none."""
-    d, r = (k, n) if op == "forward" else (n[0], (k,))
+    d, r, inputs = (k, n, ()) if op == "forward" else (sum(n), (k,), n)
     largest = next((limit for limit in RANGES if m <= limit), RANGES[-1])
     entry = TABLE.get((op, k, sum(n), largest))
     if entry is None:
         entry = _by_rule(op, largest, d, r)
-    make_plan(m, d, r, op == "dx", entry)
+    make_plan(m, d, r, op == "dx", entry, inputs=inputs)
     return entry
 
 

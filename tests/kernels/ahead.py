@@ -52,7 +52,11 @@ def start_call(programs, m, k, n):
 
 def start_wide(programs, dx, m, k, n, config, dtype=jnp.float32):
     """The wide kernel, of x or dy, packed data and a global scale."""
-    key, f = ("wide", dx, m, k, n, config, dtype), wide.matmul_dx if dx else wide.matmul
+    key = ("wide", dx, m, k, n, config, dtype)
+
+    def f(x, weight, scale, *of):
+        return wide.matmul_dx([x], [weight], [scale], *of) if dx else wide.matmul(x, weight, scale, *of)
+
     shapes = shape((m, n if dx else k), jnp.bfloat16), packed(n, k), shape((), jnp.float32)
     programs.start(key, lambda x, data, scale: f(x, KernelWeight(data, n, k), scale, config, dtype), *shapes)
     return key

@@ -264,15 +264,15 @@ def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
         assert isinstance(variants.choose(64, 13824, (5120,)), StreamConfig)
         assert isinstance(variants.choose(65, 13824, (5120,)), WideConfig)
         assert isinstance(variants.choose(65, 3584, (4609,)), StreamConfig)  # N is no multiple of 8
-        assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, 4609) == "dequantize-mosaic"
-        assert isinstance(variants.choose_dx(8, 3584, 4608), WideConfig)
+        assert variants.choose(257, 3584, (4609,)) == variants.choose_dx(257, 3584, (4609,)) == "dequantize-mosaic"
+        assert isinstance(variants.choose_dx(8, 3584, (4608,)), WideConfig)
         assert variants.choose(128, 3584, (3584,)).split > 1
     with variants.compiling_for(90), monkeypatch.context() as patch:
         patch.setattr(variants, "multiprocessors", lambda: 114)  # those that split D wait for each other
-        assert variants.choose(128, 3584, (3584,)).split == variants.choose_dx(128, 3584, 3584).split == 1
+        assert variants.choose(128, 3584, (3584,)).split == variants.choose_dx(128, 3584, (3584,)).split == 1
         assert isinstance(variants.choose(64, 3584, (3584,)), StreamConfig)
     with variants.compiling_for(80):
-        assert variants.choose(300, 3584, (4608,)) == variants.choose_dx(300, 3584, 4608) == "dequantize"
+        assert variants.choose(300, 3584, (4608,)) == variants.choose_dx(300, 3584, (4608,)) == "dequantize"
 
 
 @pytest.mark.parametrize("m_tile, share, r", [(256, 2, 136), (192, 4, 264), (128, 1, 256), (64, 8, 128)])

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead import ahead, start_wide
+from ahead import ahead, packed, start_wide
 from random_weights import CASES, adversarial, poison, random_matrix, swiglu
 
 from benchmarks import fp4_error
 from benchmarks.fp4_matmul import CUBLAS
-from pallas_kernels import fp4_matmul, fp4_matmul_dx, variants, wide
+from pallas_kernels import KernelWeight, fp4_matmul, fp4_matmul_dx, variants, wide
 from pallas_kernels.operands import padded_rank
 from pallas_kernels.wide_plan import WideConfig, make_plan
 
@@ -71,6 +71,39 @@ def test_within_1e_5(programs, products, config, dx, m, k, n):
     assert (np.abs(_product(programs, dx, x, matrix, config) - true) <= 1e-5 * size).all()
     rounded = _product(programs, dx, x, matrix, config, jnp.bfloat16)
     assert (np.abs(rounded - true) <= 2**-8 * np.abs(true) + 1e-5 * size).all()
+
+
+def _packed_dx(config, k, ns):
+    """dx of several weights, their packed data and global scales."""
+
+    def dx(dys, data, scales):
+        weights = [KernelWeight(one, n, k) for one, n in zip(data, ns, strict=True)]
+        return wide.matmul_dx(dys, weights, scales, config, jnp.float32)
+
+    return dx
+
+
+def _start_several(programs, config, m, k, ns):
+    shape = jax.ShapeDtypeStruct
+    operands = [shape((m, n), jnp.bfloat16) for n in ns], [packed(n, k) for n in ns], [shape((), jnp.float32)] * len(ns)
+    programs.start(("several", config, m, k, ns), _packed_dx(config, k, ns), *operands)
+
+
+@ahead(_start_several)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("m, k, ns", [(300, 1008, (1296, 512, 136)), (65, 1520, (3584, 2048))])
+def test_dx_of_several_weights_within_1e_5(rng, programs, config, m, k, ns):
+    matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(-2, 5)) for n in ns]
+    dys = [jnp.asarray(rng.standard_normal((m, n)), jnp.bfloat16) for n in ns]
+    _start_several(programs, config, m, k, ns)
+    program = programs.get(("several", config, m, k, ns))
+    operands = dys, [one.weight.data for one in matrices], [one.global_scale for one in matrices]
+    poison(m, k)
+    found = program(*operands)
+    assert all(bool((program(*operands) == found).all()) for _ in range(20))
+    each = [(np.asarray(dy, np.float64), one.dense) for dy, one in zip(dys, matrices, strict=True)]
+    true, size = (sum(f(dy) @ f(w) for dy, w in each) for f in (np.asarray, np.abs))
+    assert (np.abs(np.asarray(found, np.float64) - true) <= 1e-5 * size).all()
 
 
 # 148 pairs of tiles on 66 pairs of CTAs: two full waves, 16 pairs left, by 4; the last tile of outputs is a part of one

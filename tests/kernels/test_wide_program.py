@@ -304,6 +304,35 @@ def test_dx(config, m, k, n, rank, dtype):
     assert (np.abs(dx - dy @ w - dh @ a) <= bound).all()
 
 
+@pytest.mark.parametrize("config, k, n", [
+    (WideConfig(32, 1, 1, 3, 2), 256, (136, 256, 40)),  # the first weight's last block is eight inputs of 128
+    (WideConfig(64, 2, 1, 3, 2, promote=8), 256, (256, 384)),
+    (WideConfig(160, 1, 1, 3, 2, promote=8), 256, (256, 128)),  # totals in memory
+    (WideConfig(64, 1, 3, 3, 2), 128, (128, 384, 128)),  # parts that begin or end amid a weight
+    (WideConfig(160, 1, 2, 3, 2, promote=8), 128, (384, 640)),
+    (WideConfig(160, 1, 3, 3, 2, promote=8), 128, (256, 128, 256)),
+])  # fmt: skip
+@pytest.mark.parametrize("rank", [0, 32])
+def test_dx_of_several_weights_is_one_product(config, k, n, rank):
+    m, rng = 40, np.random.default_rng(sum(n))
+    scales = np.float32([2688.0, 900.0, 5e6])[: len(n)]
+    matrices = [_matrix(rng, n_i, k, scale=scale) for n_i, scale in zip(n, scales, strict=True)]
+    dys = [rng.standard_normal((m, n_i)).astype("bfloat16") for n_i in n]
+    dh, a = rng.standard_normal((m, rank)).astype(np.float32), rng.standard_normal((rank, k)).astype("bfloat16")
+    ranks = (rank,) if rank else ()
+    plan = make_plan(m, sum(n), (k,), True, config, ranks, inputs=n)
+    assert plan.parts == config.split
+    lora = wide._dx_lora_operands(jnp.asarray(dh), jnp.asarray(a), scales[0], *ranks, "bfloat16") if rank else []
+    operands = [*dys, *lora, *map(_words, matrices), *scales[:, None]]
+    (dx,) = wide_emulator.run(plan, operands, False)
+    dh, a = dh.astype(np.float64), a.astype(np.float64)
+    true, bound = dh @ a, 2.0**-8 * (np.abs(dh) @ np.abs(a))  # dh is rounded
+    for dy, matrix in zip(dys, matrices, strict=True):
+        dy, dense = dy.astype(np.float64), matrix.dense.astype(np.float64)
+        true, bound = true + dy @ dense, bound + 2e-6 * (np.abs(dy) @ np.abs(dense))
+    assert (np.abs(dx - true) <= bound).all()
+
+
 @pytest.mark.parametrize("seed, share, split", [(0, 2, 2), (1, 2, 2), (2, 1, 4)])
 def test_split_sums_do_not_depend_on_who_comes_first_and_counters_serve_again(monkeypatch, seed, share, split):
     """Other orders of the warps, and calls that find what the last one left (the emulator looks at the counters)."""
