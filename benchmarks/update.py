@@ -6,8 +6,8 @@
     python -m benchmarks.update --micro-batch 1 --checkpointed --profile
 
 Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
-What is timed is `update_step`, compiled as a run's are, from call to result; `seconds` is the median of --repeats after
-one that warms up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
+What is timed is `update_step`, compiled as a run's are, from call to result, and given a state to overwrite as there (a
+program that finds its arrays where they were is faster); `seconds` is the median of --repeats after one that warms up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
 floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward once
 more), and of the output matrix's three, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
 temporary_gb is what the compiled step needs beside weights, adapter and optimizer state. With --profile `kernels` has
@@ -88,11 +88,18 @@ def number_of_differences(a: TrainState, b: TrainState) -> jax.Array:
     return sum((x != y).sum() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+def to_overwrite(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of an update, which may keep its result in the place of the state."""
+    state, *others = operands
+    return jax.tree.map(jnp.copy, state), *others
+
+
 def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: int) -> dict[str, Any]:
     seconds, differences, first = [], [], None
     for _ in range(1 + repeats):
+        own = jax.block_until_ready(to_overwrite(operands))
         began = time.perf_counter()
-        state, metrics = jax.block_until_ready(program(*operands))
+        state, metrics = jax.block_until_ready(program(*own))
         seconds.append(time.perf_counter() - began)
         first = state if first is None else first
         differences.append(int(number_of_differences(state, first)))
@@ -109,7 +116,7 @@ def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: in
 def kernel_times(program: jax.stages.Compiled, operands: tuple[Any, ...]) -> list[dict[str, Any]]:
     """How often each kernel runs in a step, and its milliseconds in all, the longest first."""
     found: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
-    for name, ms in profiler.measure(program, aggregate=False)(*operands)[1] or []:
+    for name, ms in profiler.measure(program, aggregate=False)(*to_overwrite(operands))[1] or []:
         found[name] += (1, ms)
     rows = [{"kernel": name, "count": int(count), "ms": float(ms)} for name, (count, ms) in found.items()]
     return sorted(rows, key=lambda row: -row["ms"])
@@ -156,7 +163,7 @@ def main(words: list[str] | None = None) -> int:
     for case in cases:
         settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
         step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
-        programs.start(case, step, *operands, jit=deterministic_jit)
+        programs.start(case, step, *operands, jit=functools.partial(deterministic_jit, donate_argnums=0))
     programs.wait()
     rows = []
     for case in cases:
