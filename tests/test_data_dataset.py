@@ -137,6 +137,8 @@ GOOD = '{"prompt": "a", "answer": 1}'
             [GOOD, '{"prompt": "b", "x": -' + 6000 * "1" + "}"],
             r"line 2: cannot be read as JSON \(-1{19}\.\.\. is a whole number of 6000 digits; allowed: at most 4300\)",
         ),
+        ([GOOD, '{"prompt": "b", "answer": 1, "answer": 2}'], r"line 2: .* \(the name 'answer' occurs twice\)"),
+        (['{"prompt": "b", "x": [{"y": 1, "y": 1}]}'], r"line 1: .* \(the name 'y' occurs twice\)"),
         ([""], r"has no rows"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.errors import UserError
 from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
@@ -99,6 +100,19 @@ def test_truncated_sampling_records_both_values():
     full, renormalised = np.asarray(out.logps)[mask], np.asarray(out.truncated_logps)[mask]
     assert np.all(renormalised >= full - 1e-6) and (renormalised - full).max() > 0.05
     assert default_run().truncated_logps is None
+
+
+def test_more_tokens_than_the_network_has_positions_are_refused():
+    positions = MODEL.config.max_position_embeddings
+    most = functools.partial(SamplingSettings, eos_token_ids=(), pad_token_id=0)
+    plain = functools.partial(generate, MODEL, ADAPTER, PROMPTS, jax.random.key(0))
+    with pytest.raises(UserError, match=f"a prompt and .* may be {positions + 1} tokens; .* has {positions} positions"):
+        plain(most(positions - 4))  # the longest prompt has 5
+    with pytest.raises(UserError, match=rf"5 prompt slots and .* may be {positions + 1} tokens"):
+        run(settings=most(positions - 4))
+    limits = jnp.array([positions - 3, positions - 1, 2])
+    with pytest.raises(UserError, match=f"has {positions} positions"):
+        plain(most(positions), limits_N=limits.at[0].add(1))
 
 
 @pytest.mark.parametrize("pad", [0, 7, 13])

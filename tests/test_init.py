@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG
+from tiny import CONFIG, tiny_model
 
-from qerl_jax.models.init import init_model
+from qerl_jax.errors import UserError
+from qerl_jax.models.init import init_adapter, init_model
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -18,3 +19,14 @@ def test_random_weights_have_no_mean_and_the_asked_deviation(dtype):
         assert abs(w.mean()) < 4 * 0.02 / w.size**0.5
         assert w.std() == pytest.approx(0.02, rel=0.05)
         assert np.abs(w).max() > 3 * 0.02
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"lora_r": 2.0}, "lora_r is 2.0; allowed: a whole number from 1 on"),
+    ({"lora_r": 0}, "lora_r is 0; allowed: a whole number from 1 on"),
+    ({"lora_alpha": 0}, "lora_alpha is 0; allowed: a number above 0"),
+    ({"lora_alpha": float("nan")}, "lora_alpha is nan; allowed: a number above 0"),
+])  # fmt: skip
+def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        init_adapter(jax.random.key(0), tiny_model(), **options)

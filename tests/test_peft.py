@@ -13,7 +13,7 @@ from tiny import tiny_adapter, tiny_model
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.loading import load_model
-from qerl_jax.models.params import Adapter
+from qerl_jax.models.params import Adapter, lora_alpha, lora_scaling
 from qerl_jax.models.peft import adapter_fingerprint, load_adapter, save_adapter
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -74,9 +74,17 @@ def test_both_scalings_are_written_as_they_were(tmp_path, model, rank, alpha, us
     options = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (options["use_rslora"], options["r"]) == (use_rslora, rank)
     assert options["lora_alpha"] == (alpha if isinstance(alpha, int) else pytest.approx(alpha, rel=1e-15))
-    found = load_adapter(tmp_path / "a", model)
-    if isinstance(alpha, int):
-        assert_same(found, adapter)
+    assert_same(load_adapter(tmp_path / "a", model), adapter)
+
+
+@pytest.mark.parametrize("use_rslora", [True, False])
+def test_an_alpha_gives_its_scaling_back_to_the_last_bit(use_rslora):
+    rng = np.random.default_rng(0)
+    for rank, alpha in zip(rng.integers(1, 129, 2000).tolist(), rng.uniform(0, 200, 2000).tolist(), strict=True):
+        for one in (alpha, round(alpha, 1), round(alpha) + 1):
+            scaling = lora_scaling(rank, one, use_rslora)
+            assert lora_scaling(rank, lora_alpha(rank, scaling, use_rslora), use_rslora) == scaling
+    assert isinstance(lora_alpha(3, lora_scaling(3, 16, use_rslora), use_rslora), int)
 
 
 def test_rank_stabilised_scaling_by_hand(tmp_path, model):

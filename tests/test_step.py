@@ -129,6 +129,14 @@ def test_a_batch_is_prompt_major_and_masked_by_length():
             make_batch(PROMPTS, completions, rewards, jnp.int32(7), settings)
 
 
+def test_advantages_keep_the_places_of_their_rewards():
+    completions = Rollout(jnp.zeros((12, 4), jnp.int32), jnp.full(12, 4), jnp.zeros(12, bool), jnp.zeros((12, 4)), None)
+    make = functools.partial(make_batch, PROMPTS, completions, jnp.arange(12.0), jnp.int32(0), SETTINGS)
+    np.testing.assert_array_equal(make(lambda rewards: np.asarray(rewards) - 1).advantages, np.arange(12.0) - 1)
+    with pytest.raises(ValueError, match=r"advantage_fn gave the shape \(4, 3\); expected \(3, 4\)"):
+        make(lambda rewards: rewards.T)
+
+
 @pytest.mark.parametrize(("drawn_at", "recorded_at"), [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)])
 def test_an_update_has_the_temperature_of_the_recorded_log_probabilities(drawn_at, recorded_at):
     sampling = dataclasses.replace(SAMPLING, temperature=drawn_at)

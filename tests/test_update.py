@@ -319,6 +319,37 @@ def test_either_of_loss_and_gradient_that_is_not_finite_is_enough(learned, first
     assert_trees_close(new, state, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("optimizer", [optax.sgd(jnp.inf), optax.adam(lambda count: jnp.nan * count)])
+def test_what_an_optimizer_makes_of_finite_gradients_is_looked_at_too(optimizer):
+    state = init_state(state_of().adapter, optimizer)
+    step = jax.jit(functools.partial(update_step, optimizer=optimizer, settings=UPDATE))
+    new, metrics = step(state, MODEL, batch_of())
+    assert np.isfinite(metrics["grad_norm"]) and int(metrics["nonfinite"]) == 1
+    assert_trees_close(new, state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("loss", "message"), [
+    (lambda *of: jnp.sum(of[0]), r"loss_fn gave \(\); expected the loss, a scalar, and a dictionary"),
+    (lambda *of: (jnp.sum(of[0]), None), "a dictionary of metrics"),
+    (lambda *of: (of[0], {}), r"loss_fn gave \(\(12, 6\), \{\}\); expected the loss, a scalar"),
+    (lambda *of: (jnp.sum(of[0]), {"entropy": 1.0, "mine": 2.0}), r"names the update has itself: entropy\b"),
+    (lambda *of: (jnp.sum(of[0]), {"sampling/sampling_logp_difference/mean": 1.0}), "names the update has itself"),
+])  # fmt: skip
+def test_what_a_loss_gives_back_is_looked_at(learned, loss, message):
+    with pytest.raises(ValueError, match=message):
+        learned(loss)
+
+
+def test_advantages_of_another_shape_are_refused_and_numpys_taken():
+    state, batch = state_of(), batch_of()
+    step = functools.partial(update_step, state, MODEL, batch, optimizer=SGD, settings=UPDATE)
+    for wrong in (lambda rewards: rewards.T, lambda rewards: rewards.mean(1)):
+        with pytest.raises(ValueError, match=r"advantage_fn gave the shape .*; expected \(3, 4\)"):
+            step(advantage_fn=wrong)
+    ones, _ = step(advantage_fn=lambda rewards: np.ones(rewards.shape))
+    assert_trees_close(ones, step(advantage_fn=jnp.ones_like)[0], rtol=0, atol=0)
+
+
 def test_a_token_drawn_from_logits_that_are_no_numbers_is_enough():
     """What the learner makes of it may be finite. Behind a completion's end anything may stand."""
     state, batch = state_of(), batch_of()

@@ -21,7 +21,7 @@ from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.models.files import json_value
+from qerl_jax.models.files import json_value, unique_names
 
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
@@ -132,14 +132,14 @@ def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> dict[int, dict[s
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json_value(text, parse_constant=_no_json, parse_float=_finite)
+            row = json_value(text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=unique_names)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
             ) from error
-        except ValueError as error:  # NaN, thousands of digits, or of brackets
+        except ValueError as error:  # NaN, thousands of digits, or of brackets, a name that is there twice
             raise UserError(f"{where}: cannot be read as JSON ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")

@@ -75,7 +75,7 @@ def parse_json(text: bytes) -> Any:
       ValueError: it is something else; the message is one line and says what.
     """
     try:
-        return json_value(text.decode(), object_pairs_hook=_unique)
+        return json_value(text.decode(), object_pairs_hook=unique_names)
     except ValueError as error:
         raise ValueError(shown(error)) from None
 
@@ -101,7 +101,8 @@ def _whole(text: str) -> int:
         raise ValueError(f"{shown(text, 20)} is a whole number of {digits} digits; allowed: at most {most}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as `json.loads`'s object_pairs_hook; raises ValueError where a name occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]

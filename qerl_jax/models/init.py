@@ -1,10 +1,12 @@
 """Fresh parameters: a random network of a given shape, a LoRA adapter, and the change of a network's weight format."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
@@ -140,7 +142,7 @@ def init_adapter(
       train_norms: also train input and post-attention norm scales, starting from the base's.
 
     Raises:
-      UserError: an unknown projection name, none, or a rank below 1.
+      UserError: an unknown projection name, none, a rank below 1, or an alpha that is not above 0.
     """
     names = tuple(target_modules)
     for name in names:
@@ -149,8 +151,10 @@ def init_adapter(
             raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{hint}")
     if not names:
         raise UserError("lora_target_modules is empty; allowed: one projection or more")
-    if lora_r < 1:
-        raise UserError(f"lora_r is {lora_r}; allowed: 1 or more")
+    if not isinstance(lora_r, int | np.integer) or lora_r < 1:
+        raise UserError(f"lora_r is {lora_r!r}; allowed: a whole number from 1 on")
+    if not 0 < lora_alpha < math.inf:
+        raise UserError(f"lora_alpha is {lora_alpha}; allowed: a number above 0")
 
     scaling = lora_scaling(lora_r, lora_alpha, use_rslora)
 

@@ -7,7 +7,6 @@
 The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were.
 """
 
-import math
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from qerl_jax.models.params import (
     LoRA,
     Model,
     TrainedNorms,
+    lora_alpha,
     lora_scaling,
     norms_of,
     projection_shape,
@@ -191,16 +191,13 @@ def save_adapter(
         if adapter.norms is not None:
             scales = (adapter.norms.input[i], adapter.norms.post_attention[i])
             arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(_NORMS.values(), scales, strict=True)}
-    alpha = scaling / lora_scaling(rank, 1.0, stabilised)
-    whole = round(alpha)
     options = {
         "base_model_name_or_path": base_name,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        # The quotient and the product may leave an alpha of 16 as 15.999999999999998.
-        "lora_alpha": whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha,
+        "lora_alpha": lora_alpha(rank, scaling, stabilised),
         "lora_dropout": 0.0,
         "modules_to_save": None if adapter.norms is None else list(_NORMS),
         "peft_type": "LORA",

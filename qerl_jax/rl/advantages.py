@@ -44,6 +44,21 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     return jnp.where(signal_NG, centred_NG, 0.0)
 
 
+def advantages_of(advantage_fn: AdvantageFn, rewards_NG: jax.Array) -> jax.Array:
+    """What `advantage_fn` makes of the rewards, float32 [N, G].
+
+    Raises:
+      ValueError: it gives another shape.
+    """
+    advantages = jnp.asarray(advantage_fn(rewards_NG), jnp.float32)
+    if advantages.shape != rewards_NG.shape:
+        raise ValueError(
+            f"advantage_fn gave the shape {advantages.shape}; expected {rewards_NG.shape}, one for each reward of a "
+            "group in its row"
+        )
+    return advantages
+
+
 def informative_groups(scores_NG: jax.Array) -> jax.Array:
     """Whether at least two completions of a group have different scores, [N] bool: what DAPO's dynamic sampling keeps
     (arXiv 2503.14476, section 3.2).

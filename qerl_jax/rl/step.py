@@ -16,7 +16,7 @@ import optax
 
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
-from qerl_jax.rl.advantages import AdvantageFn, informative_groups
+from qerl_jax.rl.advantages import AdvantageFn, advantages_of, informative_groups
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 from qerl_jax.rl.update import score, update_step
@@ -105,7 +105,7 @@ def make_batch(
     It serves one update, by a loss without reference; `with_policies` adds what else is needed.
 
     Raises:
-      ValueError: not num_generations completions of each prompt, or not one reward for each completion.
+      ValueError: not num_generations completions of each prompt, or not one reward or advantage for each completion.
     """
     G = settings.update.num_generations
     N, B = prompts.tokens.shape[0], completions.tokens.shape[0]
@@ -129,7 +129,7 @@ def make_batch(
         rewards=rewards_B,
         sampled_logps=completions.logps,
         rollout_step=jnp.array(step, jnp.int32),  # a copy: the step may be that of a state which an update is donated
-        advantages=None if advantage_fn is None else advantage_fn(rewards_B.reshape(-1, G)).reshape(-1),
+        advantages=None if advantage_fn is None else advantages_of(advantage_fn, rewards_B.reshape(-1, G)).reshape(-1),
     )
 
 

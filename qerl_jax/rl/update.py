@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.rl.advantages import AdvantageFn, group_advantages
+from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps, longest_row
 from qerl_jax.rl.losses import LossFn, Metrics, policy_loss, token_weights
@@ -140,11 +140,12 @@ def update_step(
         `group_advantages`.
 
     Returns:
-      The next state and scalar metrics. If the loss, a gradient or a recorded log-probability is not finite, the state
-      comes back unchanged and metrics["nonfinite"] is 1.
+      The next state and scalar metrics. If the loss, a gradient, what the optimizer makes of it or a recorded
+      log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1.
 
     Raises:
-      ValueError: the batch cannot be cut into groups, or brings advantages beside `advantage_fn`.
+      ValueError: the batch cannot be cut into groups, or brings advantages beside `advantage_fn`; a function of yours
+        gives something else than is asked of it.
     """
     given = _given(state, model, batch, settings, loss_fn, advantage_fn)
 
@@ -174,7 +175,7 @@ def _given(
         raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
     advantages = batch.advantages
     if advantages is None:
-        advantages = (advantage_fn or group_advantages)(batch.rewards.reshape(-1, G))
+        advantages = advantages_of(advantage_fn or group_advantages, batch.rewards.reshape(-1, G))
     constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages.reshape(B, 1), mask_BC, on_policy_B1
     given = Given(_rows(batch), constants, None)
     if loss_fn is None:
@@ -238,16 +239,23 @@ def _ended(
     # A token drawn from logits that are not numbers has been recorded with NaN, whatever the learner makes of it.
     sampled_BC, *_, mask_BC, _ = given.constants
     drawn = jnp.isfinite(sampled_BC) | ~mask_BC
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & drawn.all()
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates)) & drawn.all()
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
     active = jnp.maximum(mask_BC.sum(), 1)
-    metrics |= {
+    own = {
         "loss": loss,
         "grad_norm": grad_norm,
         "entropy": jnp.where(mask_BC, entropy_BC, 0.0).sum() / active,
         "nonfinite": (~finite).astype(jnp.int32),
     }
-    return state, metrics
+    return state, _joined(own, metrics)
+
+
+def _joined(own: Metrics, of_loss: Metrics) -> Metrics:
+    """The update's metrics and those of a loss."""
+    if taken := own.keys() & of_loss.keys():
+        raise ValueError(f"loss_fn gave metrics whose names the update has itself: {', '.join(sorted(taken))}")
+    return own | of_loss
 
 
 def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
@@ -259,9 +267,15 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     of_rollout = on_policy.all() if old is None else True  # whether `learner` is the policy of the rollout
     old = sampled if settings.old_logprobs == "sampler" else learner
     weights, metrics = correction_weights(settings.correction, old, sampled, mask)
-    loss, loss_metrics = loss_fn(logp, old, ref, advantages * weights, mask)
+    given_back = loss_fn(logp, old, ref, advantages * weights, mask)
+    match given_back:
+        case (loss, dict(loss_metrics)) if jnp.shape(loss) == ():
+            pass
+        case _:
+            found = jax.tree.map(jnp.shape, given_back)
+            raise ValueError(f"loss_fn gave {found}; expected the loss, a scalar, and a dictionary of metrics")
     gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
-    return loss, gap | metrics | loss_metrics
+    return loss, _joined(gap | metrics, loss_metrics)
 
 
 def _gradient(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> jax.Array:

@@ -7,7 +7,9 @@ C completion slots, B = N * G rows.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv, kept
 from qerl_jax.rollout.batch import Prompts, Rollout
@@ -46,14 +48,28 @@ def generate(
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
 
     Raises:
-      UserError: an id in `settings` is beyond the vocabulary.
+      UserError: an id in `settings` is beyond the vocabulary; or a prompt with its completion may be more tokens than
+        the network has positions (under jit prompts may fill all their slots).
     """
     settings.check_ids(model.config.vocab_size)
+    _check_positions(model, prompts, settings, limits_N)
     slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
     C = settings.max_completion_length
     return decode(slots, model, adapter, norms, C, 0, settings, group=num_generations).out
+
+
+def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: jax.Array | None) -> None:
+    P, C, positions = prompts.tokens.shape[1], settings.max_completion_length, model.config.max_position_embeddings
+    traced = any(isinstance(known, jax.core.Tracer) for known in (prompts.lengths, limits_N))
+    longest = P + C if traced else int(np.max(np.add(prompts.lengths, C if limits_N is None else limits_N), initial=0))
+    if longest > positions:
+        of = f"{P} prompt slots" if traced else "a prompt"
+        raise UserError(
+            f"{of} and a completion of up to {C} tokens may be {longest} tokens; the network has {positions} "
+            "positions: lower max_completion_length, or give shorter prompts"
+        )
 
 
 def begun(
