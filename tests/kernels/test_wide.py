@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels import layout, repack, variants, wide_fragments, wide_kernel
+from pallas_kernels import layout, repack, variants, wide, wide_fragments, wide_kernel
 from pallas_kernels.stream_plan import StreamConfig
 from pallas_kernels.wide_plan import PLAIN, Handover, WideConfig, make_plan
 from pallas_kernels.wide_split import SplitTiles
@@ -113,6 +113,32 @@ def lowered(config, m, d, r, dx, bias, wide_out, ranks=(), makes_h=False, handov
         args += [shape((r_i,), jnp.float32) for r_i in r]
     args += [shape(size, jnp.float32) for size in handed]
     return export.export(kernel, platforms=["cuda"])(*args).mlir_module()
+
+
+@pytest.mark.parametrize("config", [WideConfig(256, 2, 1, 4, 4), WideConfig(256, 1, 2, 4, 4, promote=32)])
+@pytest.mark.parametrize("rank", [0, 48])
+def test_dx_of_several_weights_lowers_for_cuda_without_a_gpu(config, rank):
+    m, k, ns = 300, 1024, (1304, 512, 136)
+    shape = jax.ShapeDtypeStruct
+
+    def dx(dys, data, scales, lora):
+        weights = [layout.KernelWeight(one, n, k) for one, n in zip(data, ns, strict=True)]
+        return wide.matmul_dx(dys, weights, scales, config, lora=lora)
+
+    data = [shape((-(-n // layout.ROWS), k // layout.COLS, layout.QUAD_WORDS), jnp.uint32) for n in ns]
+    lora = (shape((m, rank), jnp.float32), shape((rank, k), jnp.float32)) if rank else None
+    operands = [shape((m, n), jnp.bfloat16) for n in ns], data, [shape((), jnp.float32)] * 3, lora
+    assert export.export(jax.jit(dx), platforms=["cuda"])(*operands).mlir_module().count("nvfp4_wide_matmul") >= 1
+
+
+@pytest.mark.parametrize("transposed, inputs, message", [
+    (True, (512, 504), r"dx has 1024 inputs, those of all its weights, which have \(512, 504\)"),
+    (False, (512, 512), "those of all its weights"),
+    (True, (1020, 4), "multiples of 8"),
+])  # fmt: skip
+def test_which_weights_dx_takes(transposed, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(256, 1024, (512,), transposed, WideConfig(), inputs=inputs)
 
 
 @pytest.mark.parametrize("config, d, r, message", [
