@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 START = time.time()
@@ -47,12 +48,21 @@ def few_memory_maps():
 
 
 @pytest.fixture
-def no_cache():
-    """No folder of compiled programs, for tests that choose one."""
-    old = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
+def cache_restored():
+    """For tests after which another folder of compiled programs is set, or open: the files behind them would compile
+    everything again."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
     yield
-    jax.config.update("jax_compilation_cache_dir", old)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def no_cache(cache_restored):
+    """No folder of compiled programs, for tests that choose one."""
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def pytest_collection_modifyitems(items):
