@@ -48,10 +48,10 @@ def few_memory_maps():
         jax.clear_caches()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cache_restored():
-    """For tests after which another folder of compiled programs is set, or open: the files behind them would compile
-    everything again."""
+    """For files behind which another folder of compiled programs would be set: all files after them would compile
+    everything again, once JAX opens it."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
     yield
@@ -61,9 +61,12 @@ def cache_restored():
 
 
 @pytest.fixture
-def no_cache(cache_restored):
+def no_cache():
     """No folder of compiled programs, for tests that choose one."""
+    old = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", old)
 
 
 def pytest_collection_modifyitems(items):
