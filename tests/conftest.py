@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 OUTCOMES = ("passed", "failed", "error", "skipped")
 START = time.time()
@@ -27,10 +28,11 @@ os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHE / "python"))
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Files that take minutes, see `pytest --durations`.
+# Files that take minutes, see `pytest --durations`. One of the trainer's files comes long before the others: begun side
+# by side, two of them would compile the same programs.
 LONG = (
-    "quickstart", "examples", "resume", "update", "packs", "float16", "command_line_runs", "tail", "wide_program",
-    "trainer_stops", "trainer_steps", "trainer_dynamic_sampling",
+    "trainer_steps", "quickstart", "packs", "update", "examples", "resume", "float16", "engine", "command_line_runs",
+    "tail", "wide_program", "trainer_stops", "trainer_dynamic_sampling",
 )  # fmt: skip
 
 # Linux gives a process 65,530 memory maps. XLA takes some 20 for each program, and crashes when there are none left.
@@ -46,6 +48,18 @@ def few_memory_maps():
         jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def cache_restored():
+    """For files behind which another folder of compiled programs would be set: all files after them would compile
+    everything again, once JAX opens it."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture
 def no_cache():
     """No folder of compiled programs, for tests that choose one."""
@@ -57,8 +71,8 @@ def no_cache():
 
 def pytest_collection_modifyitems(items):
     """Long files first: at the end, one worker would be left alone with one of them (see `make test`)."""
-    long = {f"test_{name}.py" for name in LONG}
-    items.sort(key=lambda item: item.path.name not in long)
+    places = {f"test_{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
 
 def pytest_addoption(parser):

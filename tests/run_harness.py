@@ -62,7 +62,7 @@ class TrainingProcess:
         self.run = Path(run)
         env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
         if programs is not None:
-            env |= {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+            env |= {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "qerl_jax.cli", "train", str(config), f"run.output_dir={run}", *words]
         self.log = Path(log)

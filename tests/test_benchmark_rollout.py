@@ -7,6 +7,8 @@ import pytest
 from benchmarks import rollout
 from benchmarks.shapes import MODELS
 
+pytestmark = pytest.mark.usefixtures("cache_restored")  # the benchmark has a cache of its own
+
 WORDS = ["--model", "tiny", "--lora-rank", "4", "--prompt", "12", "--new", "6", "--repeats", "1"]
 
 
@@ -31,7 +33,7 @@ def test_rows_of_two_calls_are_in_one_file(tmp_path):
 def test_rows_of_another_dtype_stand_beside(tmp_path):
     output = tmp_path / "rollout.json"
     for words in ([], ["--dtype", "float16"], ["--dtype", "float32"]):
-        assert rollout.main([*WORDS, "--batch", "4", *words, "--output", str(output)], lambda _: None) == 0
+        assert rollout.main([*WORDS, "--batch", "16", *words, "--output", str(output)], lambda _: None) == 0
     result = json.loads(output.read_text())
     assert [row.get("dtype") for row in result["rows"]] == [None, "float16"]
     assert all(row["logp_difference"] < 1e-3 for row in result["rows"])
@@ -47,7 +49,7 @@ def test_a_file_of_another_device_is_left_alone(tmp_path):
 def test_a_batch_that_does_not_fit_is_said_and_the_others_run(monkeypatch):
     monkeypatch.setattr(rollout, "measure", lambda case, *_: (_ for _ in ()).throw(MemoryError("too large")))
     shown = []
-    assert rollout.main([*WORDS, "--batch", "2", "4"], shown.append) == 1
+    assert rollout.main([*WORDS, "--batch", "16", "4"], shown.append) == 1
     assert sum("too large" in text for text in shown) == 2
 
 

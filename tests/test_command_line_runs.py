@@ -324,13 +324,13 @@ def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained,
 
 def test_generate_writes_the_same_rows_whatever_runs_beside_them(trained, prompts, tmp_path, monkeypatch):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
-    words = ("generate", trained.folder, "--prompts", file, "--n", 2, "--logprobs", "--output")
+    words = ("generate", trained.folder, "--prompts", file, "--n", 3, "--logprobs", "--output")
     outputs = []
     for slots in (64, 3):
         monkeypatch.setattr(texts, "_MAX_SLOTS", slots)
         run_main(*words, tmp_path / f"{slots}.jsonl")
         outputs.append(sorted((tmp_path / f"{slots}.jsonl").read_text().splitlines()))
-    assert outputs[0] == outputs[1] and len(outputs[0]) == 2 * len(prompts)
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 3 * len(prompts)
 
 
 def test_plot_one_run_and_two(trained, tmp_path):

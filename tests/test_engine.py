@@ -297,7 +297,7 @@ def test_slots_are_filled_again_between_two_looks_at_the_host():
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
-    one = engine(SamplingSettings(C, ENDLESS, 0), max_slots=3)
+    one = engine(max_slots=3)
     assert len(list(one.generate(ADAPTER, requests(), KEY))) == N * G
     assert one.statistics.prompts == N and one.statistics.started == N * G
 
@@ -314,7 +314,7 @@ def test_prompts_are_prefilled_as_many_at_once_as_a_program_takes(slots, at_once
 def test_a_key_of_the_older_kind_draws_the_same_and_is_the_callers_still():
     older = jax.random.key_data(KEY)
     for _ in range(2):
-        found = list(engine(max_slots=2).generate(ADAPTER, requests(), older))
+        found = list(engine(max_slots=3).generate(ADAPTER, requests(), older))
         assert all(same(done, with_slots(3)[done.request, done.sample]) for done in found)
 
 

@@ -21,36 +21,19 @@ NAMES = ("train", "new_loss", "resume", "four_seeds")
 WITH_FILES = ("gsm8k_rows",)
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    """Starts all examples at once, in an empty folder; `printed(name)` waits for one and gives its output."""
+def printed(name, folder):
+    """The output of an example, run in an empty folder. One after the other, each finds the small programs of those
+    before it."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
     }
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, ROOT / "examples" / f"{name}.py"],
-            cwd=tmp_path_factory.mktemp(name),
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for name in NAMES
-    }
-
-    def output(name):
-        out, err = running[name].communicate()
-        assert running[name].returncode == 0, err
-        return out
-
-    yield output
-    for process in running.values():
-        process.kill()
-        process.communicate()
+    command = [sys.executable, ROOT / "examples" / f"{name}.py"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def numbers(pattern, text):
@@ -69,32 +52,32 @@ def test_the_readme_shows_the_training_script_as_it_is():
     assert 20 < len([line for line in script.splitlines() if line.strip()]) < 35
 
 
-def test_the_training_script_raises_its_reward_under_noise(printed):
-    steps = numbers(r"step +(\d+)  reward ([\d.]+)  entropy ([\d.]+)  sigma ([\d.e+-]+)\n", printed("train"))
+def test_the_training_script_raises_its_reward_under_noise(tmp_path):
+    steps = numbers(r"step +(\d+)  reward ([\d.]+)  entropy ([\d.]+)  sigma ([\d.e+-]+)\n", printed("train", tmp_path))
     assert steps[:, 0].tolist() == list(range(1, 13))
     rewards, sigmas = steps[:, 1], steps[:, 3]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
     np.testing.assert_allclose(sigmas, np.repeat([0, 1e-2, 2.2e-3, 5e-4], 3))
 
 
-def test_a_new_loss_in_15_lines_learns(printed):
+def test_a_new_loss_in_15_lines_learns(tmp_path):
     tree = ast.parse((ROOT / "examples" / "new_loss.py").read_text())
     (loss,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "winners_only")
     assert loss.end_lineno - loss.lineno + 1 <= 15
-    steps = numbers(r"step (\d)  equations ([\d.]+)  share of winners' tokens (\d+)%\n", printed("new_loss"))
+    steps = numbers(r"step (\d)  equations ([\d.]+)  share of winners' tokens (\d+)%\n", printed("new_loss", tmp_path))
     assert steps[:, 0].tolist() == list(range(1, 9))
     assert np.mean(steps[-2:, 1]) > np.mean(steps[:2, 1]) + 1
     # The metric is the loss's own: those that beat their group have a part of the tokens, never all.
     assert 0 < steps[0, 2] < 100 and len(set(steps[:, 2])) > 1
 
 
-def test_resuming_from_a_checkpoint_is_exact(printed):
+def test_resuming_from_a_checkpoint_is_exact(tmp_path):
     said = ["from step 0 to 3", "from step 3 to 6", "from step 0 to 6", "bitwise the same as the unbroken run: True"]
-    assert printed("resume").splitlines() == said
+    assert printed("resume", tmp_path).splitlines() == said
 
 
-def test_four_seeds_by_vmap_are_four_runs(printed):
-    out = printed("four_seeds")
+def test_four_seeds_by_vmap_are_four_runs(tmp_path):
+    out = printed("four_seeds", tmp_path)
     by_seed = numbers(r"step \d  equations by seed \[([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+)\]\n", out)
     assert by_seed.shape == (3, 4)
     assert len(set(map(tuple, by_seed.T))) == 4  # the seeds are not copies of one another

@@ -1,19 +1,12 @@
-"""What a run takes is said before it samples anything; an update that cannot fit is refused, with what to change."""
+"""What a plan says of the memory that a run takes; an update that cannot fit is refused, with what to change."""
 
 import dataclasses
-import re
 
-import jax
 import pytest
-from run_harness import checkpoints, one_layer_policy, rows, small_config
-from tiny import Device
 
-from qerl_jax import cli
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
-from qerl_jax.rl import trainer
 from qerl_jax.rl.plan import RunMemory, refuse_what_does_not_fit
-from qerl_jax.rollout import memory
 
 
 def refused(monkeypatch, limit, kept, temporary, *words):
@@ -49,45 +42,6 @@ def test_the_message_names_the_numbers_and_every_way_out(monkeypatch):
 def test_fewer_rows_are_no_way_out_where_there_are_none(monkeypatch, kept, words):
     with pytest.raises(UserError, match=r"GB\. Try a lower generation.max_completion_length$"):
         refused(monkeypatch, 100, kept, 61, "optimizer.gradient_checkpointing=true", *words)
-
-
-def test_a_run_is_refused_before_it_samples_and_goes_on_with_less(tmp_path, monkeypatch):
-    policy = one_layer_policy(tmp_path / "policy")
-    config = small_config(tmp_path, policy, optimizer={"max_steps": 3}, grpo={"num_iterations": 1})
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "local_devices", lambda: [Device(10**5)])
-        patch.setattr(memory, "_device_bytes", lambda *_: 10**9)  # rollouts fit
-        with pytest.raises(UserError, match="8 rows of 56 tokens at once"):
-            trainer.train(load_config(str(config)))
-    assert checkpoints(run) == [] and rows(run) == []
-    less = ["optimizer.per_device_train_batch_size=4", "optimizer.gradient_accumulation_steps=4"]
-    trainer.train(load_config(str(config), less))
-    assert checkpoints(run)[-1] == len(rows(run)) == 3
-
-
-def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_behind(tmp_path, capsys):
-    policy = one_layer_policy(tmp_path / "policy")
-    config = small_config(tmp_path, policy, optimizer={"max_steps": 4}, generation={"max_slots": 4})
-    before = {*tmp_path.rglob("*")}
-    assert cli.main(["plan", str(config)]) == 0
-    out, err = capsys.readouterr()
-    assert "compiling" in err
-    steps, memory = out.splitlines()
-    assert {*tmp_path.rglob("*")} == before
-    assert steps == (
-        "steps: 4 of 16 completions; 2 rollouts of 4 x 4 completions (prompts x num_generations): 0.00 epochs of "
-        "16,384 prompts"
-    )
-    assert re.fullmatch(
-        r"memory: weights \d\.\d MB, adapter with gradient and optimizer \d\.\d MB; beside them by turns a rollout, "
-        r"4 of 16 completions at once, \d\.\d MB, and an update, \d+\.\d MB: \d+\.\d MB at most; "
-        r"what the device has is not known",
-        memory,
-    )
-    cli.main(["train", str(config)])
-    assert memory in capsys.readouterr().out.splitlines()
-    assert len(rows(tmp_path / "run")) == 4 and rows(tmp_path / "run")[-1]["rollout"] == 1
 
 
 def test_what_a_plan_says_of_memory():

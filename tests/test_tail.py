@@ -116,10 +116,10 @@ def test_what_until_ends_makes_slots_fewer_too():
         end = 4 if sum(ids[:2]) % 3 else 12
         return end if len(ids) >= end else None
 
-    wide, narrow = engine((), ENDLESS, 16), engine((8, 4), ENDLESS, 16)
+    wide, narrow = engine((), SETTINGS, 16), engine((8, 4), SETTINGS, 16)
     expected = completed(wide, until=until, every=3)
     assert completed(narrow, until=until, every=3) == expected
-    assert {reason for *_, reason in expected.values()} == {"stop", "length"}
+    assert {reason for *_, reason in expected.values()} == {"stop", "length", "eos"}
     assert narrow.statistics.slot_steps < 0.8 * wide.statistics.slot_steps
 
 

@@ -40,6 +40,12 @@ def update(state, batch, settings=UPDATE, loss_fn=None):
     return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=loss_fn)
 
 
+# Of the updates below, one program each: with the sampler as old policy, and with bounds that nothing passes unclipped.
+BY_SAMPLER = dataclasses.replace(UPDATE, old_logprobs="sampler", loss=LossSpec(epsilon=0.05, epsilon_high=0.05))
+TIGHT = LossSpec(epsilon=1e-6, epsilon_high=1e-6)
+TIGHT_IN_THREE = dataclasses.replace(UPDATE, micro_batch_size=4, loss=TIGHT)
+
+
 def moved(state, new):
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, new.adapter, state.adapter)))
 
@@ -59,31 +65,39 @@ def test_accumulation_equals_the_full_batch():
     assert moved(state, whole) > 1e-3
 
 
-@pytest.mark.parametrize(("loss_type", "level"), [("dapo", "sequence"), ("dr_grpo", "none")])
-def test_accumulation_equals_the_full_batch_in_other_losses(monkeypatch, loss_type, level):
-    """The same of a learner that knows a token's log-probability by the token alone."""
+@pytest.fixture
+def by_token(monkeypatch):
+    """The state of a learner, a number, that knows a token's log-probability by the token alone; and an update of it,
+    which is compiled in no time."""
 
     def learner(model, x, prompt, prompt_lengths, completion, *rest, **options):
         return x * jnp.sin(completion) - 2, jnp.cos(completion)
 
     monkeypatch.setattr(update_module, "completion_logps", learner)
+
+    def run(state, batch, settings=UPDATE, loss_fn=None):
+        step_of = functools.partial(update_step, optimizer=SGD, settings=settings, loss_fn=loss_fn)
+        return jax.jit(step_of)(state, MODEL, batch)
+
+    return init_state(jnp.float32(0.5), SGD), run
+
+
+@pytest.mark.parametrize(("loss_type", "level"), [("dapo", "sequence"), ("dr_grpo", "none")])
+def test_accumulation_equals_the_full_batch_in_other_losses(by_token, loss_type, level):
+    """The same of a learner that knows a token's log-probability by the token alone."""
     tokens = jax.random.randint(jax.random.key(0), (12, 6), 0, MODEL.config.vocab_size)
     recorded = -2.5 + 0.5 * jax.random.normal(jax.random.key(1), (3, 12, 6))
     completions = Rollout(tokens, 1 + jnp.arange(12) % 6, jnp.ones(12, bool), recorded[0], None)
     batch = make_batch(PROMPTS, completions, jnp.arange(12.0) ** 2, jnp.int32(0), SETTINGS)
     mask = batch.mask.at[4:6].set(False).at[9].set(False)
     batch = batch.replace(old_logps=recorded[1], ref_logps=recorded[2], mask=mask)
-    state = init_state(jnp.float32(0.5), SGD).replace(step=jnp.int32(3))
+    state, run = by_token
+    state = state.replace(step=jnp.int32(3))
     settings = dataclasses.replace(
         UPDATE, loss=LossSpec(loss_type, beta=0.05), correction=SamplerCorrection(level, "truncate", 2.0)
     )
-
-    def run(size):
-        of_size = dataclasses.replace(settings, micro_batch_size=size)
-        return jax.jit(functools.partial(update_step, optimizer=SGD, settings=of_size))(state, MODEL, batch)
-
-    whole, whole_metrics = run(12)
-    cut, metrics = run(2)
+    whole, whole_metrics = run(state, batch, settings)
+    cut, metrics = run(state, batch, dataclasses.replace(settings, micro_batch_size=2))
     assert_trees_close((cut.adapter, metrics), (whole.adapter, whole_metrics), rtol=1e-5, atol=1e-6)
     assert abs(float(whole.adapter) - 0.5) > 1e-3
 
@@ -124,16 +138,15 @@ def test_first_update_has_ratio_exactly_one_under_top_p():
     settings = dataclasses.replace(SETTINGS, sampling=dataclasses.replace(SAMPLING, top_p=0.8))
     state = state_of()
 
-    tight = LossSpec(epsilon=1e-6, epsilon_high=1e-6)
-
     def spy(logp, old_logp, ref_logp, advantages, mask):
-        loss, metrics = policy_loss(tight, logp, old_logp, ref_logp, advantages, mask)
+        loss, metrics = policy_loss(TIGHT, logp, old_logp, ref_logp, advantages, mask)
         ratio = jnp.where(mask, jnp.exp(logp - old_logp), 1)
         return loss, metrics | {"low": ratio.min(), "high": ratio.max()}
 
-    for several, size, loss_fn in ((False, 12, spy), (True, 4, spy), (True, 4, None)):
+    whole = dataclasses.replace(UPDATE, loss=TIGHT)
+    for several, of_size, loss_fn in ((False, whole, spy), (True, TIGHT_IN_THREE, spy), (True, TIGHT_IN_THREE, None)):
         batch = batch_of(settings, state, several)
-        _, seen = update(state, batch, dataclasses.replace(UPDATE, micro_batch_size=size, loss=tight), loss_fn)
+        _, seen = update(state, batch, of_size, loss_fn)
         assert loss_fn is None or float(seen["low"]) == float(seen["high"]) == 1.0
         assert float(seen["clip_ratio/region_mean"]) == 0.0
         assert float(seen["sampling/sampling_logp_difference/max"]) < 1e-4
@@ -142,19 +155,17 @@ def test_first_update_has_ratio_exactly_one_under_top_p():
 def test_second_update_uses_the_old_policy_and_clips():
     state = state_of()
     batch = batch_of(state=state, several=True)
-    settings = dataclasses.replace(UPDATE, loss=LossSpec("dapo", 0.0, 1e-3, 1e-3))
-    once, first = update(state, batch, settings)
-    _, second = update(once, batch, settings)
+    once, first = update(state, batch, TIGHT_IN_THREE)
+    _, second = update(once, batch, TIGHT_IN_THREE)
     assert float(first["clip_ratio/region_mean"]) == 0.0 < float(second["clip_ratio/region_mean"])
 
 
 def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
     noisy = dataclasses.replace(SETTINGS, noise=NoiseSchedule(2, 0.3, 0.3, 4))
     batch = batch_of(noisy, step=2)
-    settings = dataclasses.replace(UPDATE, old_logprobs="sampler", loss=LossSpec(epsilon=0.05, epsilon_high=0.05))
-    _, metrics = update(state_of(), batch, settings)
+    _, metrics = update(state_of(), batch, BY_SAMPLER)
     assert float(metrics["clip_ratio/region_mean"]) > 0
-    _, clean = update(state_of(), batch, UPDATE)
+    _, clean = update(state_of(), batch)
     gaps = [float(found["sampling/sampling_logp_difference/mean"]) for found in (metrics, clean)]
     assert gaps[0] == gaps[1] > 0.01  # between sampler and learner, whatever the ratio is of
 
@@ -179,7 +190,7 @@ def test_a_correction_of_what_the_ratio_holds_already_is_refused():
         dataclasses.replace(UPDATE, old_logprobs="sampler", correction=SamplerCorrection("token"))
 
 
-def test_advantages_of_a_whole_rollout_stay_with_its_parts():
+def test_advantages_of_a_whole_rollout_stay_with_its_parts(by_token):
     """With scale_rewards batch the deviation is that of all completions of a rollout, as TRL takes it."""
     by_batch = advantages_by("batch")
     out, _ = sampled(MODEL, state_of().adapter, PROMPTS, jax.random.key(2), jnp.int32(0), settings=SETTINGS)
@@ -191,34 +202,33 @@ def test_advantages_of_a_whole_rollout_stay_with_its_parts():
         return jnp.sum(advantages * logp * mask), {"seen": advantages[:, 0]}
 
     parts = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 4] if leaf.ndim else leaf, whole) for i in (0, 4, 8)]
-    seen = [update(state_of(), part, of_four, spy)[1]["seen"] for part in parts]
+    state, run = by_token
+    seen = [run(state, part, of_four, spy)[1]["seen"] for part in parts]
     np.testing.assert_allclose(np.concatenate(seen), by_batch(rewards.reshape(3, 4)).reshape(-1), rtol=1e-6)
     with pytest.raises(ValueError, match="the batch has advantages"):
         update_step(state_of(), MODEL, whole, optimizer=SGD, settings=UPDATE, advantage_fn=by_batch)
 
 
-def test_masked_truncated_rows_still_count_in_their_group():
+def test_masked_truncated_rows_still_count_in_their_group(by_token):
     settings = dataclasses.replace(SETTINGS, mask_truncated_completions=True)
     batch, plain = batch_of(settings), batch_of()
     open_rows = ~np.asarray(jnp.any(batch.mask, 1))
     assert 0 < open_rows.sum() < 12
     np.testing.assert_array_equal(batch.rewards, plain.rewards)
     np.testing.assert_array_equal(np.asarray(batch.mask)[~open_rows], np.asarray(plain.mask)[~open_rows])
-    advantages = []
 
-    def spy(logp, old_logp, ref_logp, adv, mask):
-        advantages.append(adv.shape)
-        return jnp.sum(adv * logp * mask), {"advantages": adv}
+    def spy(logp, old_logp, ref_logp, advantages, mask):
+        return jnp.sum(advantages * logp * mask), {"advantages": advantages}
 
-    _, masked = update(state_of(), batch, UPDATE, spy)
-    _, unmasked = update(state_of(), plain, UPDATE, spy)
+    state, run = by_token
+    masked, unmasked = (run(state, rows, loss_fn=spy)[1] for rows in (batch, plain))
     np.testing.assert_array_equal(masked["advantages"], unmasked["advantages"])
 
 
 def test_equal_rewards_give_no_gradient():
     batch = batch_of()
     state = state_of()
-    new, metrics = update(state, batch.replace(rewards=jnp.full(12, 0.3)))
+    new, metrics = update(state, batch.replace(rewards=jnp.full(12, 0.3, jnp.float32)))
     assert moved(state, new) == 0.0 and float(metrics["grad_norm"]) == 0.0
 
 
@@ -226,9 +236,8 @@ def test_equal_rewards_give_no_gradient():
 def test_what_is_not_finite_is_refused_and_the_state_untouched(poison):
     batch = batch_of()
     batch = batch.replace(**{poison: getattr(batch, poison).at[0].set(jnp.inf if poison == "rewards" else jnp.nan)})
-    settings = dataclasses.replace(UPDATE, old_logprobs="sampler")
     state = state_of()
-    new, metrics = update(state, batch, settings)
+    new, metrics = update(state, batch, BY_SAMPLER)
     assert int(metrics["nonfinite"]) == 1
     assert_trees_close(new, state, rtol=0, atol=0)
 

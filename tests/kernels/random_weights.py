@@ -1,4 +1,5 @@
-"""Random packed weights, true values by NumPy, and outputs that begin as NaN: what tests of the kernels share."""
+"""Random numbers and packed weights, true values by NumPy, and outputs that begin as NaN: what tests of the kernels
+share."""
 
 from typing import NamedTuple
 
@@ -13,6 +14,11 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 BYTE = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], -1)  # both values of a byte, the low nibble's first
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 CASES = ("all codes and scales", "zeros", "positive", "large global", "small global")
+
+
+def normal(rng, *shape: int, size: float = 1, dtype=jnp.float32) -> jax.Array:
+    """Drawn by NumPy: jax.random compiles a program for each shape, which takes longer than most tests."""
+    return jnp.asarray(size * rng.standard_normal(shape, np.float32), dtype)
 
 
 class Matrix(NamedTuple):

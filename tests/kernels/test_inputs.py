@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from random_weights import normal
 
 from pallas_kernels import KernelWeight, compiling_for, fp4_matmul, fragment_order, inputs_kernel, inputs_plan
 from pallas_kernels.inputs_plan import GIVEN, NORMED, make_inputs_plan
@@ -17,16 +18,12 @@ EPS = 1e-6
 
 def operands(seed, m, k, ranks, source, dtype=jnp.bfloat16):
     """The kernel's; what x is to be in float64 and, of its elements, an unrounded size; the adapters in float64."""
-    keys = iter(jax.random.split(jax.random.key(seed), len(ranks) + 3))
-
-    def normal(*shape, dtype=dtype):
-        return jax.random.normal(next(keys), shape, dtype)
-
+    rng = np.random.default_rng(seed)
     if source == GIVEN:
-        parts = [normal(m, k)]
+        parts = [normal(rng, m, k, dtype=dtype)]
     else:
-        parts = [normal(m, k, dtype=jnp.float32), normal(m, k, dtype=jnp.float32), 1 + normal(k, dtype=jnp.float32)]
-    a = [normal(rank, k) for rank in ranks]
+        parts = [normal(rng, m, k), normal(rng, m, k), 1 + normal(rng, k)]
+    a = [normal(rng, rank, k, dtype=dtype) for rank in ranks]
     scales = [np.full(1, 300.0 + 7 * i, np.float32) for i in range(len(ranks))]
     scalings = [np.full(1, 0.25 * (i + 1), np.float32) for i in range(len(ranks))]
     return [*parts, *a, *scales, *scalings]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ahead import ahead
 from jax import export
+from random_weights import normal
 from test_block import shapes_of
 
 from benchmarks.fp4_block import EPS, SHAPES, random_layer
@@ -140,13 +141,13 @@ def wide_reference(x, lora, data, scales, biases, n, ranks, config, out_dtype, s
 
 
 def tiny_layer(rank, qkv=True):
-    keys = map(functools.partial(jax.random.fold_in, jax.random.key(rank)), range(100))
+    rng = np.random.default_rng(rank)
 
     def projection(n, k, biased, adapted):
-        packed = jax.random.randint(next(keys), (n, k // 2), 0, 256).astype(jnp.uint8)
-        weight = repack(packed, jax.random.randint(next(keys), (n, k // 16), 40, 60).astype(jnp.uint8))
-        a, b = (jax.random.normal(next(keys), s, jnp.bfloat16) / s[1] ** 0.5 for s in ((rank, k), (n, rank)))
-        bias = jax.random.normal(next(keys), (n,)) if biased else None
+        packed = rng.integers(0, 256, (n, k // 2), np.uint8)
+        weight = repack(jnp.asarray(packed), jnp.asarray(rng.integers(40, 60, (n, k // 16), np.uint8)))
+        a, b = (normal(rng, *s, size=s[1] ** -0.5, dtype=jnp.bfloat16) for s in ((rank, k), (n, rank)))
+        bias = normal(rng, n) if biased else None
         return Projection(weight, jnp.float32(30), bias, (a, b, jnp.float32(0.5)) if adapted else None)
 
     return LayerPart(
@@ -177,9 +178,9 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kern
     monkeypatch.setattr(stream_kernel, "build", stream_reference)
     monkeypatch.setattr(wide, "multiply", wide_reference)
     layer = tiny_layer(16, qkv)
-    x = jax.random.normal(jax.random.key(1), (rows, 512), jnp.bfloat16)
-    residual = jax.random.normal(jax.random.key(2), (rows, 256))
-    norms = [1 + 0.1 * jax.random.normal(jax.random.key(i), (256,)) for i in (3, 4)]
+    rng = np.random.default_rng(1)
+    x, residual = normal(rng, rows, 512, dtype=jnp.bfloat16), normal(rng, rows, 256)
+    norms = [1 + normal(rng, 256, size=0.1) for _ in range(2)]
     with compiling_for(90):
         calls = layer_calls.calls_of(rows, layer)
         made = between_attentions(x, residual, layer, norms, EPS)
@@ -197,7 +198,7 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kern
     for before, behind in itertools.pairwise(ways):
         assert before.joins == behind.normed == (makes_h and before is ways[2])
         assert not before.gives_units or behind.units
-    true = between_attentions_reference(x, residual, layer, norms, EPS)
+    true = jax.jit(functools.partial(between_attentions_reference, eps=EPS))(x, residual, layer, norms)
     leaves = zip(jax.tree.leaves(made), jax.tree.leaves(true), strict=True)
     for a, b in leaves:
         a, b = (np.asarray(v, np.float64) for v in (a, b))

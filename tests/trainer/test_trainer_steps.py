@@ -229,9 +229,8 @@ def test_the_options_run_and_log_what_they_add(config, tmp_path, monkeypatch, wo
 
 
 def test_long_completions_are_punished_in_training_and_in_evaluation(config, tmp_path):
-    short = ["optimizer.max_steps=2", "noise.num_stages=2"]
     punished = "reward.functions=[{function: format}, {function: soft_overlong_punishment, weight: 0.5}]"
-    run = train(config, tmp_path / "run", *short, punished, "reward.soft_punish_cache=4")
+    run = train(config, tmp_path / "run", punished, "reward.soft_punish_cache=4")
     completions = rows(run, "completions.jsonl")
     found = {row["rewards/soft_overlong_punishment"] for row in completions}
     assert found <= {0.0, -0.25, -0.5, -0.75, -1.0} and -1.0 in found and len(found) > 1
@@ -268,11 +267,12 @@ def test_problems_that_are_trained_on_and_evaluated_are_counted(config, tmp_path
 
 
 def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
-    short = ["optimizer.max_steps=2", "noise.num_stages=2", "generation.max_slots=3"]
-    run = train(config, tmp_path / "run", *short)
-    texts = [row["completion"] for row in rows(run, "completions.jsonl")]
-    assert len(texts) == 8
-    assert texts == [row["completion"] for row in rows(finished, "completions.jsonl") if row["rollout"] == 0]
+    run = train(config, tmp_path / "run", "generation.max_slots=3")
+    texts, whole = (
+        [row["completion"] for row in rows(folder, "completions.jsonl") if row["rollout"] == 0]
+        for folder in (run, finished)
+    )
+    assert texts == whole and len(texts) == 8
 
 
 def test_a_cache_too_small_for_one_completion_is_refused(config, tmp_path):
@@ -313,12 +313,11 @@ def test_what_a_run_has_read_at_its_start_is_what_it_evaluates_and_names(config,
 
     def meanwhile(self):
         problems.write_text(problems.read_text().replace("Ann", "Tom"))
-        shutil.rmtree(first)
+        shutil.rmtree(first, ignore_errors=True)
         return rollout(self)
 
     monkeypatch.setattr(trainer._Run, "_one_rollout", meanwhile)
-    words = [f"evaluation.eval_dataset={problems}", f"lora.adapter={first}", "noise.num_stages=2"]
-    run = train(config, tmp_path / "run", *words, "optimizer.max_steps=2")
+    run = train(config, tmp_path / "run", f"evaluation.eval_dataset={problems}", f"lora.adapter={first}")
     summary = json.loads((run / "summary.json").read_text())
     before, after = ([row["prompt"] for row in summary[when]["samples"]] for when in ("before", "after"))
     assert before == after and "Ann" in before[0]

@@ -160,7 +160,8 @@ def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path,
 
 def test_other_problems_tokenizer_or_ends_of_completions_are_refused(policy, tmp_path, monkeypatch):
     data = tmp_path / "held_out.jsonl"
-    data.write_text(json.dumps({"prompt": "Ann has 3 pens. How many pens now?", "answer": "3"}))
+    problem = {"prompt": "Ann has 3 pens. How many pens now?", "answer": "3"}
+    data.write_text(4 * f"{json.dumps(problem)}\n")  # as many as the other runs evaluate on
     base = shutil.copytree(policy, tmp_path / "policy")
     config, run = config_in(tmp_path, base, evaluation={"eval_dataset": str(data)}), tmp_path / "run"
     stop_after(monkeypatch, 0)
@@ -234,8 +235,8 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
 
 
 def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
-    run = train(config, tmp_path / "run", "run.save_steps=null", "optimizer.max_steps=4")
-    assert checkpoints(run) == [0, 4]
+    run = train(config, tmp_path / "run", "run.save_steps=null")
+    assert checkpoints(run) == [0, 6]
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])

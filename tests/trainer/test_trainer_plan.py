@@ -1,0 +1,48 @@
+"""What a run takes is said before it samples anything, and a run whose update cannot fit is refused by then."""
+
+import re
+
+import jax
+import pytest
+from run_harness import checkpoints, rows
+from tiny import Device
+from training_runs import config_in, train
+
+from qerl_jax import cli
+from qerl_jax.errors import UserError
+from qerl_jax.rollout import memory
+
+
+def test_a_run_is_refused_before_it_samples_and_goes_on_with_less(config, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: [Device(10**5)])
+        patch.setattr(memory, "_device_bytes", lambda *_: 10**9)  # rollouts fit
+        with pytest.raises(UserError, match="8 rows of 56 tokens at once"):
+            train(config, run)
+    assert checkpoints(run) == [] and rows(run) == []
+    train(config, run, "optimizer.per_device_train_batch_size=4", "optimizer.gradient_accumulation_steps=2")
+    assert checkpoints(run)[-1] == len(rows(run)) == 6
+
+
+def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_behind(policy, tmp_path, capsys):
+    config = config_in(tmp_path, policy, generation={"max_slots": 3})
+    before = {*tmp_path.rglob("*")}
+    assert cli.main(["plan", str(config)]) == 0
+    out, err = capsys.readouterr()
+    assert "compiling" in err
+    steps, memory = out.splitlines()
+    assert {*tmp_path.rglob("*")} == before
+    assert steps == (
+        "steps: 6 of 8 completions; 3 rollouts of 2 x 4 completions (prompts x num_generations): 0.09 epochs of "
+        "64 prompts"
+    )
+    assert re.fullmatch(
+        r"memory: weights \d\.\d MB, adapter with gradient and optimizer \d\.\d MB; beside them by turns a rollout, "
+        r"3 of 8 completions at once, \d\.\d MB, and an update, \d+\.\d MB: \d+\.\d MB at most; "
+        r"what the device has is not known",
+        memory,
+    )
+    cli.main(["train", str(config)])
+    assert memory in capsys.readouterr().out.splitlines()
+    assert len(rows(tmp_path / "run")) == 6 and rows(tmp_path / "run")[-1]["rollout"] == 2
