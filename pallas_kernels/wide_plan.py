@@ -343,7 +343,9 @@ def make_plan(
     if m < 1:
         raise ValueError(f"M must be at least 1, got {m}")
     if any(i % 8 for i in (d, *r, *inputs)):
-        raise ValueError(f"the wide kernel takes N and K that are multiples of 8, got {inputs or d} inputs and {r} outputs")
+        raise ValueError(
+            f"the wide kernel takes N and K that are multiples of 8, got {inputs or d} inputs and {r} outputs"
+        )
     if config.split > plan.blocks:
         raise ValueError(f"{d} inputs are {plan.blocks} blocks of {BLOCK}, too few to split by {config.split}")
     if swiglu and (transposed or len(r) != 2 or r[0] != r[1]):
