@@ -29,7 +29,16 @@ import orbax.checkpoint as ocp
 
 from qerl_jax.durable import flush, flush_tree, make_folder, with_home
 from qerl_jax.errors import UserError
-from qerl_jax.manifest import Damaged, Progress, match_target, prng_of, read_manifest, verify_leaves, write_manifest
+from qerl_jax.manifest import (
+    Damaged,
+    Progress,
+    match_target,
+    prng_of,
+    read_manifest,
+    static_fields,
+    verify_leaves,
+    write_manifest,
+)
 
 __all__ = ["checkpoint_steps", "newest_progress", "remove_partial", "restore_checkpoint", "save_checkpoint"]
 
@@ -95,7 +104,7 @@ def save_checkpoint(
     temp = directory / (_TEMP + final.name)
 
     try:
-        _write(temp, step, leaves, progress)
+        _write(temp, step, leaves, static_fields(tree), progress)
     except (OSError, ValueError) as error:
         named = _OS_ERROR.search(str(error))
         number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
@@ -121,7 +130,7 @@ def save_checkpoint(
     return final
 
 
-def _write(temp: Path, step: int, leaves: dict[str, Any], progress: Mapping[str, Any]) -> None:
+def _write(temp: Path, step: int, leaves: dict[str, Any], static: dict[str, Any], progress: Mapping[str, Any]) -> None:
     """Writes all files of a checkpoint to the new folder `temp` and flushes them."""
     host = {name: _to_host(leaf) for name, leaf in leaves.items()}
     # Orbax refuses arrays without elements; the target alone says all there is to know about them.
@@ -135,7 +144,7 @@ def _write(temp: Path, step: int, leaves: dict[str, Any], progress: Mapping[str,
             checkpointer.save(directory / temp.name / _ARRAYS, args=ocp.args.PyTreeSave(stored))
     else:
         temp.mkdir()
-    write_manifest(temp, step, progress, leaves, host)
+    write_manifest(temp, step, progress, leaves, host, static)
     flush_tree(temp)
 
 
@@ -180,15 +189,16 @@ def restore_checkpoint[Tree](
     Args:
       directory: where checkpoints live. Nothing in it is changed.
       target: a pytree like the saved one: arrays, PRNG keys or `jax.ShapeDtypeStruct`s, each giving its leaf's place,
-        dtype, shape and device (numpy arrays stay numpy arrays).
+        dtype, shape and device (numpy arrays stay numpy arrays). What is static in it stays as it is.
       step: this checkpoint only; None takes the newest that is whole.
 
     Returns:
       (tree, progress, step), or None where there is no checkpoint at all.
 
     Raises:
-      UserError: every checkpoint is damaged, `step` does not exist or is damaged, or a leaf of `target` is absent from
-        the checkpoint or of another dtype or shape there.
+      UserError: every checkpoint is damaged, `step` does not exist or is damaged, a leaf of `target` is absent from the
+        checkpoint or of another dtype or shape there, or a static field of a `flax.struct` node, such as the scaling of
+        a LoRA pair, had another value (checkpoints of earlier versions do not know it).
     """
     folders = _folders(with_home(directory).absolute())
     if step is None and not folders:
@@ -199,7 +209,7 @@ def restore_checkpoint[Tree](
         folder = folders[candidate]
         try:
             manifest = read_manifest(folder, candidate)
-            match_target(folder, manifest["leaves"], _leaves(target))
+            match_target(folder, manifest, _leaves(target), static_fields(target))
             host = _read_arrays(folder, manifest["leaves"])
         except Damaged as damage:
             _logger.warning("checkpoint step %d is damaged and skipped: %s: %s", candidate, folder, damage)

@@ -45,7 +45,7 @@ def settled_config(config: Config) -> Config:
 
     grpo.steps_per_generation is filled in, and options without effect are at their defaults.
     """
-    values = _effective(config)
+    values = effective_options(config)
     values["grpo"]["steps_per_generation"] = config.steps_per_generation
     return config_from_dict(values)
 
@@ -85,11 +85,11 @@ def save_yaml(config: Config, path: Path) -> None:
 
     Options that have no effect in this run are left out, since naming them would be an error when it is read.
     """
-    write_yaml(_effective(config), path)
+    write_yaml(effective_options(config), path)
 
 
-def _effective(config: Config) -> dict[str, Any]:
-    """Nested dictionaries of the options that have an effect."""
+def effective_options(config: Config) -> dict[str, Any]:
+    """Nested dictionaries of the options that have an effect in the run."""
     values = config_to_dict(config)
     for option in options_without_effect(config):
         *parents, last = option.split(".")

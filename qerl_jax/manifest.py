@@ -1,12 +1,14 @@
 """The manifest of a checkpoint: progress, and digests that tell whether its bytes are those that were saved.
 
-    manifest.json      progress, dtype + shape + sha256 of every leaf, length + sha256 of every file, versions
+    manifest.json      progress, dtype + shape + sha256 of every leaf, static fields (such as the scaling of a LoRA
+                       pair), length + sha256 of every file, versions
     manifest.sha256    digest of manifest.json; `sha256sum -c manifest.sha256` checks it
 
 Orbax alone restores flipped bits without a word (12 of 30 single-bit flips gave other arrays), hence the digests: of
 the files, so that damage is found wherever it sits, and of the leaves, so that what orbax reads is what was saved.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -37,10 +39,51 @@ def prng_of(leaf: Any) -> str | None:
     return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
 
 
+def static_fields(tree: Any, prefix: str = "") -> dict[str, bool | int | float | str | None]:
+    """What `flax.struct` nodes hold beside their leaves (pytree_node=False), by its place in the tree.
+
+    Values that JSON does not hold as they are, such as functions, are left out.
+    """
+    found: dict[str, bool | int | float | str | None] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_static_fields):
+        if not _has_static_fields(node):
+            continue
+        for field in dataclasses.fields(node):
+            place = jax.tree_util.keystr((*path, jax.tree_util.GetAttrKey(field.name)), simple=True, separator=".")
+            value = getattr(node, field.name)
+            if not _is_static(field):
+                found |= static_fields(value, f"{prefix}{place}.")
+            elif value is None or isinstance(value, bool | int | float | str):
+                found[prefix + place] = value
+    return found
+
+
+def _has_static_fields(node: Any) -> bool:
+    return dataclasses.is_dataclass(node) and any(map(_is_static, dataclasses.fields(node)))
+
+
+def _is_static(field: dataclasses.Field[Any]) -> bool:
+    return not field.metadata.get("pytree_node", True)
+
+
 def write_manifest(
-    folder: Path, step: int, progress: Mapping[str, Any], leaves: dict[str, Any], host: dict[str, np.ndarray]
+    folder: Path,
+    step: int,
+    progress: Mapping[str, Any],
+    leaves: dict[str, Any],
+    host: dict[str, np.ndarray],
+    static: dict[str, Any],
 ) -> None:
-    """Writes both files, of all that lies in `folder`; `host` are the leaves' arrays, as they are stored."""
+    """Writes both files, of all that lies in `folder`.
+
+    Args:
+      folder: the checkpoint's.
+      step: its step.
+      progress: JSON values that it is to hold.
+      leaves: the tree's, by their places.
+      host: their arrays, as they are stored.
+      static: the tree's `static_fields`.
+    """
     with ThreadPoolExecutor() as pool:
         leaf_digests = pool.map(_digest_array, host.values())
         files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -52,6 +95,7 @@ def write_manifest(
                 name: {"dtype": str(leaf.dtype), "shape": list(leaf.shape), "sha256": digest, "prng": prng_of(leaf)}
                 for (name, leaf), digest in zip(leaves.items(), leaf_digests, strict=True)
             },
+            "static": static,
             "files": {
                 path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
                 for path, digest in zip(files, file_digests, strict=True)
@@ -86,16 +130,27 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
     return manifest
 
 
-def match_target(folder: Path, stored: dict[str, Any], target: dict[str, Any]) -> None:
-    """Raises UserError for the first leaf that differs between checkpoint and target."""
-    expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in target.items()}
-    found = {name: f"{leaf['dtype']}{leaf['shape']}" for name, leaf in stored.items()}
+def match_target(folder: Path, manifest: dict[str, Any], leaves: dict[str, Any], static: dict[str, Any]) -> None:
+    """Raises UserError for the first leaf, or static field known of both, that differs between checkpoint and target.
+
+    Args:
+      folder: the checkpoint's.
+      manifest: its manifest; older ones hold no static fields.
+      leaves: the target's.
+      static: the target's `static_fields`.
+    """
+    expected = {f"leaf {name}": f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves.items()}
+    found = {f"leaf {name}": f"{leaf['dtype']}{leaf['shape']}" for name, leaf in manifest["leaves"].items()}
+    known = manifest.get("static", {})
+    for name in static.keys() & known.keys():
+        expected[f"static {name}"], found[f"static {name}"] = static[name], known[name]
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise UserError(
-                f"{folder}: leaf {name}: expected {expected.get(name, 'no such leaf')}, found "
-                f"{found.get(name, 'no such leaf')}. The checkpoint is of another set-up (rank, target modules, "
-                "trained norms, optimizer or base); continue it with the one that wrote it, or start a new run."
+                f"{folder}: {name}: expected {expected.get(name, 'no such leaf')}, found "
+                f"{found.get(name, 'no such leaf')}. The checkpoint is of another set-up (rank, alpha, use_rslora, "
+                "target modules, trained norms, optimizer or base); continue it with the one that wrote it, or start "
+                "a new run."
             )
 
 

@@ -1,7 +1,8 @@
 """A run's folder: named by its config, held by one process at a time, continued, or refused.
 
 An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
-config that differs from the stored one in anything the run's course depends on is refused with both values. A run
+config that differs from the stored one in anything the run's course depends on is refused with both values. So is the
+stored one itself once it has been edited: checkpoints keep the options that were in force (`options_to_keep`). A run
 folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config_files.load_config`).
 What else it names it names by whole paths, so that it means the same in any working folder. Where something has moved
 since, its new place is written there by hand: checkpoints know what it was (`refuse_changed_identity`).
@@ -13,14 +14,21 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
-from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml, settled_config
+from qerl_jax.config_files import (
+    config_from_dict,
+    config_to_dict,
+    effective_options,
+    load_config,
+    save_yaml,
+    settled_config,
+)
 from qerl_jax.data import dataset
 from qerl_jax.durable import locked, make_folder, named
 from qerl_jax.errors import UserError
@@ -35,6 +43,7 @@ from qerl_jax.rewards.loading import titles
 
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
 SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
+OPTIONS = "options"  # in a checkpoint's progress
 
 _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
@@ -89,7 +98,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     backend began it.
 
     Until the first step has been saved, another config takes the stored one's place; afterwards one that differs only
-    in what may change amid a run does.
+    in what may change amid a run does. What the newest checkpoint keeps of the options in force counts for more than
+    what its file says by now.
 
     Args:
       config: its run.output_dir names the folder.
@@ -118,9 +128,10 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     make_folder(folder)
     with locked(folder / _LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
         begun = load_config(str(stored)) if checkpoint_steps(folder / CHECKPOINTS) else None
+        kept = (newest_progress(folder / CHECKPOINTS) or {}).get(OPTIONS, {})
         if begun is not None and config.model.dtype == "auto":
-            config = _with_dtype(config, begun.model.dtype)
-        changes = [] if begun is None else _changes(begun, config)
+            config = _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
+        changes = [] if begun is None else _changes(begun, kept, config)
         if changes and any(checkpoint_steps(folder / CHECKPOINTS)):
             raise UserError(
                 f"{folder} was begun with another config:\n  "
@@ -171,13 +182,18 @@ def _with_whole_paths(config: Config) -> Config:
         section, name = option.split(".")
         if values[section][name] is not None:
             values[section][name] = from_anywhere(values[section][name])
+    _rename_functions(values, loading.from_anywhere)
+    return config_from_dict(values)
+
+
+def _rename_functions(values: dict[str, Any], rename: Callable[[str], str]) -> None:
+    """Renames the reward functions of a config's nested options, and with them the metric of dynamic sampling."""
     functions, sampling = values["reward"]["functions"], values["grpo"]["dynamic_sampling"]
     given = titles([one["function"] for one in functions])
     for one in functions:
-        one["function"] = loading.from_anywhere(one["function"])
+        one["function"] = rename(one["function"])
     if sampling["metric"] in given:  # a title may hold a path
         sampling["metric"] = titles([one["function"] for one in functions])[given.index(sampling["metric"])]
-    return config_from_dict(values)
 
 
 def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
@@ -197,9 +213,29 @@ def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
                 )
 
 
-def _changes(stored: Config, given: Config) -> list[str]:
-    """What differs and matters to the run's course, a line each."""
+def options_to_keep(config: Config) -> dict[str, Any]:
+    """What each checkpoint keeps of its run's config, as OPTIONS of its progress: the options with an effect that the
+    run's course depends on, by name. Of what lies somewhere there is no place: it may move, and the identity knows what
+    it is."""
+    return _without_places(effective_options(config))
+
+
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    _rename_functions(values, loading.without_place)
+    return {name: value for name, value in _flat(values).items() if name not in _FREE | _PLACES.keys()}
+
+
+def _changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
+    """What differs and matters to the run's course, a line each.
+
+    Where the newest checkpoint's options, `kept`, are not those of the file, `stored`, the file was edited, and they
+    count. There are none in a checkpoint that an earlier version wrote.
+    """
     old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
+    in_file, in_given = _without_places(config_to_dict(stored)), _without_places(config_to_dict(given))
+    for name in kept.keys() & in_file.keys():
+        if kept[name] != in_file[name]:
+            old[name], new[name] = kept[name], in_given[name]
     return [
         f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())

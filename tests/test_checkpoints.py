@@ -1,6 +1,7 @@
 """Round trips, damage of any byte, and kills at any instant."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from full_disk import full_disk
 from qerl_jax import checkpoints
 from qerl_jax.checkpoints import checkpoint_steps, remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.errors import UserError
+from qerl_jax.models.params import Adapter, LoRA
 
 PROGRESS = {"cursor": 3, "names": ["a", "ü"], "sigma": 1e-05, "nested": {"x": None, "done": False}}
 
@@ -163,6 +165,54 @@ def test_other_target_is_named(tmp_path, change, message):
     save_checkpoint(tmp_path, 5, make_tree(), {})
     with pytest.raises(UserError, match=message):
         restore_checkpoint(tmp_path, change(make_tree()))
+
+
+def paired(scaling, rank_stabilised=False):
+    pair = LoRA(jnp.ones((2, 6)), jnp.ones((8, 2)), scaling, rank_stabilised)
+    return {"train": {"adapter": Adapter(({"k_proj": pair.replace(scaling=1.0), "q_proj": pair},)), "x": jnp.ones(1)}}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ((200.0,), r"static train\.adapter\.lora\.0\.q_proj\.scaling: expected 200\.0, found 2\.0\. "),
+        ((2.0, True), r"static train\.adapter\.lora\.0\.k_proj\.rank_stabilised: expected True, found False\. "),
+    ],
+)
+def test_a_pair_that_scales_otherwise_is_named(tmp_path, other, message):
+    save_checkpoint(tmp_path, 5, paired(2.0), {})
+    with pytest.raises(UserError, match=f"{message}The checkpoint is of another set-up .*alpha, use_rslora.*continue"):
+        restore_checkpoint(tmp_path, paired(*other))
+    assert_same(restore_checkpoint(tmp_path, paired(2.0))[0], paired(2.0))
+    assert_same(restore_checkpoint(tmp_path, jax.eval_shape(lambda: paired(2.0)))[0], paired(2.0))
+
+
+def test_of_what_is_static_the_manifest_holds_plain_values(tmp_path):
+    @flax.struct.dataclass
+    class Outer:
+        inner: tuple
+        name: str = flax.struct.field(pytree_node=False)
+        function: object = flax.struct.field(pytree_node=False)
+
+    def tree(name="x", function=print):
+        return {"a": Outer((Pair(jnp.ones(2), None, 3.0),), name, function)}
+
+    path = save_checkpoint(tmp_path, 0, tree(), {})
+    assert json.loads((path / "manifest.json").read_text())["static"] == {"a.inner.0.scaling": 3.0, "a.name": "x"}
+    target = tree(function=len)
+    assert_same(restore_checkpoint(tmp_path, target)[0], target)
+    with pytest.raises(UserError, match=r"static a\.name: expected None, found x\. "):
+        restore_checkpoint(tmp_path, tree(name=None))
+
+
+def test_a_checkpoint_that_does_not_know_what_was_static_is_taken(tmp_path):
+    path = save_checkpoint(tmp_path, 5, paired(2.0), {})
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest.pop("static")["train.adapter.lora.0.q_proj.scaling"] == 2.0
+    text = json.dumps(manifest)
+    (path / "manifest.json").write_text(text)
+    (path / "manifest.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  manifest.json\n")
+    assert restore_checkpoint(tmp_path, paired(3.0))[0]["train"]["adapter"].lora[0]["q_proj"].scaling == 3.0
 
 
 def test_what_cannot_be_saved(tmp_path):

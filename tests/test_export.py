@@ -73,6 +73,13 @@ def test_the_adapter_of_an_unfinished_run(tmp_path, run):
     assert options["base_model_name_or_path"] == str(tmp_path / "base") and options["r"] == 4
 
 
+def test_an_unfinished_runs_adapter_is_not_taken_with_another_scaling(tmp_path, run):
+    file = run[0] / "config.yaml"
+    file.write_text(file.read_text().replace("lora_alpha: 32.0", "lora_alpha: 3200.0"))
+    with pytest.raises(UserError, match=r"adapter\.lora\.0\.down_proj\.scaling: expected 800\.0, found 8\.0\. .*alpha"):
+        export_model(run[0], tmp_path / "out", "peft")
+
+
 def test_a_run_and_its_export_may_lie_at_home(tmp_path, run, monkeypatch):
     _, model, adapter = run
     monkeypatch.setenv("HOME", str(tmp_path))

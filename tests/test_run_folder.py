@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl_jax import run_folder
+from qerl_jax.checkpoints import save_checkpoint
 from qerl_jax.cli import main
 from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions
 from qerl_jax.config_files import load_config
@@ -290,6 +291,91 @@ def test_the_metric_of_dynamic_sampling_stays_that_of_its_function(tmp_path, mon
     with run_folder.open_run(config(tmp_path, *words, "grpo.dynamic_sampling.metric=b/own.py:f")) as (folder, held):
         assert held.grpo.dynamic_sampling.metric == f"{tmp_path / 'b' / 'own.py'}:f"
     assert load_config(str(folder / "config.yaml")).grpo.dynamic_sampling == held.grpo.dynamic_sampling
+
+
+def begun_with(tmp_path, *overrides, step=10, options=None):
+    """A run's folder with a checkpoint that keeps `options`, or those of its config."""
+    with run_folder.open_run(config(tmp_path, *overrides)) as (folder, held):
+        kept = run_folder.options_to_keep(held) if options is None else options
+        save_checkpoint(folder / "checkpoints", step, {}, {"options": kept})
+    return folder
+
+
+def edit(folder, *changes):
+    """Changes the file of the run in `folder`, and returns the config that it has become."""
+    text = (folder / "config.yaml").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "config.yaml").write_text(text)
+    return load_config(str(folder / "config.yaml"))
+
+
+def test_a_file_edited_amid_the_run_is_refused_with_both_values(tmp_path):
+    options = {"run.seed": 0, "lora.lora_alpha": 32.0, "of.a.later.version": 1}
+    folder = begun_with(tmp_path, options=options)
+    seed, alpha, timeout = (
+        ("seed: 0", "seed: 1"), ("lora_alpha: 32.0", "lora_alpha: 3200.0"), ("timeout: 30.0", "timeout: 9.0")
+    )  # fmt: skip
+    with pytest.raises(UserError) as refusal:
+        open_once(edit(folder, seed, alpha, timeout))
+    assert str(refusal.value) == (
+        f"{folder} was begun with another config:\n  lora.lora_alpha was 32.0, is now 3200.0\n"
+        "  run.seed was 0, is now 1\n"
+        f"Go back to the old values to continue it, or start another run: `--fresh` ({folder}-2) or run.output_dir=NAME"
+    )
+    open_once(config(tmp_path))  # which has the old values
+    assert load_config(str(folder / "config.yaml")).run.seed == 0
+
+
+def test_of_a_checkpoint_without_options_the_file_is_believed(tmp_path):
+    folder = open_once(config(tmp_path))
+    save_checkpoint(folder / "checkpoints", 10, {}, {})
+    with run_folder.open_run(edit(folder, ("seed: 0", "seed: 1"))) as (_, held):
+        assert held.run.seed == 1
+
+
+def test_before_the_first_step_a_file_may_be_edited(tmp_path):
+    folder = begun_with(tmp_path, step=0)
+    with run_folder.open_run(edit(folder, ("seed: 0", "seed: 1"))) as (_, held):
+        assert held.run.seed == 1
+    assert not (folder / "checkpoints").exists()  # of seed 0
+
+
+def test_checkpoints_keep_the_options_that_matter_without_places(tmp_path, monkeypatch):
+    lie_in(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with run_folder.open_run(config(tmp_path, *PLACES, "noise={num_stages: 1}")) as (_, held):
+        options = run_folder.options_to_keep(held)
+    assert options["lora.lora_alpha"] == 32.0 and options["model.dtype"] == "float32"
+    assert [one["function"] for one in options["reward.functions"]] == ["*.py:f", "accuracy"]
+    for name in ("run.output_dir", "run.save_steps", "data.train_dataset", "lora.adapter", "noise.sigma_start"):
+        assert name not in options
+    assert str(tmp_path) not in json.dumps(options)
+
+
+def test_what_a_run_reads_may_move_also_where_checkpoints_keep_options(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        lie_in(tmp_path / name)
+    words = [*PLACES[:-1], "reward.functions=[{function: 'own.py:f', weight: 1.0}]"]
+    monkeypatch.chdir(tmp_path / "here")
+    folder = begun_with(tmp_path, *words, "grpo.dynamic_sampling.metric=f")
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(UserError, match=r"functions was .*/here/own.py:f'.*, is now .*/there/own.py:f'"):
+        open_once(load_config(str(folder / "config.yaml"), words))
+    with run_folder.open_run(edit(folder, (str(tmp_path / "here"), str(tmp_path / "there")))) as (_, held):
+        assert held.reward.functions[0].function == f"{tmp_path / 'there' / 'own.py'}:f"
+    weights = r"reward.functions was .*'\*.py:f', 'weight': 1.0.*, is now .*'\*.py:f', 'weight': 2.0"
+    with pytest.raises(UserError, match=weights):
+        open_once(edit(folder, ("weight: 1.0", "weight: 2.0")))
+
+
+def test_the_dtype_that_a_run_began_with_outlives_an_edited_file(tmp_path):
+    folder = begun_with(tmp_path)
+    with run_folder.open_run(edit(folder, ("dtype: float32", "dtype: auto"))) as (_, held):
+        assert held.model.dtype == "float32"
+    with pytest.raises(UserError, match=r"model.dtype was .float32., is now .bfloat16."):
+        open_once(edit(folder, ("dtype: float32", "dtype: bfloat16")))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,12 @@ def from_anywhere(spec: str) -> str:
     return f"{os.path.abspath(location)}{colon}{function}" if _is_file(location) else spec
 
 
+def without_place(spec: str) -> str:
+    """The name without what says where a file lies: `*.py:function` of every function in a file."""
+    location, colon, function = spec.rpartition(":")
+    return f"*.py{colon}{function}" if _is_file(location) else spec
+
+
 def _is_file(location: str) -> bool:
     return location.endswith(".py") or "/" in location or os.sep in location
 

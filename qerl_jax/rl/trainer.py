@@ -98,7 +98,8 @@ class _Run:
             run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity)
             print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
             run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
-        self.progress |= {"identity": identity, "rewards": self.rewards.sources}
+        options = run_folder.options_to_keep(self.config)
+        self.progress |= {"identity": identity, "rewards": self.rewards.sources, run_folder.OPTIONS: options}
         truncate_after(self.folder, self.progress["rollout"])
         self.state = saved.train
         self.root = saved.key

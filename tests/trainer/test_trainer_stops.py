@@ -15,7 +15,7 @@ import pytest
 from run_harness import TrainingProcess, checkpoints, differences, leaves, rows
 from training_runs import config_in, reward_file, train
 
-from qerl_jax import cli
+from qerl_jax import cli, run_folder
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
@@ -135,6 +135,24 @@ def test_another_config_is_refused_with_both_values(config, stopped, word, was, 
     assert was in str(refusal.value) and now in str(refusal.value) and "--fresh" in str(refusal.value)
 
 
+def test_a_config_edited_amid_its_run_is_refused_as_the_same_overrides_are(config, stopped, finished, tmp_path):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    stored = run / "config.yaml"
+    with pytest.raises(UserError) as by_override:
+        train(stored, run, "lora.lora_alpha=3200.0", "optimizer.learning_rate=1.0e-9")
+    before, text = load_config(str(stored)), stored.read_text()
+    text = re.sub("lora_alpha: .*", "lora_alpha: 3200.0", text)
+    stored.write_text(re.sub("learning_rate: .*", "learning_rate: 1.0e-9", text))
+    with pytest.raises(UserError) as by_file:
+        trainer.train(load_config(str(stored)))
+    assert str(by_file.value) == str(by_override.value)
+    changes = "\n  lora.lora_alpha was 8.0, is now 3200.0\n  optimizer.learning_rate was 0.01, is now 1e-09\n"
+    assert changes in str(by_file.value)
+    # What began the run still continues it, and puts its file right.
+    train(config, run)
+    assert load_config(str(stored)) == before and differences(run, finished) == []
+
+
 def test_other_weights_or_data_under_the_same_name_are_refused(policy, tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     lines = [json.dumps({"prompt": f"Ann has {n} pens. How many pens now?", "answer": str(n)}) for n in range(10, 20)]
@@ -190,6 +208,7 @@ def test_a_run_begun_before_so_much_was_written_down_continues_and_adds_it(confi
         kept = ("base weights", "training data", "total optimizer steps")
         patch.setattr(Experiment, "identity", lambda self: {name: identity(self)[name] for name in kept})
         patch.setattr(RewardFunctions, "sources", {})
+        patch.setattr(run_folder, "options_to_keep", lambda config: {})
         with pytest.raises(Killed):
             train(config, tmp_path / "run")
     train(config, tmp_path / "run")
