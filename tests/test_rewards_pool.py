@@ -74,6 +74,23 @@ def test_scores_come_back_and_prints_stay_out(source, capfd):
     assert captured.out == "" and "so does this" in captured.err
 
 
+def test_prints_that_nobody_reads_are_no_mistake_of_the_function(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(**columns):\n    print('x' * 100_000, flush=True)\n    return [4.0]\n")
+    kept, (reader, writer) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    try:
+        worker = Worker(parse_name(f"{tmp_path}/mine.py:f"), timeout=10)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)
+    try:
+        assert score(worker, "fine") == [4.0]
+    finally:
+        worker.close()
+
+
 def test_an_exception_comes_back_with_the_users_traceback_only(sometimes):
     with pytest.raises(UserError, match="raised on rows 0 to 0 of the batch") as caught:
         sometimes("raise")
