@@ -192,6 +192,31 @@ def test_closing_ends_the_process(source):
         os.kill(int(pid), 0)
 
 
+def scored(spec):
+    worker = Worker(parse_name(spec), 10.0)
+    try:
+        return score(worker, "c")
+    finally:
+        worker.close()
+
+
+def test_a_file_finds_what_lies_beside_it_from_any_folder(tmp_path, monkeypatch):
+    """Before what lies in the current folder, each file its own, and behind Python's."""
+    for folder, found in (("here", 1), ("one", 2), ("two", 3)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "beside.py").write_text(f"found = {found}\n")
+        (tmp_path / folder / "random.py").write_text("")
+    (tmp_path / "here/only_here.py").write_text("found = 10\n")
+    source = "import beside, only_here, random\n\ndef f(**columns):\n"
+    source += "    random.random()\n    return [beside.found + only_here.found]\n"
+    (tmp_path / "one/mine.py").write_text(source)
+    (tmp_path / "two/mine.py").write_text(source)
+    (tmp_path / "here/link.py").symlink_to(tmp_path / "two/mine.py")
+    monkeypatch.chdir(tmp_path / "here")
+    specs = ("../one/mine.py:f", f"{tmp_path}/two/mine.py:f", "link.py:f")
+    assert [scored(spec) for spec in specs] == [[12.0], [13.0], [13.0]]
+
+
 def test_files_in_the_current_folder_do_not_replace_pythons_modules(tmp_path, monkeypatch):
     for name in NAMESAKES:
         (tmp_path / f"{name}.py").write_text(
