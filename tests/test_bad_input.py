@@ -1,9 +1,11 @@
 """Mistakes at the command line: exit code 2, and one message that says what to mend, without a traceback."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shutil
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +46,8 @@ def refused(capfd):
         capfd.readouterr()
         assert main([str(word) for word in words]) == 2
         captured = capfd.readouterr()
-        # On a slow machine lines come first that say how far loading is.
-        message = re.sub(r"^(loading .* tensors, .*\n)+", "", captured.err)
+        # On a slow machine lines come first that say how far loading is; a plan's first line says what it does.
+        message = re.sub(r"^(loading .*\n)+", "", captured.err)
         assert message.startswith(f"qerl {words[0]}: ") and "Traceback" not in message
         assert message.count("\n") == 1, captured.err
         assert words[0] == "train" or captured.out == ""
@@ -126,6 +128,25 @@ def test_train_on_an_unusable_file(text, expected, folder, refused):
 def test_train_on_unusable_data(content, expected, folder, refused):
     (folder / "rows.jsonl").write_text(content)
     assert expected in refused("train", "my.yaml", "data.train_dataset=rows.jsonl")
+
+
+def test_a_service_that_is_not_installed_is_said_before_a_model_is_loaded_and_a_folder_made(
+    folder, refused, monkeypatch
+):
+    """The model of these commands does not exist, which would be the error of a later look."""
+    (folder / "wandb").mkdir()  # as W&B leaves it, and Python takes it for a package without a file
+    monkeypatch.syspath_prepend(str(folder))
+    if (there := importlib.util.find_spec("wandb")) is not None and there.origin is not None:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    for command in ("train", "plan"):
+        said = refused(command, "my.yaml", "run.report_to=[wandb]", "model.model_name_or_path=./nowhere")
+        assert "run.report_to names wandb, whose package wandb is not installed; pip install 'qerl-jax[wandb]'" in said
+    assert not (folder / "run").exists()
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    for command in ("train", "plan"):
+        said = refused(command, "my.yaml", "run.report_to=[tensorboard]", "model.model_name_or_path=./nowhere")
+        assert "tensorboard, whose package tensorboardX is not installed" in said
+    assert not (folder / "run").exists()
 
 
 def test_data_without_the_column_that_a_reward_reads(folder, refused):
