@@ -267,11 +267,12 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
-            f"max_completion_length is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS}",
+            f"max_completion_length (--max-completion-length or --max-new-tokens) is {POSITIONS}; allowed: 1 or more, "
+            f"and less than the model's {POSITIONS}",
         ),
         (
-            [MODEL, "--prompt", "x", "--max-completion-length", "0"],
-            "max_completion_length is 0; allowed: a whole number",
+            [MODEL, "--prompt", "x", "--max-new-tokens", "0"],
+            "--max-completion-length (or --max-new-tokens) is 0; allowed: a whole number >= 1",
         ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
         ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
@@ -283,11 +284,17 @@ def test_an_adapter_of_another_model(folder, refused):
         ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
-        ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number from 1e-30 to 1e30"),
+        (
+            [MODEL, "--prompt", "x", "--temperature", "0"],
+            "--temperature is 0.0; allowed: a number from 1e-30 to 1e30; use --greedy for the most likely token",
+        ),
         (
             [MODEL, "--prompt", "x", "--temperature", "1e-40"],
-            "temperature is 1e-40; allowed: a number from 1e-30 to 1e30",
+            "--temperature is 1e-40; allowed: a number from 1e-30 to 1e30\n",
         ),
+        ([MODEL, "--prompt", "x", "--top-p", "2"], "--top-p is 2.0; allowed: a number from 1e-30 to 1\n"),
+        ([MODEL, "--prompt", "x", "--top-k", "-1"], "--top-k is -1; allowed: a whole number >= 0\n"),
+        ([MODEL, "--prompt", "x", "--min-p", "nan"], "--min-p is nan; allowed: a number from 0 to 1\n"),
     ],
 )
 def test_generate(words, expected, refused):

@@ -50,9 +50,9 @@ class Worker:
     def _start(self) -> None:
         # The parent's whole search path, so that the worker finds what the parent's script would; then the folder of the
         # function's file, and the current one last, since the `qerl` program has neither on its path.
-        path = os.pathsep.join([*(entry or os.getcwd() for entry in sys.path), *own_folder(self.name), os.getcwd()])
+        path = [*(entry or os.getcwd() for entry in sys.path), *own_folder(self.name), os.getcwd()]
         # The training process holds the accelerator's memory.
-        env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             # -P: else the current folder would come first, and a `math.py` in it replace Python's.
             [sys.executable, "-P", "-m", "qerl_jax.rewards.worker", str(self._stack.fileno())],
