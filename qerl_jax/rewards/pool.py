@@ -48,8 +48,8 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        # The parent's whole search path, so that the worker finds what the parent's script would; then the folder of the
-        # function's file, and the current one last, since the `qerl` program has neither on its path.
+        # The parent's whole search path, so that the worker finds what the parent's script would; then the folder of
+        # the function's file, and the current one last, since the `qerl` program has neither on its path.
         path = [*(entry or os.getcwd() for entry in sys.path), *own_folder(self.name), os.getcwd()]
         # The training process holds the accelerator's memory.
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
