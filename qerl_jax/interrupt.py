@@ -1,4 +1,5 @@
-"""Ctrl-C, and SIGTERM as schedulers send it, as a flag that a loop reads where it can stop without loss."""
+"""Ctrl-C, SIGTERM as schedulers send it and SIGHUP of a closed terminal, as a flag that a loop reads where it can stop
+without loss."""
 
 import contextlib
 import signal
@@ -9,27 +10,34 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM: the state was saved; the message says how to continue."""
+    """Ctrl-C, SIGTERM or SIGHUP: the state was saved; the message says how to continue."""
 
 
 @contextlib.contextmanager
 def interrupt_flag() -> Iterator[list[bool]]:
-    """A list that becomes non-empty on the first Ctrl-C or SIGTERM; the second one stops at once. Updates donate their
-    input, so stopping inside one would lose the state. Outside the main thread, where Python delivers no signals, it
-    stays empty."""
+    """A list that becomes non-empty on the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM stops at once; a
+    second SIGHUP does not, since the shell and the system may both send one when a terminal is closed. One that is
+    ignored, as under nohup, stays so. Updates donate their input, so stopping inside one would lose the state. Outside
+    the main thread, where Python delivers no signals, the list stays empty."""
     pressed: list[bool] = []
+    hangup = getattr(signal, "SIGHUP", None)  # which Windows does not have
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
 
     def handler(signum: int, frame: FrameType | None) -> None:
+        if pressed and signum == hangup:
+            return
         if pressed:
             raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint, if it has one")
         pressed.append(True)
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         print(f"\n{name}: saving after this rollout, or once all is compiled (again to stop at once)", file=sys.stderr)
 
-    previous = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        signals.append(hangup)
+    previous = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield pressed
     finally:

@@ -6,6 +6,7 @@ Each row holds `rollout`, so that a resumed run can cut both files back to where
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import logging
@@ -81,6 +82,18 @@ def truncate_after(run_dir: Path, rollout: int) -> None:
             os.fsync(target.fileno())
         temporary.replace(path)
         flush(run_dir)  # or a power failure might bring the old file back, without rows that are yet to be added
+
+
+def check_services(report_to: Sequence[Service]) -> None:
+    """Refuses services whose packages are not installed, without importing one.
+
+    Raises:
+      UserError: naming the first, and how to install it.
+    """
+    for name in report_to:
+        spec = importlib.util.find_spec(package := _SERVICES[name].package)
+        if spec is None or spec.origin is None:  # a mere folder, such as the `wandb` that W&B makes, is found too
+            raise _missing(name, package)
 
 
 class MetricsWriter:
@@ -233,11 +246,13 @@ def duration(seconds: float) -> str:
 
 
 class _TensorBoard:
+    package = "tensorboardX"
+
     def __init__(self, run_dir: Path, step: int) -> None:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise _missing("tensorboard", "tensorboardX") from None
+            raise _missing("tensorboard", self.package) from None
         folder = run_dir / TENSORBOARD
         again = any(folder.glob("*tfevents*"))
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if again else None)
@@ -251,11 +266,13 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
+    package = "wandb"
+
     def __init__(self, run_dir: Path, step: int) -> None:
         try:
             import wandb
         except ImportError:
-            raise _missing("wandb", "wandb") from None
+            raise _missing("wandb", self.package) from None
         kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
             write_whole(kept, uuid.uuid4().hex[:12])

@@ -32,7 +32,7 @@ from qerl_jax.config_files import (
 from qerl_jax.data import dataset
 from qerl_jax.durable import locked, make_folder, named
 from qerl_jax.errors import UserError
-from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID
+from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID, check_services
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fields import Fields
@@ -108,7 +108,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     Raises:
       RunFinished: the folder's run is complete.
       UserError: it has no name, another process works on it, it is no run folder, the config differs from the stored
-        one, or what it names has gone.
+        one, or what it names has gone or is not installed.
     """
     if config.run.output_dir is None:
         raise UserError(
@@ -125,6 +125,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
     if folder.is_dir() and not stored.is_file() and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
+    if not (folder / SUMMARY).is_file():  # a finished run reports nothing any more
+        check_services(config.run.report_to)
     make_folder(folder)
     with locked(folder / _LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
         begun = load_config(str(stored)) if checkpoint_steps(folder / CHECKPOINTS) else None

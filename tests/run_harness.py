@@ -57,8 +57,9 @@ def small_config(folder, policy="builtin:quickstart", **sections):
 class TrainingProcess:
     """`qerl train` as a program of its own, its output in `log`; a context manager that leaves no process behind."""
 
-    def __init__(self, config, run, log, *words, programs=None):
-        """Starts it on `run`; compiled programs are kept in the folder `programs`, or in the run folder."""
+    def __init__(self, config, run, log, *words, programs=None, stdout=None):
+        """Starts it on `run`; compiled programs are kept in the folder `programs`, or in the run folder; `stdout` takes
+        standard output in place of the log."""
         self.run = Path(run)
         env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
         if programs is not None:
@@ -67,7 +68,9 @@ class TrainingProcess:
         command = [sys.executable, "-m", "qerl_jax.cli", "train", str(config), f"run.output_dir={run}", *words]
         self.log = Path(log)
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(command, env=env, stdout=output, stderr=output, cwd=self.log.parent)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=output if stdout is None else stdout, stderr=output, cwd=self.log.parent
+            )
         self.began = time.monotonic()
 
     def __enter__(self):

@@ -1,9 +1,11 @@
 """Mistakes at the command line: exit code 2, and one message that says what to mend, without a traceback."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shutil
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +46,8 @@ def refused(capfd):
         capfd.readouterr()
         assert main([str(word) for word in words]) == 2
         captured = capfd.readouterr()
-        # On a slow machine lines come first that say how far loading is.
-        message = re.sub(r"^(loading .* tensors, .*\n)+", "", captured.err)
+        # On a slow machine lines come first that say how far loading is; a plan's first line says what it does.
+        message = re.sub(r"^(loading .*\n)+", "", captured.err)
         assert message.startswith(f"qerl {words[0]}: ") and "Traceback" not in message
         assert message.count("\n") == 1, captured.err
         assert words[0] == "train" or captured.out == ""
@@ -126,6 +128,25 @@ def test_train_on_an_unusable_file(text, expected, folder, refused):
 def test_train_on_unusable_data(content, expected, folder, refused):
     (folder / "rows.jsonl").write_text(content)
     assert expected in refused("train", "my.yaml", "data.train_dataset=rows.jsonl")
+
+
+def test_a_service_that_is_not_installed_is_said_before_a_model_is_loaded_and_a_folder_made(
+    folder, refused, monkeypatch
+):
+    """The model of these commands does not exist, which would be the error of a later look."""
+    (folder / "wandb").mkdir()  # as W&B leaves it, and Python takes it for a package without a file
+    monkeypatch.syspath_prepend(str(folder))
+    if (there := importlib.util.find_spec("wandb")) is not None and there.origin is not None:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    for command in ("train", "plan"):
+        said = refused(command, "my.yaml", "run.report_to=[wandb]", "model.model_name_or_path=./nowhere")
+        assert "run.report_to names wandb, whose package wandb is not installed; pip install 'qerl-jax[wandb]'" in said
+    assert not (folder / "run").exists()
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    for command in ("train", "plan"):
+        said = refused(command, "my.yaml", "run.report_to=[tensorboard]", "model.model_name_or_path=./nowhere")
+        assert "tensorboard, whose package tensorboardX is not installed" in said
+    assert not (folder / "run").exists()
 
 
 def test_data_without_the_column_that_a_reward_reads(folder, refused):
@@ -246,11 +267,12 @@ def test_an_adapter_of_another_model(folder, refused):
         ),
         (
             [MODEL, "--prompt", "x", "--max-completion-length", str(POSITIONS)],
-            f"max_completion_length is {POSITIONS}; allowed: 1 or more, and less than the model's {POSITIONS}",
+            f"max_completion_length (--max-completion-length or --max-new-tokens) is {POSITIONS}; allowed: 1 or more, "
+            f"and less than the model's {POSITIONS}",
         ),
         (
-            [MODEL, "--prompt", "x", "--max-completion-length", "0"],
-            "max_completion_length is 0; allowed: a whole number",
+            [MODEL, "--prompt", "x", "--max-new-tokens", "0"],
+            "--max-completion-length (or --max-new-tokens) is 0; allowed: a whole number >= 1",
         ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
         ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
@@ -262,11 +284,17 @@ def test_an_adapter_of_another_model(folder, refused):
         ([MODEL, "--prompts", "rows.ndjson"], "data set 'rows.ndjson': there is no file"),
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
-        ([MODEL, "--prompt", "x", "--temperature", "0"], "temperature is 0.0; allowed: a number from 1e-30 to 1e30"),
+        (
+            [MODEL, "--prompt", "x", "--temperature", "0"],
+            "--temperature is 0.0; allowed: a number from 1e-30 to 1e30; use --greedy for the most likely token",
+        ),
         (
             [MODEL, "--prompt", "x", "--temperature", "1e-40"],
-            "temperature is 1e-40; allowed: a number from 1e-30 to 1e30",
+            "--temperature is 1e-40; allowed: a number from 1e-30 to 1e30\n",
         ),
+        ([MODEL, "--prompt", "x", "--top-p", "2"], "--top-p is 2.0; allowed: a number from 1e-30 to 1\n"),
+        ([MODEL, "--prompt", "x", "--top-k", "-1"], "--top-k is -1; allowed: a whole number >= 0\n"),
+        ([MODEL, "--prompt", "x", "--min-p", "nan"], "--min-p is nan; allowed: a number from 0 to 1\n"),
     ],
 )
 def test_generate(words, expected, refused):

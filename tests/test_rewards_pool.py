@@ -74,6 +74,23 @@ def test_scores_come_back_and_prints_stay_out(source, capfd):
     assert captured.out == "" and "so does this" in captured.err
 
 
+def test_prints_that_nobody_reads_are_no_mistake_of_the_function(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(**columns):\n    print('x' * 100_000, flush=True)\n    return [4.0]\n")
+    kept, (reader, writer) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    try:
+        worker = Worker(parse_name(f"{tmp_path}/mine.py:f"), timeout=10)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)
+    try:
+        assert score(worker, "fine") == [4.0]
+    finally:
+        worker.close()
+
+
 def test_an_exception_comes_back_with_the_users_traceback_only(sometimes):
     with pytest.raises(UserError, match="raised on rows 0 to 0 of the batch") as caught:
         sometimes("raise")
@@ -173,6 +190,31 @@ def test_closing_ends_the_process(source):
     worker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def scored(spec):
+    worker = Worker(parse_name(spec), 10.0)
+    try:
+        return score(worker, "c")
+    finally:
+        worker.close()
+
+
+def test_a_file_finds_what_lies_beside_it_from_any_folder(tmp_path, monkeypatch):
+    """Before what lies in the current folder, each file its own, and behind Python's."""
+    for folder, found in (("here", 1), ("one", 2), ("two", 3)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "beside.py").write_text(f"found = {found}\n")
+        (tmp_path / folder / "random.py").write_text("")
+    (tmp_path / "here/only_here.py").write_text("found = 10\n")
+    source = "import beside, only_here, random\n\ndef f(**columns):\n"
+    source += "    random.random()\n    return [beside.found + only_here.found]\n"
+    (tmp_path / "one/mine.py").write_text(source)
+    (tmp_path / "two/mine.py").write_text(source)
+    (tmp_path / "here/link.py").symlink_to(tmp_path / "two/mine.py")
+    monkeypatch.chdir(tmp_path / "here")
+    specs = ("../one/mine.py:f", f"{tmp_path}/two/mine.py:f", "link.py:f")
+    assert [scored(spec) for spec in specs] == [[12.0], [13.0], [13.0]]
 
 
 def test_files_in_the_current_folder_do_not_replace_pythons_modules(tmp_path, monkeypatch):

@@ -219,17 +219,18 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
     """The sampling options given, over those of the run (where it is one), over the defaults; and the completion's
     length, None where neither the arguments nor a run say it."""
     import dataclasses
+    from typing import get_type_hints
 
     import pydantic
 
     from qerl_jax.config import GenerationOptions
-    from qerl_jax.config_errors import render_validation_error
+    from qerl_jax.config_errors import allowed
     from qerl_jax.config_files import load_config
 
     sampling = ("temperature", "top_p", "top_k", "min_p")
     unused = [name for name in (*sampling, "seed") if getattr(arguments, name) is not None]
     if arguments.greedy and unused:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        flags = ", ".join(map(_flag, unused))
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
     names = (*sampling, "max_completion_length")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -238,6 +239,17 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
     try:
         options = dataclasses.replace(start, **given)
     except pydantic.ValidationError as error:
-        raise UserError(render_validation_error(error, GenerationOptions, {})) from None
+        hints = get_type_hints(GenerationOptions, include_extras=True)
+        wrong = dict.fromkeys(str(finding["loc"][0]) for finding in error.errors())
+        lines = {name: f"{_flag(name)} is {given[name]}; allowed: {allowed(hints[name])}" for name in wrong}
+        if given.get("temperature") == 0:
+            lines["temperature"] += "; use --greedy for the most likely token each time"
+        raise UserError("\n".join(lines.values())) from None
     known = saved.is_file() or "max_completion_length" in given
     return options, options.max_completion_length if known else None
+
+
+def _flag(name: str) -> str:
+    """What the command line calls an option, by each of its names."""
+    also = " (or --max-new-tokens)" if name == "max_completion_length" else ""
+    return f"--{name.replace('_', '-')}{also}"

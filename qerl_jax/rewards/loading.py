@@ -1,9 +1,13 @@
 """From the name of a reward function in a config to the function.
 
 A name is one of `BUILTIN` (they run in this process), `package.module:function`, or `path/to/file.py:function` (they
-run in a worker program, see `qerl_jax.rewards.pool`). Modules are looked for where Python looks and in the current
-folder. Their source is compiled anew, whatever bytecode of it there is: Python takes a file that was rewritten within a
-second and to the same length for the one that it compiled before.
+run in a worker program, see `qerl_jax.rewards.pool`). Modules are looked for where Python looks, the standard library
+and installed packages included, and then in the current folder. What a file imports is looked for where Python looks,
+then beside the file (of a link: beside the file that it leads to), then in the current folder. Each function has a
+worker of its own, so files in different folders each find what lies beside them, under equal names too.
+
+The source of a named module or file is compiled anew, whatever bytecode of it there is: Python takes a file that was
+rewritten within a second and to the same length for the one that it compiled before.
 """
 
 import dataclasses
@@ -84,6 +88,11 @@ def without_place(spec: str) -> str:
     """The name without what says where a file lies: `*.py:function` of every function in a file."""
     location, colon, function = spec.rpartition(":")
     return f"*.py{colon}{function}" if _is_file(location) else spec
+
+
+def own_folder(name: RewardName) -> list[str]:
+    """The folder in which Python would look first if the function's file were a script; empty for a module."""
+    return [os.path.dirname(os.path.realpath(name.location))] if _is_file(name.location) else []
 
 
 def _is_file(location: str) -> bool:

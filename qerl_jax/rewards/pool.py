@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
-from qerl_jax.rewards.loading import RewardName
+from qerl_jax.rewards.loading import RewardName, own_folder
 
 # Importing a user's module may take a while (a tokenizer, a parser), whatever the deadline of a call.
 LOAD_TIMEOUT = 120.0
@@ -48,11 +48,11 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        # The parent's whole search path, so that the worker finds what the parent's script would; the current folder
-        # last, since the `qerl` program does not have it on its path.
-        path = os.pathsep.join([*(entry or os.getcwd() for entry in sys.path), os.getcwd()])
+        # The parent's whole search path, so that the worker finds what the parent's script would; then the folder of
+        # the function's file, and the current one last, since the `qerl` program has neither on its path.
+        path = [*(entry or os.getcwd() for entry in sys.path), *own_folder(self.name), os.getcwd()]
         # The training process holds the accelerator's memory.
-        env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             # -P: else the current folder would come first, and a `math.py` in it replace Python's.
             [sys.executable, "-P", "-m", "qerl_jax.rewards.worker", str(self._stack.fileno())],

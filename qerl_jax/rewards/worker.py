@@ -5,9 +5,9 @@
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
 the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
 its source, then calls, or data sets' columns to be held against the function's signature. What the user's code prints
-goes to stderr. While a call runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves
-the stack of every thread in the file STACK_FD; another one does once the parent is gone. So no worker outlives a parent
-that was killed by more than a call.
+goes to stderr, or nowhere once nobody reads that. While a call runs, a watchdog that needs no interpreter lock ends the
+process at the deadline and leaves the stack of every thread in the file STACK_FD; another one does once the parent is
+gone. So no worker outlives a parent that was killed by more than a call.
 """
 
 import faulthandler
@@ -21,10 +21,12 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
 from qerl_jax.rewards.calling import accepted, call
 from qerl_jax.rewards.loading import load_function, source_digest
+from qerl_jax.unread import going_on_unread
 
 _LAST_SECONDS = 2.0
 
 
+@going_on_unread()
 def main() -> None:
     stack_fd = int(sys.argv[1])
     requests = os.fdopen(os.dup(0), "rb")

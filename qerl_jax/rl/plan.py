@@ -10,6 +10,7 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import settled_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import lowered_evaluation
+from qerl_jax.metrics import check_services
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector
@@ -60,6 +61,7 @@ def plan_run(config: Config) -> str:
       UserError: what `qerl_jax.rl.trainer.train` would refuse of options, data, rewards, model and memory.
     """
     config = settled_config(config)
+    check_services(config.run.report_to)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         experiment = assemble(config, rewards)
         collector, learner, key = Collector(experiment, rewards), Learner(experiment), jax.random.key(config.run.seed)

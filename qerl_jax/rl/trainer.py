@@ -36,6 +36,7 @@ from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.plan import compiled_run, evaluation_programs
 from qerl_jax.rl.saved import Saved
 from qerl_jax.summary import report
+from qerl_jax.unread import going_on_unread
 
 # Streams of the run's root key; `evaluation.STREAM` is another one.
 _INIT, _ROLLOUTS = 0, 1
@@ -43,6 +44,8 @@ _INIT, _ROLLOUTS = 0, 1
 
 def train(config: Config, *, fresh: bool = False, profile: str | None = None) -> Path:
     """Trains to the end, or from where an earlier run of the same config stopped.
+
+    A run does not end because nobody reads what it prints any more (`qerl train | head`).
 
     Args:
       config: see `qerl_jax.config_files.load_config`.
@@ -53,11 +56,12 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       The run folder.
 
     Raises:
-      UserError: bad input, by name. Interrupted: after Ctrl-C, with the state saved.
+      UserError: bad input, by name. Interrupted: after Ctrl-C, SIGTERM or SIGHUP, with the state saved.
     """
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),
+            going_on_unread(f"the output is closed; the run goes on, and its metrics go on in {folder / METRICS}"),
             compiled_programs(folder / run_folder.COMPILED),
             interrupt_flag() as interrupt,
             RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,

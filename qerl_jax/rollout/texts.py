@@ -156,8 +156,8 @@ def _encode(
     positions = policy.model.config.max_position_embeddings
     if max_completion_length is not None and not 1 <= max_completion_length < positions:
         raise UserError(
-            f"max_completion_length is {max_completion_length}; allowed: 1 or more, and less than the model's "
-            f"{positions} positions, so that a prompt fits too"
+            f"max_completion_length (--max-completion-length or --max-new-tokens) is {max_completion_length}; allowed: "
+            f"1 or more, and less than the model's {positions} positions, so that a prompt fits too"
         )
     room = positions - (1 if max_completion_length is None else max_completion_length)
     requests: list[Request] = []

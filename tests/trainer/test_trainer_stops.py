@@ -258,7 +258,9 @@ def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_p
     assert checkpoints(run) == [0, 6]
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
+)
 def test_ctrl_c_saves_and_the_command_that_it_names_continues(number, name, config, finished, programs, tmp_path):
     run = tmp_path / "run"
     with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
@@ -387,6 +389,34 @@ def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluatio
     assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
     mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
     assert mine["after"] == theirs["after"] and mine["before"] == theirs["before"]
+
+
+def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(config, finished, programs, tmp_path):
+    run, (reader, writer) = tmp_path / "run", os.pipe()
+    with TrainingProcess(config, run, tmp_path / "log", programs=programs, stdout=writer) as process:
+        os.close(writer)
+        assert os.read(reader, 1)
+        os.close(reader)
+        assert process.wait() == 0, process.output()
+    assert process.output() == f"the output is closed; the run goes on, and its metrics go on in {run}/metrics.jsonl\n"
+    assert differences(run, finished) == [] and (run / "summary.json").is_file()
+
+
+def test_a_hangup_comes_twice_without_stopping_at_once_and_is_ignored_under_nohup():
+    before = signal.getsignal(signal.SIGHUP)
+    with interrupt_flag() as pressed:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert pressed == [True]
+    assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupt_flag() as pressed:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert pressed == []
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_in_another_thread_ctrl_c_is_left_to_the_main_one():

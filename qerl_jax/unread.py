@@ -1,0 +1,63 @@
+"""Output that nobody reads any more, a pipe whose reader has ended or a terminal that was closed, in a program that
+goes on all the same."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+_GONE = (errno.EPIPE, errno.EIO)  # what a write to such a pipe and to such a terminal fails with
+
+
+@contextlib.contextmanager
+def going_on_unread(told: str = "") -> Iterator[None]:
+    """Within it, what is printed on standard output or standard error once its reader has gone is lost and no error;
+    from then on that file is open onto nothing, as it would be with `>/dev/null`. Other failures to write stay errors.
+
+    Args:
+      told: said once on standard error when standard output is lost.
+    """
+    with (
+        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr))) as stderr,
+        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, told))) as stdout,
+    ):
+        try:
+            yield
+        finally:
+            stdout.flush()
+            stderr.flush()
+
+
+class _Stream:
+    """`stream`, but for writing to where nobody reads."""
+
+    def __init__(self, stream: TextIO, told: str = "") -> None:
+        self._stream, self._told = stream, told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        if error.errno not in _GONE:
+            raise error
+        # The file itself, so that what its buffer still holds can be written, and whatever else prints goes on too.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        if self._told:
+            print(self._told, file=sys.stderr)
