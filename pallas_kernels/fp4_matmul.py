@@ -24,7 +24,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
     Args:
       x_MK: [M, K] in the weights' dtype, to which the kernels cast others; M = 0 gives an empty result.
       weight: KernelWeight of shape [N, K], or a list of them that share x (q, k, v; gate, up), of one dtype.
-      global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list.
+      global_scale: float32 scalar, w = e2m1 * scale / global_scale; for a list, a list, of which for the gradient none
+        is 2^100 times another.
       lora: None or (a_RK, b_NR, scaling); for a list, a list (entries may be None) or None. The kernel multiplies in
         16 bits: cast float32 masters once, outside a decode loop. A rank that is no multiple of 16 is padded.
       bias: None or [N]; for a list, a list (entries may be None) or None.

@@ -342,7 +342,7 @@ def make_plan(
         raise ValueError(f"promote must be a multiple of {BLOCK // 16}, got {config.promote}")
     if m < 1:
         raise ValueError(f"M must be at least 1, got {m}")
-    if any(i % 8 for i in (d, *r, *inputs)):
+    if any(i % 8 or i < 8 for i in (d, *r, *inputs)):
         raise ValueError(
             f"the wide kernel takes N and K that are multiples of 8, got {inputs or d} inputs and {r} outputs"
         )

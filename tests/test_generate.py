@@ -104,15 +104,35 @@ def test_truncated_sampling_records_both_values():
 
 def test_more_tokens_than_the_network_has_positions_are_refused():
     positions = MODEL.config.max_position_embeddings
-    most = functools.partial(SamplingSettings, eos_token_ids=(), pad_token_id=0)
-    plain = functools.partial(generate, MODEL, ADAPTER, PROMPTS, jax.random.key(0))
+    room = positions - 5  # behind the longest prompt, which fills its slots
+    short = PROMPTS.replace(lengths=jnp.array([3, 1, 4]))
+
+    def drawn(prompts, most, limits=None):
+        settings = SamplingSettings(most, (), 0)
+        return generate(MODEL, ADAPTER, prompts, jax.random.key(0), settings, limits_N=limits)
+
+    def known(*of):
+        jax.eval_shape(lambda: drawn(*of))  # runs nothing
+
+    def traced(prompts, *of):
+        jax.eval_shape(lambda prompts: drawn(prompts, *of), prompts)
+
+    limits = jnp.array([positions - 3, positions - 1, room])
+    known(PROMPTS, room)
+    known(short, room + 1)
+    known(PROMPTS, positions, limits)
+    traced(PROMPTS, room)
+    traced(PROMPTS, positions, jnp.full(3, room))
     with pytest.raises(UserError, match=f"a prompt and .* may be {positions + 1} tokens; .* has {positions} positions"):
-        plain(most(positions - 4))  # the longest prompt has 5
-    with pytest.raises(UserError, match=rf"5 prompt slots and .* may be {positions + 1} tokens"):
-        run(settings=most(positions - 4))
-    limits = jnp.array([positions - 3, positions - 1, 2])
-    with pytest.raises(UserError, match=f"has {positions} positions"):
-        plain(most(positions), limits_N=limits.at[0].add(1))
+        known(PROMPTS, room + 1)
+    with pytest.raises(UserError, match=f"up to 5 tokens, their slots, and .* may be {positions + 1} tokens"):
+        traced(short, room + 1)
+    for i in range(3):
+        with pytest.raises(UserError, match=f"may be {positions + 1} tokens"):
+            known(PROMPTS, positions, limits.at[i].add(1))
+    for wrong in (0, 7):
+        with pytest.raises(UserError, match=f"limits are .*{wrong}.*; allowed: from 1 to max_completion_length, 6"):
+            known(PROMPTS, 6, jnp.array([1, wrong, 2]))
 
 
 @pytest.mark.parametrize("pad", [0, 7, 13])

@@ -22,9 +22,10 @@ def test_random_weights_have_no_mean_and_the_asked_deviation(dtype):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"lora_r": 2.0}, "lora_r is 2.0; allowed: a whole number from 1 on"),
-    ({"lora_r": 0}, "lora_r is 0; allowed: a whole number from 1 on"),
+    ({"lora_r": 2.0}, "lora_r is 2.0; allowed: an int from 1 on"),
+    ({"lora_r": 0}, "lora_r is 0; allowed: an int from 1 on"),
     ({"lora_alpha": 0}, "lora_alpha is 0; allowed: a number above 0"),
+    ({"lora_alpha": "16"}, "lora_alpha is '16'; allowed: a number above 0"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan; allowed: a number above 0"),
 ])  # fmt: skip
 def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):

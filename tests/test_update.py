@@ -338,9 +338,11 @@ def test_what_an_optimizer_makes_of_finite_gradients_is_looked_at_too(optimizer)
 
 
 @pytest.mark.parametrize(("loss", "message"), [
-    (lambda *of: jnp.sum(of[0]), r"loss_fn gave \(\); expected the loss, a scalar, and a dictionary"),
-    (lambda *of: (jnp.sum(of[0]), None), "a dictionary of metrics"),
-    (lambda *of: (of[0], {}), r"loss_fn gave \(\(12, 6\), \{\}\); expected the loss, a scalar"),
+    (lambda *of: jnp.sum(of[0]), r"loss_fn gave .*\[\]; expected two: the loss, a real scalar, and a dictionary"),
+    (lambda *of: (jnp.sum(of[0]), None), r"loss_fn gave .*\[\], NoneType; expected"),
+    (lambda *of: (of[0], {}), r"loss_fn gave .*\[12, 6\], dict; expected two: the loss, a real scalar"),
+    (lambda *of: ({"loss": jnp.sum(of[0])}, {}), "loss_fn gave dict, dict; expected"),
+    (lambda *of: (jnp.sum(of[4]), {}), "a real scalar"),
     (lambda *of: (jnp.sum(of[0]), {"entropy": 1.0, "mine": 2.0}), r"names the update has itself: entropy\b"),
     (lambda *of: (jnp.sum(of[0]), {"sampling/sampling_logp_difference/mean": 1.0}), "names the update has itself"),
 ])  # fmt: skip
@@ -355,6 +357,8 @@ def test_advantages_of_another_shape_are_refused_and_numpys_taken():
     for wrong in (lambda rewards: rewards.T, lambda rewards: rewards.mean(1)):
         with pytest.raises(ValueError, match=r"advantage_fn gave the shape .*; expected \(3, 4\)"):
             step(advantage_fn=wrong)
+    with pytest.raises(ValueError, match="advantage_fn gave a dict; expected an array"):
+        step(advantage_fn=lambda rewards: {})
     ones, _ = step(advantage_fn=lambda rewards: np.ones(rewards.shape))
     assert_trees_close(ones, step(advantage_fn=jnp.ones_like)[0], rtol=0, atol=0)
 

@@ -152,9 +152,9 @@ def init_adapter(
     if not names:
         raise UserError("lora_target_modules is empty; allowed: one projection or more")
     if not isinstance(lora_r, int | np.integer) or lora_r < 1:
-        raise UserError(f"lora_r is {lora_r!r}; allowed: a whole number from 1 on")
-    if not 0 < lora_alpha < math.inf:
-        raise UserError(f"lora_alpha is {lora_alpha}; allowed: a number above 0")
+        raise UserError(f"lora_r is {lora_r!r}; allowed: an int from 1 on")
+    if not isinstance(lora_alpha, float | int | np.number) or not 0 < lora_alpha < math.inf:
+        raise UserError(f"lora_alpha is {lora_alpha!r}; allowed: a number above 0")
 
     scaling = lora_scaling(lora_r, lora_alpha, use_rslora)
 

@@ -94,7 +94,7 @@ def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:
 def lora_alpha(rank: int, scaling: float, use_rslora: bool) -> float:
     """The alpha whose `lora_scaling` this is, whole if it can be. A quotient and a product may miss it by an ulp: an
     alpha of 16 would be 15.999999999999998."""
-    alpha = scaling / lora_scaling(rank, 1.0, use_rslora)
+    alpha = float(scaling) / lora_scaling(rank, 1.0, use_rslora)
     near = round(alpha), alpha, math.nextafter(alpha, 0), math.nextafter(alpha, math.inf)
     return next((one for one in near if lora_scaling(rank, one, use_rslora) == scaling), alpha)
 

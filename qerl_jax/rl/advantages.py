@@ -50,7 +50,11 @@ def advantages_of(advantage_fn: AdvantageFn, rewards_NG: jax.Array) -> jax.Array
     Raises:
       ValueError: it gives another shape.
     """
-    advantages = jnp.asarray(advantage_fn(rewards_NG), jnp.float32)
+    given_back = advantage_fn(rewards_NG)
+    try:
+        advantages = jnp.asarray(given_back, jnp.float32)
+    except (TypeError, ValueError):
+        raise ValueError(f"advantage_fn gave a {type(given_back).__name__}; expected an array") from None
     if advantages.shape != rewards_NG.shape:
         raise ValueError(
             f"advantage_fn gave the shape {advantages.shape}; expected {rewards_NG.shape}, one for each reward of a "

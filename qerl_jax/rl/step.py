@@ -82,7 +82,8 @@ def sample_rollout(
       The completions and sigma.
 
     Raises:
-      UserError: an id in settings.sampling is beyond the vocabulary.
+      UserError: an id in settings.sampling is beyond the vocabulary, or prompts and completions may be longer than the
+        network has positions (see `qerl_jax.rollout.generate`).
     """
     norms, sigma = rollout_norms(model, adapter, key, step, settings)
     sample_key = jax.random.fold_in(key, DRAWS)

@@ -12,7 +12,7 @@ a pack.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -239,7 +239,8 @@ def _ended(
     # A token drawn from logits that are not numbers has been recorded with NaN, whatever the learner makes of it.
     sampled_BC, *_, mask_BC, _ = given.constants
     drawn = jnp.isfinite(sampled_BC) | ~mask_BC
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates)) & drawn.all()
+    sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)]).all()
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & sound & drawn.all()
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
     active = jnp.maximum(mask_BC.sum(), 1)
     own = {
@@ -267,15 +268,22 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     of_rollout = on_policy.all() if old is None else True  # whether `learner` is the policy of the rollout
     old = sampled if settings.old_logprobs == "sampler" else learner
     weights, metrics = correction_weights(settings.correction, old, sampled, mask)
-    given_back = loss_fn(logp, old, ref, advantages * weights, mask)
-    match given_back:
-        case (loss, dict(loss_metrics)) if jnp.shape(loss) == ():
-            pass
-        case _:
-            found = jax.tree.map(jnp.shape, given_back)
-            raise ValueError(f"loss_fn gave {found}; expected the loss, a scalar, and a dictionary of metrics")
+    loss, loss_metrics = _checked(loss_fn(logp, old, ref, advantages * weights, mask))
     gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
     return loss, _joined(gap | metrics, loss_metrics)
+
+
+def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
+    """What a loss function gave, if it is what one gives."""
+    match given_back:
+        case (loss, Mapping() as metrics) if isinstance(loss, jax.Array | float):
+            if jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+                return jnp.asarray(loss), dict(metrics)
+    parts = given_back if isinstance(given_back, tuple) else (given_back,)
+    kinds = [f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__ for part in parts]
+    raise ValueError(
+        f"loss_fn gave {', '.join(kinds)}; expected two: the loss, a real scalar, and a dictionary of metrics"
+    )
 
 
 def _gradient(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> jax.Array:

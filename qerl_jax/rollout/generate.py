@@ -48,8 +48,9 @@ def generate(
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
 
     Raises:
-      UserError: an id in `settings` is beyond the vocabulary; or a prompt with its completion may be more tokens than
-        the network has positions (under jit prompts may fill all their slots).
+      UserError: an id in `settings` is beyond the vocabulary; a limit is not from 1 to max_completion_length; or a
+        prompt and its completion may be more tokens than the network has positions, where under jit prompts whose
+        lengths are traced may fill all their slots.
     """
     settings.check_ids(model.config.vocab_size)
     _check_positions(model, prompts, settings, limits_N)
@@ -61,14 +62,17 @@ def generate(
 
 
 def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: jax.Array | None) -> None:
+    """Of what is traced the most that it can be."""
     P, C, positions = prompts.tokens.shape[1], settings.max_completion_length, model.config.max_position_embeddings
-    traced = any(isinstance(known, jax.core.Tracer) for known in (prompts.lengths, limits_N))
-    longest = P + C if traced else int(np.max(np.add(prompts.lengths, C if limits_N is None else limits_N), initial=0))
+    lengths, most = (None if isinstance(known, jax.core.Tracer) else known for known in (prompts.lengths, limits_N))
+    if most is not None and not np.all((np.asarray(most) >= 1) & (np.asarray(most) <= C)):
+        raise UserError(f"limits are {np.asarray(most).tolist()}; allowed: from 1 to max_completion_length, {C}")
+    longest = int(np.max(np.add(P if lengths is None else lengths, C if most is None else most), initial=0))
     if longest > positions:
-        of = f"{P} prompt slots" if traced else "a prompt"
+        of = f"prompts of up to {P} tokens, their slots," if lengths is None else "a prompt"
         raise UserError(
-            f"{of} and a completion of up to {C} tokens may be {longest} tokens; the network has {positions} "
-            "positions: lower max_completion_length, or give shorter prompts"
+            f"{of} and a completion may be {longest} tokens; the network has {positions} positions: lower "
+            "max_completion_length or the limits, or give shorter prompts"
         )
 
 
