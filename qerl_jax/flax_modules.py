@@ -10,7 +10,7 @@ from flax import nnx
 
 from qerl_jax.formats import Weight
 from qerl_jax.models.linear import linear
-from qerl_jax.models.params import LoRA
+from qerl_jax.models.params import LoRA, check_lora, lora_scaling
 
 
 class PackedParam(nnx.Variable):
@@ -26,7 +26,7 @@ class PackedLinear(nnx.Module):
       lora_a, lora_b: `nnx.LoRAParam`, float32; B starts at zero, so that the layer starts as the frozen one.
 
     Raises:
-      ValueError: a rank below 1.
+      UserError: a rank below 1, or an alpha that is not above 0.
     """
 
     def __init__(
@@ -38,15 +38,14 @@ class PackedLinear(nnx.Module):
         bias: jax.Array | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        if lora_r < 1:
-            raise ValueError(f"lora_r is {lora_r}; allowed: 1 or more")
+        check_lora(lora_r, lora_alpha)
         N, K = weight.shape
         self.weight = PackedParam(weight)
         self.bias = None if bias is None else PackedParam(bias)
         a = jax.random.uniform(rngs.params(), (lora_r, K), jnp.float32, -(K**-0.5), K**-0.5)
         self.lora_a = nnx.LoRAParam(a)
         self.lora_b = nnx.LoRAParam(jnp.zeros((N, lora_r), jnp.float32))
-        self.scaling = lora_alpha / lora_r
+        self.scaling = lora_scaling(lora_r, lora_alpha, use_rslora=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., K] -> [..., N], in x's dtype."""

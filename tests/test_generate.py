@@ -131,7 +131,7 @@ def test_more_tokens_than_the_network_has_positions_are_refused():
         with pytest.raises(UserError, match=f"may be {positions + 1} tokens"):
             known(PROMPTS, positions, limits.at[i].add(1))
     for wrong in (0, 7):
-        with pytest.raises(UserError, match=f"limits are .*{wrong}.*; allowed: from 1 to max_completion_length, 6"):
+        with pytest.raises(UserError, match=f"limits are .*{wrong}.*; expected 3 numbers from 1 to 6"):
             known(PROMPTS, 6, jnp.array([1, wrong, 2]))
 
 

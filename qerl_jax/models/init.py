@@ -1,12 +1,10 @@
 """Fresh parameters: a random network of a given shape, a LoRA adapter, and the change of a network's weight format."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
@@ -19,6 +17,7 @@ from qerl_jax.models.params import (
     LoRA,
     Model,
     TrainedNorms,
+    check_lora,
     lora_scaling,
     projection_shape,
     small_shapes,
@@ -151,10 +150,7 @@ def init_adapter(
             raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{hint}")
     if not names:
         raise UserError("lora_target_modules is empty; allowed: one projection or more")
-    if not isinstance(lora_r, int | np.integer) or lora_r < 1:
-        raise UserError(f"lora_r is {lora_r!r}; allowed: an int from 1 on")
-    if not isinstance(lora_alpha, float | int | np.number) or not 0 < lora_alpha < math.inf:
-        raise UserError(f"lora_alpha is {lora_alpha!r}; allowed: a number above 0")
+    check_lora(lora_r, lora_alpha)
 
     scaling = lora_scaling(lora_r, lora_alpha, use_rslora)
 

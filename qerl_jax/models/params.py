@@ -9,7 +9,9 @@ from typing import Any, get_args
 
 import flax.struct
 import jax
+import numpy as np
 
+from qerl_jax.errors import UserError
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.option_names import Projection
@@ -84,6 +86,14 @@ class LoRA(flax.struct.PyTreeNode):
     b: jax.Array
     scaling: float = flax.struct.field(pytree_node=False)
     rank_stabilised: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+def check_lora(lora_r: Any, lora_alpha: Any) -> None:
+    """Raises UserError for a rank or an alpha of a new pair with which nothing could be trained."""
+    if not isinstance(lora_r, int | np.integer) or lora_r < 1:
+        raise UserError(f"lora_r is {lora_r!r}; allowed: an int from 1 on")
+    if not isinstance(lora_alpha, float | int | np.number) or not 0 < lora_alpha < math.inf:
+        raise UserError(f"lora_alpha is {lora_alpha!r}; allowed: a number above 0")
 
 
 def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:

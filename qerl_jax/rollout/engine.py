@@ -16,6 +16,7 @@ import numpy as np
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
+from qerl_jax.rollout.generate import check_limits
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
@@ -94,8 +95,7 @@ class Engine:
         """
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
-        if limits_N.shape != (N,) or not np.all((limits_N >= 1) & (limits_N <= C)):
-            raise ValueError(f"limits are {limits!r}; expected {N} numbers from 1 to {C}")
+        check_limits(limits_N, N, C)
         if N == 0:
             raise ValueError("prompts are empty; expected one or more")
         if self.max_prompt_length < P:

@@ -48,9 +48,9 @@ def generate(
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
 
     Raises:
-      UserError: an id in `settings` is beyond the vocabulary; a limit is not from 1 to max_completion_length; or a
-        prompt and its completion may be more tokens than the network has positions, where under jit prompts whose
-        lengths are traced may fill all their slots.
+      UserError: an id in `settings` is beyond the vocabulary; wrong limits; or a prompt and its completion may be more
+        tokens than the network has positions, where under jit prompts whose lengths are traced may fill all their
+        slots.
     """
     settings.check_ids(model.config.vocab_size)
     _check_positions(model, prompts, settings, limits_N)
@@ -61,12 +61,19 @@ def generate(
     return decode(slots, model, adapter, norms, C, 0, settings, group=num_generations).out
 
 
+def check_limits(limits_N: jax.Array | np.ndarray, prompts: int, max_completion_length: int) -> None:
+    """Raises UserError if these are not the most tokens of so many prompts' completions."""
+    limits_N = np.asarray(limits_N)
+    if limits_N.shape != (prompts,) or not np.all((limits_N >= 1) & (limits_N <= max_completion_length)):
+        raise UserError(f"limits are {limits_N.tolist()}; expected {prompts} numbers from 1 to {max_completion_length}")
+
+
 def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: jax.Array | None) -> None:
     """Of what is traced the most that it can be."""
     P, C, positions = prompts.tokens.shape[1], settings.max_completion_length, model.config.max_position_embeddings
     lengths, most = (None if isinstance(known, jax.core.Tracer) else known for known in (prompts.lengths, limits_N))
-    if most is not None and not np.all((np.asarray(most) >= 1) & (np.asarray(most) <= C)):
-        raise UserError(f"limits are {np.asarray(most).tolist()}; allowed: from 1 to max_completion_length, {C}")
+    if most is not None:
+        check_limits(most, len(prompts.tokens), C)
     longest = int(np.max(np.add(P if lengths is None else lengths, C if most is None else most), initial=0))
     if longest > positions:
         of = f"prompts of up to {P} tokens, their slots," if lengths is None else "a prompt"
