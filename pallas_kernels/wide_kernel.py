@@ -38,7 +38,7 @@ from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
 from .wide_norm import NORM_WARPS, NormWarps, joined_outs
-from .wide_plan import PLAIN, STAGE, STAGES, TILE, Handover, WideConfig, WidePlan, make_plan
+from .wide_plan import B_BOX, B_BOXES, PLAIN, STAGE, STAGES, TILE, Handover, WideConfig, WidePlan, make_plan
 from .wide_spare import SpareCtas, sums_shape
 from .wide_spare_plan import WARPS
 from .wide_split import SplitTiles
@@ -83,9 +83,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         x_refs, n_w = take(len(plan.segments)), len(plan.r)
         h_refs = take(1) if plan.given_h else []
         self.a = addresses(len(present)) if plan.makes_h else []
-        # a weight without an adapter multiplies nothing by the rows of another's B
-        b = dict(zip(present, addresses(len(present)), strict=True))
-        self.b = [b.get(i, b[present[0]]) for i in range(n_w)] if present else []
+        b_refs = dict(zip(present, take(len(present)), strict=True))
         scalings = addresses(len(present)) if plan.makes_h else []
         data_refs = take(len(plan.inputs) or n_w)
         self.scales = addresses(len(data_refs))
@@ -115,6 +113,10 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         # codes and scales of a pair of units in the row tiles of a block that are one weight's
         boxes = [(plan.own_row_tiles, words) for words in (256, 32)]
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in data_refs]
+        b_maps = {i: pt.tensor_map(ctx, ref, (plan.own_outputs, 16), None) for i, ref in b_refs.items()}
+        # B, and its first step of ranks among those of all; a weight without an adapter has none of another's
+        firsts = [sum(plan.rank_steps[:i]) if i in b_maps else plan.lora_steps for i in range(n_w)]
+        self.b_maps = [[b_maps.get(i, b_maps[present[0]]), p.i32(firsts[i])] if b_maps else [] for i in range(n_w)]
         self.base = p.and_(p.add(mem.shared_address(shared), 1023), -1024)
         barriers = p.add(self.base, plan.barriers_at)
         self.x_full, self.x_empty = barriers, p.add(barriers, 8 * c.x_depth)
@@ -272,12 +274,31 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             r_tile, _ = self.tile(unit)
             row_tiles = plan.own_row_tiles
 
+            def next_slot(slot, parity, size):
+                full = p.add(self.w_full, p.mul(slot, 8))
+                mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
+                mem.barrier_expect(full, p.i32(size))
+                return p.add(self.w_base, p.mul(slot, BLOCK_BYTES)), full
+
+            def load_b(carry):
+                of_weights, tile = self.b_maps, r_tile
+                if not plan.swiglu:
+                    chosen, tile = pick(plan.tiles_of, r_tile, self.b_maps)
+                    of_weights = [chosen]
+                for start in range(0, plan.lora_steps, B_BOXES):
+                    steps = range(start, min(start + B_BOXES, plan.lora_steps))
+                    to, full = next_slot(*carry, len(steps) * B_BOX)
+                    for i, step in enumerate(steps):
+                        for w, (b_map, first) in enumerate(of_weights):
+                            at = p.add(to, i * B_BOX + w * plan.own_outputs * 32)
+                            column = p.mul(p.sub(step, first), 16)  # zeros where these are another weight's ranks
+                            pt.tensor_load(at, b_map, column, p.mul(tile, plan.own_outputs), full)
+                    carry = self.advance(*carry, c.w_depth)
+                return carry
+
             def block(i, carry, of_weights, tile, first):
                 (slot, parity), i = carry, p.sub(i, first)
-                full = p.add(self.w_full, p.mul(slot, 8))
-                to = p.add(self.w_base, p.mul(slot, BLOCK_BYTES))
-                mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
-                mem.barrier_expect(full, p.i32(BLOCK_BYTES))
+                to, full = next_slot(slot, parity, BLOCK_BYTES)
                 rows, units = (i, tile) if plan.transposed else (tile, i)
                 row, quad, pair = p.mul(rows, row_tiles), p.mul(p.shr(units, 1), QUAD_WORDS), p.and_(units, 1)
                 for w, (codes, scales) in enumerate(of_weights):
@@ -286,6 +307,8 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                     pt.tensor_load(scales_at, scales, p.add(quad, p.add(p.mul(pair, 32), 512)), row, full)
                 return self.advance(slot, parity, c.w_depth)
 
+            if plan.given_h:
+                carry = load_b(carry)
             for i, first, begin, end in self.segments(unit):
                 if plan.swiglu or plan.transposed:
                     of_weights, tile = self.maps if plan.swiglu else [self.maps[i]], r_tile
@@ -295,7 +318,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                 one_block = functools.partial(block, of_weights=of_weights, tile=tile, first=first)
                 # opaque: LLVM unrolled a loop of ten blocks, for which 40 registers are too few
                 carry = p.for_range(begin, p.opaque(end), 1, carry, one_block)
-            return carry
+            return load_b(carry) if plan.makes_h else carry
 
         self.each_unit([p.i32(0), p.i32(0)], one)
 
@@ -345,11 +368,13 @@ def build(
         outs.append(jax.ShapeDtypeStruct(sums_shape(plan), jnp.float32))
         outs.append(jax.ShapeDtypeStruct((m, sum(plan.ranks)), jnp.dtype(dtype)))
 
-    def nvfp4_wide_matmul(ctx, *refs):
+    def program(ctx, *refs):
         _Kernel(ctx, plan, refs, has_bias, wide_out, eps).run()
 
+    k_n = f"{sum(plan.r)}x{plan.d}" if transposed else f"{plan.d}x{sum(plan.r)}"
+    program.__name__ = f"nvfp4_wide_matmul_{'dx_' if transposed else ''}{k_n}"  # what a profile shows
     call = lane_level.kernel(
-        nvfp4_wide_matmul,
+        program,
         outs,
         dtype,
         grid=plan.clusters + (plan.spare.ctas // config.share if makes_h else 0),

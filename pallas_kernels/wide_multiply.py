@@ -48,26 +48,21 @@ class MultiplyWarps(LoraWarps):
         self.fragments = fragments(self.lane, warp, group)
 
         def one(unit, carry):
-            w, w_parity, x, x_parity = carry
             r_tile, first_row = self.tile(unit)
-            acc = [p.f32(0.0)] * (unit.rows // 2)
-            if plan.makes_h:
-                self.fetch_b(r_tile, group)
+            state = [*carry, *[p.f32(0.0)] * (unit.rows // 2)]
             if plan.given_h:
-                x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
+                state = self.add_lora(group, state)
                 if not plan.one_chain:
-                    acc = self.finish(x, acc)
+                    state = self.finished(state)
             # not before LoRA: with these in registers too, ptxas lets no two wgmma overlap in some configurations
             needs = self.needs(r_tile, group)
-            state = [w, w_parity, x, x_parity, *acc]
             for i, _, begin, end in self.segments(unit):
                 if i:
                     state = [*state[:4], *self.of_scale(i, p.lt(begin, end), state[4:])]
                 state = self.segment(unit, begin, end, state)
-            w, w_parity, x, x_parity, *acc = state
             if plan.makes_h:
-                x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
-                acc = self.finish(x, acc)
+                state = self.finished(self.add_lora(group, state))
+            carry, acc = state[:4], state[4:]
             way_out = self.output(r_tile, group, needs)
             if plan.handover.normed:
                 self.await_inverse()
@@ -75,7 +70,7 @@ class MultiplyWarps(LoraWarps):
                 self.add_up(unit, acc, group, first_row, way_out)
             else:
                 self.store_rows(acc, group, first_row, way_out)
-            return [w, w_parity, x, x_parity]
+            return carry
 
         if c.promote and not plan.totals_in_registers:
             self.totals = pt.own_memory(c.m_tile // 2)
@@ -131,14 +126,13 @@ class MultiplyWarps(LoraWarps):
 
     def blocks(self, first, end, state):
         """Blocks first .. end - 1, whose products are added to the sums in `state`. When it returns they are done."""
-        state = p.for_range(first, end, 1, state, lambda i, state: self.block(p.eq(i, first), state))
-        return [*state[:4], *self.finish(state[2], state[4:])]
+        return self.finished(p.for_range(first, end, 1, state, lambda i, state: self.block(p.eq(i, first), state)))
 
-    def finish(self, x, acc):
-        """The sums when all is multiplied; `x` is the slot after the last."""
-        acc = p.wgmma_finish(acc)
-        self.release_x(self.before(x))
-        return acc
+    def finished(self, state):
+        """The state when all is multiplied."""
+        acc = p.wgmma_finish(state[4:])
+        self.release_x(self.before(state[2]))
+        return [*state[:4], *acc]
 
     def block(self, is_first, carry):
         """One block of weights, two slots of x: decode for a slot while the slot before is multiplied."""
@@ -148,8 +142,7 @@ class MultiplyWarps(LoraWarps):
         for step in range(STAGES):
             operands = self.fragments.decode(self.fragments.load(block, step), step)
             if step == STAGES - 1:
-                p.warp_sync()
-                p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.w_empty, p.mul(w, 8))))
+                self.release_w(w)
             mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
             descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, self.plan.x_slot)))
             p.wgmma_fence()
@@ -167,6 +160,11 @@ class MultiplyWarps(LoraWarps):
 
     def before(self, slot):
         return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))
+
+    def release_w(self, slot):
+        """Tell the loader that this warp has what it needs of a slot of weights."""
+        p.warp_sync()
+        p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.w_empty, p.mul(slot, 8))))
 
     def release_x(self, slot):
         """Tell every CTA that loads into this one's slot that it may be overwritten."""

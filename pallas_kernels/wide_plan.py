@@ -15,6 +15,9 @@ from .wide_spare_plan import SparePlan, check_spare
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
 STAGES = BLOCK // STAGE  # slots of x to one block of weights
+LORA_STEPS = STAGE // 16  # of 16 ranks that a slot of x takes
+B_BOX = TILE * 32  # bytes of 16 ranks of B's rows
+B_BOXES = BLOCK_BYTES // B_BOX  # that a slot of weights takes
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
@@ -163,9 +166,14 @@ class WidePlan:
         return tuple(rank // 16 for rank in self.ranks)
 
     @property
+    def lora_steps(self) -> int:
+        """Of all weights."""
+        return sum(self.rank_steps)
+
+    @property
     def lora_slots(self) -> int:
         """Slots of the ring of x that x A^T of all weights takes."""
-        return -(-sum(self.ranks) // STAGE)
+        return -(-self.lora_steps // LORA_STEPS)
 
     @property
     def m_tiles(self) -> int:
@@ -281,18 +289,8 @@ class WidePlan:
         return self.w_at + self.config.w_depth * BLOCK_BYTES
 
     @property
-    def b_stride(self) -> int:
-        """Bytes from one row of B to the next, 16 more than it has, against bank conflicts."""
-        return 2 * max(self.ranks) + 16
-
-    @property
-    def b_at(self) -> int:
-        """B's rows of each multiplying warp, where spare CTAs make x A^T."""
-        return self.chunks_at + 2 * CHUNK * SUM_STRIDE
-
-    @property
     def barriers_at(self) -> int:
-        return self.b_at + (TILE * self.b_stride if self.makes_h else 0)
+        return self.chunks_at + 2 * CHUNK * SUM_STRIDE
 
     @property
     def slice_rows(self) -> int:
