@@ -258,6 +258,15 @@ def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_p
     assert checkpoints(run) == [0, 6]
 
 
+@pytest.fixture
+def with_a_terminal():
+    """Also where the tests themselves run under nohup, which what they start would inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("with_a_terminal")
 @pytest.mark.parametrize(
     ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
 )
@@ -402,6 +411,7 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(config, finished, pr
     assert differences(run, finished) == [] and (run / "summary.json").is_file()
 
 
+@pytest.mark.usefixtures("with_a_terminal")
 def test_a_hangup_comes_twice_without_stopping_at_once_and_is_ignored_under_nohup():
     before = signal.getsignal(signal.SIGHUP)
     with interrupt_flag() as pressed:
