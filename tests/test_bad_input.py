@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -324,6 +325,17 @@ def test_an_output_that_a_link_leads_nowhere_for_is_refused_before_a_model_is_lo
     (folder / "folder").symlink_to("gone")
     said = refused("generate", "/no/such/model", "--prompt", "x", "--output", output)
     assert f"--output {output}: there is no folder {folder.resolve()}/gone; make it" in said
+
+
+@pytest.mark.parametrize(("output", "written"), [("old.jsonl", "old.jsonl"), ("new.jsonl", "")])
+def test_an_output_that_may_not_be_written_is_refused_before_a_model_is_loaded(
+    output, written, folder, monkeypatch, refused
+):
+    (folder / "old.jsonl").touch()
+    real, closed = os.access, (folder / written).resolve()  # who is root may write everything
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and real(path, mode))
+    said = refused("generate", "/no/such/model", "--prompt", "x", "--output", output)
+    assert f"--output {output}: {closed} may not be written; change its permissions" in said
 
 
 def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):

@@ -167,7 +167,8 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 
 
 def _check_output(name: str, prompts: str | None) -> None:
-    """Refuses a name that no file can have, and the file of the prompts, without touching one that is there."""
+    """Refuses a name that no file can have or that may not be written, and the file of the prompts, without touching
+    one that is there."""
     file = Path(os.path.realpath(name))  # of a link what it leads to, which need not be there
     of_prompts = os.path.expanduser(prompts or "")
     if file.exists() and os.path.exists(of_prompts) and file.samefile(of_prompts):
@@ -179,6 +180,11 @@ def _check_output(name: str, prompts: str | None) -> None:
             raise UserError(f"--output {name}: {folder} is a file; choose another name")
         if not folder.is_dir():
             raise UserError(f"--output {name}: there is no folder {folder}; make it, or choose another name")
+    written = file if file.exists() else file.parent
+    if not os.access(written, os.W_OK):
+        raise UserError(
+            f"--output {name}: {written} may not be written; change its permissions, or choose another name"
+        )
 
 
 def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, name: str) -> None:

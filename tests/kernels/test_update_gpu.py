@@ -1,5 +1,5 @@
-"""A whole update on a CUDA device, of two layers in 7B's shapes: its gradients with the kernels beside those of the same
-weights multiplied by XLA, the same bits each time."""
+"""An update on a CUDA device, of two layers in 7B's shapes: its gradients, the same bits each time, beside those of the
+same weights multiplied by XLA."""
 
 import dataclasses
 import functools
