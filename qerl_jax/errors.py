@@ -1,8 +1,12 @@
 """The one exception for mistakes that a user can mend."""
 
+import dataclasses
 import difflib
+import numbers
 from collections.abc import Iterable
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 
 class UserError(ValueError):
@@ -22,6 +26,19 @@ def check_fields(settings: object, *checks: tuple[str, bool, str]) -> None:
     for name, fine, allowed in checks:
         if not fine:
             raise UserError(f"{name} is {getattr(settings, name)!r}; allowed: {allowed}")
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises UserError for the first field of a dataclass that is to be a number, by its annotation, and is none."""
+    hints = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value, hint = getattr(settings, field.name), hints[field.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        number, allowed = (numbers.Integral, "a whole number") if int in kinds else (numbers.Real, "a number")
+        if not (int in kinds or float in kinds) or (value is None and type(None) in kinds):
+            continue
+        if isinstance(value, bool) or not isinstance(value, number):
+            raise UserError(f"{field.name} is {value!r:.60}; allowed: {allowed}")
 
 
 def beginning(prompt: object) -> str:

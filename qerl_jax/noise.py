@@ -12,6 +12,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.errors import check_numbers
 from qerl_jax.models.params import Norms
 from qerl_jax.option_names import NoiseDecay
 
@@ -39,6 +40,7 @@ class NoiseSchedule:
     final_norm: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if self.num_stages < 1 or self.total_steps < self.num_stages:
             raise ValueError(
                 f"num_stages is {self.num_stages} and total_steps {self.total_steps}; "

@@ -70,3 +70,15 @@ def test_completions_that_cannot_be_scored_have_no_advantage_and_are_in_no_mean(
     np.testing.assert_allclose(found[0, jnp.array([0, 2])], first / by[0], rtol=1e-5)
     np.testing.assert_allclose(found[3], last / by[1], rtol=1e-5)
     assert not np.asarray(found)[[0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [1, 3, 0, 1, 2, 3, 0, 1, 2, 3]].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
+def test_advantages_are_float32_of_any_numbers(dtype):
+    """In float16 the squares of a thousand are infinite."""
+    rewards = jnp.array([[1000, 0, 0, 0]], dtype)
+    found = group_advantages(rewards)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-5)
+    np.testing.assert_array_equal(
+        group_advantages([[1000.0, 0.0, 0.0, 0.0]]), group_advantages(rewards.astype("float32"))
+    )

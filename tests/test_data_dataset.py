@@ -201,3 +201,9 @@ def test_changing_a_returned_order_changes_nothing():
 def test_an_unknown_split_is_named():
     with pytest.raises(UserError, match=r"no split 'trian' .did you mean 'train'.*allowed: pretrain, train, eval"):
         load_dataset("arithmetic", split="trian")
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_a_size_that_cannot_be(size):
+    with pytest.raises(UserError, match=rf"size is {size}; allowed: a whole number >= 1, or None"):
+        load_dataset("arithmetic", size=size)

@@ -72,3 +72,13 @@ def test_a_row_with_too_many_tokens_is_named(tokenizer):
 def test_half_of_a_surrogate_pair_is_named():
     with pytest.raises(UserError, match=r"is no text: character 4 is half of a surrogate"):
         prompt_ids(load_tokenizer("builtin:quickstart", 10**6), "Ann \udcff")
+
+
+@pytest.mark.parametrize("prompt", [{"role": "user", "content": "x"}, ["x"], [], [1, 2, 3], b"x", 7])
+def test_what_is_neither_a_text_nor_messages_is_named(tokenizer, prompt):
+    with pytest.raises(
+        UserError, match=r"prompt 1 \(counted from 0\): .* is no prompt; expected a text, or a list of mess"
+    ):
+        encode_prompts(tokenizer, ["Ann", prompt], 8)
+    with pytest.raises(ValueError, match="max_prompt_length is -1; allowed: 1 or more"):
+        encode_prompts(tokenizer, ["Ann"], -1)

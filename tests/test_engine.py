@@ -331,6 +331,10 @@ def test_a_bad_request_is_named_and_the_others_run():
         8: (Request([20.0]), "is [20.0]; expected token ids"),
         9: (Request([20], place=2**31), "has the place 2147483648; allowed: an int32"),
         10: (Request([20, [21, 22]]), "is [20, [21, 22]]; expected token ids"),
+        11: (Request([20], n="2"), "has n '2'; expected a whole number"),
+        12: (Request([20], n=2.5), "has n 2.5; expected a whole number"),
+        13: (Request([20], place=1.5), "has place 1.5; expected a whole number"),
+        14: (Request([20], max_completion_length=True), "has max_completion_length True; expected a whole number"),
     }
     found = list(engine(max_slots=3).generate(ADAPTER, [good, *(request for request, _ in bad.values())], KEY))
     assert {done.request: done.error for done in found if done.error}.keys() == bad.keys()
@@ -340,6 +344,8 @@ def test_a_bad_request_is_named_and_the_others_run():
         else:
             assert same(done, with_slots(3)[0, done.sample])
     assert len(found) == G + len(bad)
+    with pytest.raises(ValueError, match=r"request 1 is \[5, 6\]; expected a Request"):
+        list(engine(max_slots=3).generate(ADAPTER, [good, [5, 6]], KEY))
 
 
 @pytest.mark.parametrize("most", [None, 2])
@@ -365,6 +371,7 @@ def test_a_rollout_of_no_prompts_is_refused_as_that():
 
 @pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: layers * 2])
 def test_an_adapter_of_another_depth_is_named(change):
+    """Or with a pair of something that is no projection, which nothing would read."""
     other = ADAPTER.replace(lora=change(ADAPTER.lora))
     tokens = jnp.ones((1, 4), jnp.int32)
     match = f"the adapter has {len(other.lora)} layers, the model {len(ADAPTER.lora)}"
@@ -372,6 +379,11 @@ def test_an_adapter_of_another_depth_is_named(change):
         engine().rollout(other, Prompts(tokens, jnp.array([4]), jnp.arange(1)), KEY, 2)
     with pytest.raises(ValueError, match=match):
         logits(MODEL, tokens, adapter=other)
+    misspelt = ADAPTER.replace(lora=tuple({"qproj": layer["q_proj"]} for layer in ADAPTER.lora))
+    with pytest.raises(
+        ValueError, match=r"layer 0 .* a pair of 'qproj' \(did you mean 'q_proj'\?\); allowed: q_proj, "
+    ):
+        logits(MODEL, tokens, adapter=misspelt)
 
 
 def test_no_sequence_goes_beyond_the_networks_positions():

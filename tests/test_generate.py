@@ -102,6 +102,53 @@ def test_truncated_sampling_records_both_values():
     assert default_run().truncated_logps is None
 
 
+def test_a_sample_of_a_key_of_another_kind_depends_on_its_own_prompt_alone():
+    """JAX draws a batch's numbers of `rbg` from the batch's first key."""
+    key = jax.random.key(0, impl="rbg")
+
+    def tokens(prompts, key=key):
+        return np.asarray(RUN(MODEL, ADAPTER, prompts, key, settings=SETTINGS, num_generations=4).tokens)
+
+    together = tokens(PROMPTS)
+    last = PROMPTS.replace(**{name: getattr(PROMPTS, name)[2:] for name in ("tokens", "lengths", "places")})
+    np.testing.assert_array_equal(tokens(last), together[8:])
+    np.testing.assert_array_equal(tokens(PROMPTS, jax.random.key_data(key)), together)
+    assert (
+        len(np.unique(together[8:], axis=0)) == 4 and (tokens(PROMPTS, jax.random.key(1, impl="rbg")) != together).any()
+    )
+    for wrong in (0, jnp.float32(0), jax.random.split(key)):
+        with pytest.raises(ValueError, match=r"expected one PRNG key, as jax\.random\.key\(seed\) makes it"):
+            generate(MODEL, ADAPTER, PROMPTS, wrong, SETTINGS)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"places": jnp.array([40])}, r"tokens \[3, 5\], lengths \[3\], places \[1\]; expected tokens \[N, P\], lengths"),
+    ({"lengths": jnp.array([3])}, r"prompts have tokens \[3, 5\], lengths \[1\], places \[3\]; expected"),
+    ({"tokens": jnp.ones(5, jnp.int32)}, r"prompts have tokens \[5\], .*expected tokens \[N, P\]"),
+    ({"tokens": jnp.ones((0, 5), jnp.int32)}, "of one or more"),
+    ({"lengths": jnp.array([3, 0, 5])}, r"5 token slots, and lengths \[3, 0, 5\]; allowed: 1 to 5"),
+    ({"lengths": jnp.array([3, 1, 6])}, r"5 token slots, and lengths \[3, 1, 6\]"),
+    ({"tokens": PROMPTS.tokens.at[0, 2].set(61)}, "prompts have the token id 61; allowed: 0 to 60"),
+    ({"tokens": PROMPTS.tokens.at[2, 0].set(-1)}, "prompts have the token id -1"),
+])  # fmt: skip
+def test_prompts_that_cannot_be_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        jax.eval_shape(lambda: generate(MODEL, ADAPTER, PROMPTS.replace(**change), jax.random.key(0), SETTINGS))
+    if "places" in change:  # shapes are known under jit too
+        with pytest.raises(UserError, match=message):
+            run(PROMPTS.replace(**change))
+
+
+def test_what_stands_behind_a_prompt_may_be_anything():
+    jax.eval_shape(
+        lambda: generate(
+            MODEL, ADAPTER, PROMPTS.replace(tokens=PROMPTS.tokens.at[1, 1].set(99)), jax.random.key(0), SETTINGS
+        )
+    )
+    with pytest.raises(UserError, match="num_generations is 0; allowed: 1 or more"):
+        run(num_generations=0)
+
+
 def test_more_tokens_than_the_network_has_positions_are_refused():
     positions = MODEL.config.max_position_embeddings
     room = positions - 5  # behind the longest prompt, which fills its slots
@@ -130,7 +177,7 @@ def test_more_tokens_than_the_network_has_positions_are_refused():
     for i in range(3):
         with pytest.raises(UserError, match=f"may be {positions + 1} tokens"):
             known(PROMPTS, positions, limits.at[i].add(1))
-    for wrong in (0, 7):
+    for wrong in (0, 7, 2.5):
         with pytest.raises(UserError, match=f"limits are .*{wrong}.*; expected 3 numbers from 1 to 6"):
             known(PROMPTS, 6, jnp.array([1, wrong, 2]))
 

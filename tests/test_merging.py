@@ -108,3 +108,12 @@ def test_an_adapter_of_another_depth_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the adapter has 1 layers, the model 2"):
         save_merged(model, shallow, tmp_path / "merged")
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_stacked_by_vmap_are_merged_each_alone(tmp_path):
+    model = tiny_model()
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), tiny_adapter(model))
+    with pytest.raises(ValueError, match="of adapters stacked by vmap take each alone"):
+        merge_adapter(model, stacked)
+    with pytest.raises(ValueError, match="of adapters stacked by vmap take each alone"):
+        save_merged(model, stacked, tmp_path / "merged")

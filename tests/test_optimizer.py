@@ -79,6 +79,8 @@ def test_the_recipes_values_are_the_defaults():
     ("wrong", "allowed"),
     [
         ({"total_steps": 0}, "1 or more"),
+        ({"total_steps": 10.5}, "a whole number"),
+        ({"learning_rate": None}, "a number"),
         ({"warmup_ratio": 10}, "0 to 1"),
         ({"warmup_ratio": -0.1}, "0 to 1"),
         ({"learning_rate": -1.0}, "above 0"),

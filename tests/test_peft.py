@@ -287,3 +287,13 @@ def test_a_fingerprint_of_configuration_and_weights(tmp_path):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         found.append(adapter_fingerprint(tmp_path))
     assert len(set(found)) == 3
+
+
+def test_an_adapter_that_is_not_finite_replaces_none(tmp_path, model):
+    good = tiny_adapter(model)
+    save_adapter(good, tmp_path / "adapter", "base")
+    with pytest.raises(UserError, match=r"lora_A\.weight has numbers that are not finite: .*nothing is written"):
+        save_adapter(jax.tree.map(lambda x: x * jnp.nan, good), tmp_path / "adapter", "base")
+    assert_same(load_adapter(tmp_path / "adapter", model), good)
+    with pytest.raises(ValueError, match="the adapter has no LoRA pair"):
+        save_adapter(good.replace(lora=()), tmp_path / "adapter", "base")

@@ -14,6 +14,7 @@ from tiny_step import (
     PROMPTS,
     SAMPLING,
     SETTINGS,
+    SGD,
     UPDATE,
     assert_trees_close,
     batch_of,
@@ -104,6 +105,40 @@ def test_a_completion_that_cannot_be_scored_has_no_reward():
     rewards = [0.5, None, *range(10)]
     batch = make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
     np.testing.assert_array_equal(batch.rewards, [0.5, np.nan, *range(10)])
+
+
+@pytest.mark.parametrize(("rewards", "message"), [
+    ([1.0, float("inf"), *range(10)], r"reward 1 is inf; allowed: -1e\+15 to 1e\+15"),
+    (np.arange(12.0) * 1e25, r"reward 1 is 1e\+25; allowed"),
+    (["1.0"] * 12, "rewards are of the dtype <U3; expected numbers, NaN or None"),
+    (np.ones(12, complex), "rewards are of the dtype complex128; expected numbers"),
+])  # fmt: skip
+def test_rewards_that_are_no_numbers_or_too_large_are_refused(rewards, message):
+    completions = Rollout(
+        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
+    )
+    with pytest.raises(ValueError, match=message):
+        make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
+
+
+def test_a_step_of_groups_of_one_and_of_a_reward_that_is_a_list():
+    """REINFORCE, whose advantages are a function of its own; and metrics of a loss that the step has too."""
+    of_one = dataclasses.replace(SETTINGS, update=dataclasses.replace(UPDATE, num_generations=1))
+    step = functools.partial(
+        grpo_step,
+        reward_fn=lambda prompts, completions: [*few_small_ids(prompts, completions)],
+        optimizer=SGD,
+        settings=of_one,
+        advantage_fn=lambda rewards: rewards,
+    )
+    _, metrics = jax.jit(step)(state_of(), MODEL, PROMPTS, jax.random.key(0))
+    assert float(metrics["grad_norm"]) > 0 and float(metrics["frac_reward_zero_std"]) == 1
+
+    def loss(logp, old, ref, advantages, mask):
+        return -(logp * advantages * mask).sum(), {"reward": jnp.float32(-7)}
+
+    with pytest.raises(ValueError, match="loss_fn gave metrics whose names the step has itself: reward"):
+        jax.eval_shape(functools.partial(step, loss_fn=loss), state_of(), MODEL, PROMPTS, jax.random.key(0))
 
 
 def test_a_batch_is_prompt_major_and_masked_by_length():

@@ -229,6 +229,8 @@ def load_dataset(
     Raises:
       UserError: an unknown name or split, a missing or empty file, or an unreadable line, by number.
     """
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise UserError(f"size is {size!r}; allowed: a whole number >= 1, or None for the usual number of rows")
     if name_or_path == "arithmetic":
         if split not in _ARITHMETIC_ROWS:
             hint = nearest(split, _ARITHMETIC_ROWS)

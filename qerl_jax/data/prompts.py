@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from qerl_jax.errors import UserError, beginning
+from qerl_jax.errors import UserError, beginning, shown
 from qerl_jax.models.tokenizer import Tokenizer
 
 Prompt = str | list[dict[str, Any]]
@@ -16,10 +16,15 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
     """A text as it is; messages through the tokenizer's chat template, up to where the assistant's answer begins.
 
     Raises:
-      UserError: messages, and the tokenizer has no chat template or its template refuses them.
+      UserError: neither; or messages, and the tokenizer has no chat template or its template refuses them.
     """
     if isinstance(prompt, str):
         return prompt
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(message, dict) for message in prompt):
+        raise UserError(
+            f"{shown(repr(prompt), 60)} is no prompt; expected a text, or a list of messages, each "
+            "{'role': text, 'content': text}"
+        )
     if not tokenizer.chat_template:
         raise UserError(
             "the prompt is a list of messages, and the model's tokenizer has no chat template (chat_template in "
@@ -122,9 +127,12 @@ def encode_prompts(
     Raises:
       UserError: a prompt of no tokens, of more than P or that is refused, by its number in the list (from 0).
       TypeError: one text instead of a list.
+      ValueError: max_prompt_length below 1.
     """
     if isinstance(prompts, str):
         raise TypeError(f"prompts are one text, {beginning(prompts)}; expected a list of prompts")
+    if max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length is {max_prompt_length}; allowed: 1 or more")
     pad = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     tokens = np.full((len(prompts), max_prompt_length), pad, np.int32)
     lengths = np.zeros(len(prompts), np.int32)

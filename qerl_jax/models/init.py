@@ -46,7 +46,13 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype
 
 
 def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float32, std: float = 0.02) -> Model:
-    """A random network: weights N(0, std^2), norm scales 1, biases 0; projections in `dtype`, unquantized."""
+    """A random network: weights N(0, std^2), norm scales 1, biases 0; projections in `dtype`, unquantized.
+
+    Raises:
+      UserError: a dtype that is no floating-point one.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: float32, bfloat16 or float16")
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     table = config.vocab_size, config.hidden_size
     keys = jax.random.split(layers_key, config.num_hidden_layers)

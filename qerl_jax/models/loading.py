@@ -182,9 +182,12 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         )
     if dtype is None:
         dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: {', '.join(DTYPES)}")
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise UserError(f"dtype is {dtype!r:.60}; allowed: {', '.join(DTYPES)}") from None
+    if dtype.name not in DTYPES:
+        raise UserError(f"dtype is {dtype.name}; allowed: {', '.join(DTYPES)}")
 
     def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:
         array = to_device(tensors[name][1], as_dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.loading import layer_name, named_weights
-from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_layers
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_layers, check_single
 from qerl_jax.models.saving import described, write_model_folder, written_dtype
 from qerl_jax.models.shards import Stored
 
@@ -32,6 +32,7 @@ def merge_adapter(model: Model, adapter: Adapter) -> Model:
       ValueError: the adapter has another number of layers.
     """
     check_layers(model, adapter)
+    check_single(adapter)
     dtype = model.base.embed.dtype
     layers = []
     for old, pairs in zip(_with_norms(model, adapter).base.layers, adapter.lora, strict=True):
@@ -63,6 +64,7 @@ def save_merged(
     pairs: dict[str, LoRA] = {}
     if adapter is not None:
         check_layers(model, adapter)
+        check_single(adapter)
         model = _with_norms(model, adapter)
         pairs = {layer_name(i, name): pair for i, layer in enumerate(adapter.lora) for name, pair in layer.items()}
 

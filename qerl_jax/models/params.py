@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.option_names import Projection
@@ -150,9 +150,22 @@ def small_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_layers(model: Model, adapter: Adapter) -> None:
-    """Raises ValueError for an adapter of a network with more or fewer layers."""
+    """Raises ValueError for an adapter of a network with more or fewer layers, or with pairs of no projection."""
     if len(adapter.lora) != len(model.base.layers):
         raise ValueError(f"the adapter has {len(adapter.lora)} layers, the model {len(model.base.layers)}")
+    for i, layer in enumerate(adapter.lora):
+        if (name := next((name for name in layer if name not in PROJECTIONS), None)) is not None:
+            hint = nearest(str(name), PROJECTIONS)
+            raise ValueError(
+                f"layer {i} of the adapter has a pair of {name!r}{hint}; allowed: {', '.join(PROJECTIONS)}"
+            )
+
+
+def check_single(adapter: Adapter) -> None:
+    """Raises ValueError for adapters that `vmap` has stacked in one."""
+    shapes = (pair.a.shape for layer in adapter.lora for pair in layer.values())
+    if (stacked := next((shape for shape in shapes if len(shape) != 2), None)) is not None:
+        raise ValueError(f"a pair's A is [rank, inputs], got {stacked}; of adapters stacked by vmap take each alone")
 
 
 def norms_of(model: Model, adapter: Adapter | None) -> Norms:

@@ -28,6 +28,7 @@ from qerl_jax.models.params import (
     LoRA,
     Model,
     TrainedNorms,
+    check_single,
     lora_alpha,
     lora_scaling,
     norms_of,
@@ -172,14 +173,15 @@ def save_adapter(
       tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
 
     Raises:
-      UserError: `path` holds other files, or `tokenizer_from` has no tokenizer.
+      UserError: `path` holds other files, `tokenizer_from` has no tokenizer, or the adapter has numbers that are not
+        finite.
       ValueError: ranks, scalings or modules differ among layers, or several adapters are stacked in one.
     """
-    modules = tuple(adapter.lora[0])
+    check_single(adapter)
     pairs = [pair for layer in adapter.lora for pair in layer.values()]
-    stacked = next((pair.a.shape for pair in pairs if pair.a.ndim != 2), None)
-    if stacked is not None:
-        raise ValueError(f"a pair's A is [rank, inputs], got {stacked}; of adapters stacked by vmap save each alone")
+    if not pairs:
+        raise ValueError("the adapter has no LoRA pair, without which PEFT reads none")
+    modules = tuple(adapter.lora[0])
     ranks = {(pair.a.shape[0], pair.scaling, pair.rank_stabilised) for pair in pairs}
     if len(ranks) != 1 or any(tuple(sorted(layer)) != tuple(sorted(modules)) for layer in adapter.lora):
         raise ValueError(f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(ranks)}")
@@ -191,6 +193,8 @@ def save_adapter(
         if adapter.norms is not None:
             scales = (adapter.norms.input[i], adapter.norms.post_attention[i])
             arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(_NORMS.values(), scales, strict=True)}
+    if (broken := next((name for name, array in arrays.items() if not jnp.isfinite(array).all()), None)) is not None:
+        raise UserError(f"{broken} has numbers that are not finite: what trained it diverged; nothing is written")
     options = {
         "base_model_name_or_path": base_name,
         "bias": "none",

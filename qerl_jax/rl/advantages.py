@@ -31,6 +31,7 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     Raises:
       ValueError: fewer than 2 completions per group, or an unknown `scale_rewards`.
     """
+    rewards_NG = jnp.asarray(rewards_NG).astype(jnp.float32)
     _refuse_other_shapes("rewards", rewards_NG)
     centred_NG = rewards_NG - jnp.nanmean(rewards_NG, 1, keepdims=True)
     if scale_rewards == "group":
@@ -74,6 +75,7 @@ def informative_groups(scores_NG: jax.Array) -> jax.Array:
     Raises:
       ValueError: fewer than 2 completions per group.
     """
+    scores_NG = jnp.asarray(scores_NG)
     _refuse_other_shapes("scores", scores_NG)
     left_out_NG = jnp.isnan(scores_NG)
     highest_N = jnp.where(left_out_NG, -jnp.inf, scores_NG).max(1)

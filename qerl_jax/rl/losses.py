@@ -15,7 +15,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_fields
+from qerl_jax.errors import check_fields, check_numbers
 from qerl_jax.option_names import ImportanceSamplingLevel, LossType
 
 _LARGEST_LOG_RATIO = 80.0  # exp of it is 5.5e34: above any bound, and finite in float32
@@ -56,6 +56,7 @@ class LossSpec:
     delta: float | None = None
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         types, levels = get_args(LossType), get_args(ImportanceSamplingLevel)
         check_fields(
             self,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.errors import check_fields
+from qerl_jax.errors import check_fields, check_numbers
 from qerl_jax.models.params import Adapter
 from qerl_jax.option_names import LRSchedulerType
 
@@ -33,6 +33,7 @@ class OptimizerSpec:
     max_grad_norm: float = 0.2
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         schedules = get_args(LRSchedulerType)
         check_fields(
             self,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.errors import check_fields
+from qerl_jax.errors import check_fields, check_numbers
 from qerl_jax.models.params import Adapter
 from qerl_jax.option_names import OldLogprobs
 from qerl_jax.rl.correction import SamplerCorrection
@@ -75,11 +75,14 @@ class UpdateSettings:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_fields(
             self,
             ("num_generations", self.num_generations >= 1, "1 or more"),
             ("temperature", self.temperature >= 1e-30, "1e-30 or more"),
             ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
+            ("loss", isinstance(self.loss, LossSpec), "a LossSpec"),
+            ("correction", isinstance(self.correction, SamplerCorrection), "a SamplerCorrection"),
             ("old_logprobs", self.old_logprobs in get_args(OldLogprobs), ", ".join(get_args(OldLogprobs))),
         )
         if self.old_logprobs == "sampler" and self.correction.level != "none":

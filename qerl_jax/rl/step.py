@@ -8,6 +8,7 @@ Dimension letters: N prompts, G completions per prompt, B = N * G, P prompt slot
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ import optax
 
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
+from qerl_jax.rewards.calling import LARGEST
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, informative_groups
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
-from qerl_jax.rl.update import score, update_step
+from qerl_jax.rl.update import joined, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
 
 # Streams of a rollout's key.
@@ -106,7 +108,8 @@ def make_batch(
     It serves one update, by a loss without reference; `with_policies` adds what else is needed.
 
     Raises:
-      ValueError: not num_generations completions of each prompt, or not one reward or advantage for each completion.
+      ValueError: not num_generations completions of each prompt, not one reward or advantage for each completion, or
+        rewards that are no numbers or, where they are known, not from -1e15 to 1e15.
     """
     G = settings.update.num_generations
     N, B = prompts.tokens.shape[0], completions.tokens.shape[0]
@@ -114,7 +117,7 @@ def make_batch(
         raise ValueError(f"{N} prompts with num_generations {G} have {N * G} completions; there are {B}")
     if isinstance(rewards_B, Sequence):
         rewards_B = [np.nan if reward is None else reward for reward in rewards_B]
-    rewards_B = jnp.asarray(rewards_B, jnp.float32)
+    rewards_B = _numbers(rewards_B)
     if rewards_B.shape != completions.lengths.shape:
         of_all = completions.lengths.shape
         raise ValueError(f"rewards have the shape {rewards_B.shape}; allowed: {of_all}, one for each completion")
@@ -132,6 +135,23 @@ def make_batch(
         rollout_step=jnp.array(step, jnp.int32),  # a copy: the step may be that of a state which an update is donated
         advantages=None if advantage_fn is None else advantages_of(advantage_fn, rewards_B.reshape(-1, G)).reshape(-1),
     )
+
+
+def _numbers(rewards: Any) -> jax.Array:
+    """Rewards in float32."""
+    if isinstance(rewards, Sequence) and any(isinstance(reward, jax.Array) for reward in rewards):
+        rewards = jnp.stack([jnp.asarray(reward, jnp.float32) for reward in rewards])
+    found = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards)
+    if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise ValueError(f"rewards are of the dtype {found.dtype}; expected numbers, NaN or None")
+    if not isinstance(found, jax.core.Tracer):
+        known = np.asarray(found, np.float64).reshape(-1)
+        if (beyond := np.flatnonzero(~np.isnan(known) & ~(np.abs(known) <= LARGEST))).size:
+            raise ValueError(
+                f"reward {beyond[0]} is {known[beyond[0]]:g}; allowed: -{LARGEST:g} to {LARGEST:g}, whose squares a "
+                "group's deviation can hold"
+            )
+    return jnp.asarray(found, jnp.float32)
 
 
 def with_policies(
@@ -152,13 +172,14 @@ def with_policies(
 
 def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
     """TRL's metrics of a rollout: the reward, its spread over all completions, how many groups have none, whatever
-    `scale_rewards` is, and the completions' lengths. Completions whose reward is NaN are not in those of rewards."""
+    `scale_rewards` is (groups of one completion have none), and the completions' lengths. Completions whose reward is
+    NaN are not in those of rewards."""
     lengths_B, terminated_B = completions.lengths, completions.terminated
     ended = jnp.maximum(terminated_B.sum(), 1)
     return {
         "reward": jnp.nanmean(rewards_NG),
         "reward_std": jnp.nanstd(rewards_NG, ddof=1),
-        "frac_reward_zero_std": jnp.mean(~informative_groups(rewards_NG)),
+        "frac_reward_zero_std": jnp.mean(~informative_groups(rewards_NG)) if rewards_NG.shape[1] > 1 else jnp.ones(()),
         "completions/mean_length": lengths_B.mean(),
         "completions/min_length": lengths_B.min(),
         "completions/max_length": lengths_B.max(),
@@ -198,7 +219,7 @@ def grpo_step(
     rewards_B = reward_fn(prompts, completions)
     batch = make_batch(prompts, completions, rewards_B, state.step, settings)
     batch = with_policies(model, state.adapter, batch, settings.update, several_updates=False)
-    metrics = reward_metrics(rewards_B.reshape(-1, settings.update.num_generations), completions)
+    metrics = reward_metrics(batch.rewards.reshape(-1, settings.update.num_generations), completions)
     state, update_metrics = update_step(
         state,
         model,
@@ -208,4 +229,4 @@ def grpo_step(
         loss_fn=loss_fn,
         advantage_fn=advantage_fn,
     )
-    return state, metrics | update_metrics | {"aqn/sigma": sigma}
+    return state, joined(metrics | {"aqn/sigma": sigma}, update_metrics, "the step")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from qerl_jax.models.params import Adapter, Model
@@ -169,6 +170,10 @@ def _given(
     B, G = batch.completion.shape[0], settings.num_generations
     if B % G:
         raise ValueError(f"a batch of {B} completions is not a multiple of num_generations {G}")
+    for name, size in (("rewards", 1), ("advantages", 1), ("mask", 2), *((f"{of}_logps", 2) for of in _OF_LOGPS)):
+        value, expected = getattr(batch, name), batch.completion.shape[:size]
+        if value is not None and jnp.shape(value) != expected:
+            raise ValueError(f"the batch's {name} have the shape {jnp.shape(value)}; expected {expected}")
     mask_BC = batch.mask.astype(bool)
     on_policy_B1 = jnp.full((B, 1), state.step == batch.rollout_step)
     if batch.advantages is not None and advantage_fn is not None:
@@ -249,13 +254,13 @@ def _ended(
         "entropy": jnp.where(mask_BC, entropy_BC, 0.0).sum() / active,
         "nonfinite": (~finite).astype(jnp.int32),
     }
-    return state, _joined(own, metrics)
+    return state, joined(own, metrics)
 
 
-def _joined(own: Metrics, of_loss: Metrics) -> Metrics:
-    """The update's metrics and those of a loss."""
+def joined(own: Metrics, of_loss: Metrics, whose: str = "the update") -> Metrics:
+    """An update's metrics, or a step's, and those of a loss."""
     if taken := own.keys() & of_loss.keys():
-        raise ValueError(f"loss_fn gave metrics whose names the update has itself: {', '.join(sorted(taken))}")
+        raise ValueError(f"loss_fn gave metrics whose names {whose} has itself: {', '.join(sorted(taken))}")
     return own | of_loss
 
 
@@ -270,7 +275,10 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     weights, metrics = correction_weights(settings.correction, old, sampled, mask)
     loss, loss_metrics = _checked(loss_fn(logp, old, ref, advantages * weights, mask))
     gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
-    return loss, _joined(gap | metrics, loss_metrics)
+    return loss, joined(gap | metrics, loss_metrics)
+
+
+_OF_LOGPS = ("sampled", "old", "ref")
 
 
 def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
@@ -278,6 +286,11 @@ def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
     match given_back:
         case (loss, Mapping() as metrics) if isinstance(loss, jax.Array | float):
             if jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+                for name, value in metrics.items():
+                    if not isinstance(name, str) or not isinstance(value, jax.Array | np.number | float | int):
+                        raise ValueError(
+                            f"loss_fn gave the metric {name!r}, a {type(value).__name__}; expected a text and numbers"
+                        )
                 return jnp.asarray(loss), dict(metrics)
     parts = given_back if isinstance(given_back, tuple) else (given_back,)
     kinds = [f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__ for part in parts]

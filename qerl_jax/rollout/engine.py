@@ -16,7 +16,7 @@ import numpy as np
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
-from qerl_jax.rollout.generate import check_limits
+from qerl_jax.rollout.generate import check_limits, of_threefry
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
@@ -94,8 +94,9 @@ class Engine:
             tokens than the network has positions; `prompts` are wider than max_prompt_length; wrong limits.
         """
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
-        limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits, np.int32)
+        limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits)
         check_limits(limits_N, N, C)
+        limits_N = limits_N.astype(np.int32)
         if N == 0:
             raise ValueError("prompts are empty; expected one or more")
         if self.max_prompt_length < P:
@@ -196,20 +197,21 @@ class Engine:
             after each, as far as they are.
 
         Raises:
-          ValueError: `every` below 1.
+          ValueError: `every` below 1; something that is no request, or no PRNG key.
         """
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; allowed: 1 or more steps, or None")
         good: dict[int, Request] = {}
         for number, request in enumerate(requests):
+            if not isinstance(request, Request):
+                raise ValueError(f"request {number} is {request!r:.60}; expected a Request")
             error = self._refusal(request)
             if error is None:
                 good[number] = request
             else:
                 yield Completion(number, 0, [], np.zeros(0, np.float32), None, "error", error)
         if good:
-            if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-                key = jax.random.wrap_key_data(key)  # of `jax.random.PRNGKey`
+            key = of_threefry(key)
             plan = self.plan(sum(request.n for request in good.values()), len(good), adapter)
             model, adapter = prepared(self.model, adapter, programs().made(self.model, adapter))
             norms = norms_of(model, adapter) if norms is None else norms
@@ -236,6 +238,14 @@ class Engine:
             ids = np.zeros((0, 0))
         if ids.ndim != 1 or (ids.size > 0 and ids.dtype.kind not in "iu"):
             return f"is {request.prompt!r:.60}; expected token ids"
+        for what, number in (
+            ("n", request.n),
+            ("place", request.place),
+            ("max_completion_length", request.max_completion_length),
+        ):
+            whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+            if not whole and (number is not None or what == "n"):
+                return f"has {what} {number!r}; expected a whole number"
         length, vocabulary, C = len(ids), self.model.config.vocab_size, self.settings.max_completion_length
         strange = next((int(token) for token in ids[(ids < 0) | (ids >= vocabulary)]), None)
         limit = request.max_completion_length

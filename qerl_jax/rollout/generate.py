@@ -21,7 +21,24 @@ from qerl_jax.rollout.slots import Slots, decode, started
 
 def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
     """The key of sample number `index` of the prompt at `place`; its tokens' keys are folded in by position."""
-    return jax.random.fold_in(jax.random.fold_in(key, place), index)
+    return jax.random.fold_in(jax.random.fold_in(of_threefry(key), place), index)
+
+
+def of_threefry(key: jax.Array) -> jax.Array:
+    """A key of JAX's threefry, of which a key of another implementation is the seed: one batch's numbers of `rbg` are
+    all drawn from its first key, so that a sample's would depend on what stands beside it.
+
+    Raises:
+      ValueError: it is no key, typed or of words.
+    """
+    typed = jnp.issubdtype(getattr(key, "dtype", jnp.bool_), jax.dtypes.prng_key)
+    words = jax.random.key_data(key) if typed else key
+    if getattr(words, "ndim", 0) != 1 or words.dtype != jnp.uint32 or len(words) < 2:
+        raise ValueError(f"the key is {key!r:.80}; expected one PRNG key, as jax.random.key(seed) makes it")
+    threefry = jax.random.wrap_key_data(jnp.asarray(words[:2]), impl="threefry2x32")
+    for i in range(2, len(words)):
+        threefry = jax.random.fold_in(threefry, words[i])
+    return threefry
 
 
 def generate(
@@ -48,11 +65,14 @@ def generate(
       limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
 
     Raises:
-      UserError: an id in `settings` is beyond the vocabulary; wrong limits; or a prompt and its completion may be more
-        tokens than the network has positions, where under jit prompts whose lengths are traced may fill all their
-        slots.
+      UserError: an id in `settings`, or one of the prompts that is known, is beyond the vocabulary; prompts whose
+        lengths or places are not one for each, or lengths beyond the slots; wrong limits; or a prompt and its
+        completion may be more tokens than the network has positions, where under jit prompts whose lengths are traced
+        may fill all their slots.
+      ValueError: no PRNG key.
     """
     settings.check_ids(model.config.vocab_size)
+    _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)
     slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
     model, adapter = prepared(model, adapter, new)
@@ -64,8 +84,28 @@ def generate(
 def check_limits(limits_N: jax.Array | np.ndarray, prompts: int, max_completion_length: int) -> None:
     """Raises UserError if these are not the most tokens of so many prompts' completions."""
     limits_N = np.asarray(limits_N)
-    if limits_N.shape != (prompts,) or not np.all((limits_N >= 1) & (limits_N <= max_completion_length)):
+    whole = limits_N.shape == (prompts,) and limits_N.dtype.kind in "iu"
+    if not whole or not np.all((limits_N >= 1) & (limits_N <= max_completion_length)):
         raise UserError(f"limits are {limits_N.tolist()}; expected {prompts} numbers from 1 to {max_completion_length}")
+
+
+def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None:
+    """Raises UserError for prompts that `Prompts` does not allow, as far as they are known."""
+    shapes = {name: jnp.shape(getattr(prompts, name)) for name in ("tokens", "lengths", "places")}
+    N, P = shapes["tokens"] if len(shapes["tokens"]) == 2 else (0, 0)
+    if N < 1 or P < 1 or shapes["lengths"] != (N,) or shapes["places"] != (N,):
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise UserError(f"prompts have {found}; expected tokens [N, P], lengths [N] and places [N], of one or more")
+    if num_generations < 1:
+        raise UserError(f"num_generations is {num_generations}; allowed: 1 or more")
+    known = (None if isinstance(of, jax.core.Tracer) else np.asarray(of) for of in (prompts.tokens, prompts.lengths))
+    tokens, lengths = known
+    if lengths is not None and not np.all((lengths >= 1) & (lengths <= P)):
+        raise UserError(f"prompts have {P} token slots, and lengths {lengths.tolist()}; allowed: 1 to {P}")
+    if tokens is not None and lengths is not None:
+        ids, vocabulary = tokens[np.arange(P) < lengths[:, None]], model.config.vocab_size
+        if (strange := ids[(ids < 0) | (ids >= vocabulary)]).size:
+            raise UserError(f"prompts have the token id {strange[0]}; allowed: 0 to {vocabulary - 1}")
 
 
 def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: jax.Array | None) -> None:

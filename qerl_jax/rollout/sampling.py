@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import UserError, check_fields
+from qerl_jax.errors import UserError, check_fields, check_numbers
 from qerl_jax.option_names import KV_CACHE_DTYPES, KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
@@ -46,6 +46,7 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         ids = tuple(self.eos_token_ids) if isinstance(self.eos_token_ids, Iterable) else (self.eos_token_ids,)
         object.__setattr__(self, "eos_token_ids", ids)
+        check_numbers(self)
         check_fields(
             self,
             (
