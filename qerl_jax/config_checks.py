@@ -53,6 +53,13 @@ def conflicts(config: "Config") -> list[str]:
             f"step (optimizer.per_device_train_batch_size {optimizer.per_device_train_batch_size} x "
             f"gradient_accumulation_steps {accumulation}), which takes whole groups"
         )
+    longest = config.data.max_prompt_length + config.generation.max_completion_length
+    if optimizer.per_device_train_batch_size * longest >= 2**31:
+        problems.append(
+            f"optimizer.per_device_train_batch_size is {optimizer.per_device_train_batch_size}; allowed: at most "
+            f"{(2**31 - 1) // longest} rows of {longest} tokens (data.max_prompt_length and "
+            "generation.max_completion_length), which int32 counts"
+        )
     if steps % accumulation:
         problems.append(
             f"grpo.steps_per_generation is {steps}; allowed: a multiple of optimizer.gradient_accumulation_steps "

@@ -103,6 +103,9 @@ def _advice(owner: type, path: tuple[str | int, ...], root: type) -> str:
     before, colon, after = name.partition(":")
     if colon and before in known:
         return f"; YAML wants a space after the colon: `{before}: {after}`"
+    section, dot, option = name.partition(".")
+    if dot and not path[1:] and name in option_names(root):
+        return f"; in a file a section holds its options: `{section}: {{{option}: ...}}`"
     homes: dict[str, list[str]] = {}
     for option in option_names(root):
         if "." in option:

@@ -73,6 +73,9 @@ def export_model(
         warn_of_scaled_base(adapter_folder(adapter), found.model)
     if where_it_leads(path).resolve() in (base.resolve(), where_it_leads(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
+    folder = where_it_leads(path)
+    if folder.name == run_folder.ADAPTER and (folder.parent / run_folder.CONFIG).is_file():
+        raise UserError(f"{path}: there the run in {folder.parent} leaves what it has learned; choose another name")
     if format == "nvfp4":
         if adapter is not None:
             raise UserError(

@@ -6,8 +6,10 @@ colours are Okabe and Ito's, which people with any colour vision tell apart.
 
 import dataclasses
 import json
+import logging
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from qerl_jax.errors import UserError, shown
 from qerl_jax.metrics import METRICS, read_rows
 from qerl_jax.models.fields import Fields
 from qerl_jax.models.files import read_json
+
+_log = logging.getLogger(__name__)
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _INK, _GRID = "#333333", "#E3E3E3"
@@ -282,6 +286,12 @@ def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
-    with writing(path):
+    with writing(path), warnings.catch_warnings(record=True) as caught:
         figure.savefig(path, dpi=150)
+    of_fonts = [warning for warning in caught if "missing from font" in str(warning.message)]
+    for warning in caught:
+        if warning not in of_fonts:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if of_fonts:
+        _log.warning("%s: matplotlib's font lacks characters of a run's name, which are boxes there", path)
     return path

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.durable import named
 from qerl_jax.program import program
 
 
@@ -30,6 +31,7 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
         ]
     other = 0 if summary["seed"] == 1 else 1
     qerl, run, prompt = program(), shlex.quote(str(folder)), after["samples"][0]["prompt"]
+    beside = shlex.quote(f"{named(folder)}-seed{other}")
     # A message's text alone would not pass the chat template.
     is_text = isinstance(prompt, str)
     generate = [f"  {qerl} generate {run} --n 3 --prompt {shlex.quote(_text(prompt))}"] if is_text else []
@@ -40,7 +42,7 @@ def report(folder: Path, summary: dict[str, Any]) -> str:
         f"  {qerl} evaluate {run} --seed {other}",
         *generate,
         f"  {qerl} plot {run}",
-        f"  {qerl} train {run}/config.yaml run.seed={other} run.output_dir={run}-seed{other}",
+        f"  {qerl} train {run}/config.yaml run.seed={other} run.output_dir={beside}",
     ]
     return "\n".join(lines)
 

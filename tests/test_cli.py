@@ -100,7 +100,7 @@ def test_train_without_a_config_is_the_quickstart(calls):
         (["train", "nope.yaml"], "qerl train: nope.yaml: no such file"),
         (["train", "quickstart", "b"], "found quickstart and b; expected one config"),
         (["train", "learning_rate=1"], "it lives in optimizer.learning_rate"),
-        (["generate", "m", "--prompt", "p", "--n", "0"], "--n is 0; allowed: a whole number >= 1"),
+        (["generate", "m", "--prompt", "p", "--n", "0"], "--n is 0; allowed: a whole number from 1 to 1000000"),
         (["generate", "m", "--prompt", "p", "--stop", ""], "--stop is empty"),
         (["generate", "m", "--prompt", "p", "--logprobs"], "--logprobs has no effect on text; add --output FILE"),
         (["generate", "m", "--prompt", "p", "--greedy", "--n", "2"], "--n is 2; allowed with --greedy: 1"),
@@ -111,7 +111,7 @@ def test_train_without_a_config_is_the_quickstart(calls):
         (["evaluate", "missing", "--seed", "4294967296"], "--seed is 4294967296; allowed: a whole number from 0"),
         (["generate", "m", "--prompt", "p", "--top-p", "2"], "--top-p is 2.0; allowed: a number from 1e-30 to 1"),
         (["evaluate", "missing"], "missing: no such run folder"),
-        (["evaluate", ".", "--n", "0"], "--n is 0; allowed: a whole number >= 1"),
+        (["evaluate", ".", "--n", "0"], "--n is 0; allowed: a whole number from 1 to 1000000"),
         (["plot", "."], ".: holds no metrics.jsonl"),
     ],
 )

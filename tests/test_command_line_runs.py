@@ -223,8 +223,11 @@ def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, s
     assert run_main("generate", folder, "--greedy", "--prompt", sample["prompt"]) == sample["completion"] + "\n"
     shutil.rmtree(folder / "checkpoints/step_00000003")
     assert run_main("evaluate", folder, "--seed", 3) != evaluated
-    said = f"{folder} holds no adapter/ of a run that has ended: taking the checkpoint's of step {{}} of 3"
-    assert [record.message for record in caplog.records] == [said.format(step) for step in (3, 3, 2)]
+    said = f"{folder} is of a run that has not ended: taking the checkpoint's of step {{}} of 3"
+    assert [record.message for record in caplog.records] == [said.format(2)]
+    shutil.copytree(trained.folder / run_folder.ADAPTER, folder / run_folder.ADAPTER)  # of whatever run
+    assert run_main("evaluate", folder, "--seed", 3) != evaluated
+    assert [record.message for record in caplog.records] == [said.format(2)] * 2
 
 
 def test_generate_answers_as_the_evaluation_did(trained, summary):

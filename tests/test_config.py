@@ -190,6 +190,8 @@ def test_one_wrong_override(override, expected):
                                                        "which is 1.28, or null"),
         (["grpo.delta=2.0", "grpo.epsilon_high=1.5", "grpo.num_iterations=2"], "grpo.delta is 2.0; allowed: above 1 +"),
         (["optimizer.max_steps=null"], "optimizer.max_steps is null and optimizer.num_train_epochs is null"),
+        (["optimizer.per_device_train_batch_size=2147483640"], "optimizer.per_device_train_batch_size is 2147483640; "
+                                                               "allowed: at most "),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(overrides, expected):
@@ -287,6 +289,16 @@ def test_an_override_of_the_loss_may_silence_its_bounds(tmp_path):
     assert "grpo.delta has no effect in this run: with grpo.loss_type cispo only grpo.epsilon_high bounds" in message(
         recipe=str(path)
     )
+
+
+def test_an_option_written_in_a_file_as_on_the_command_line(tmp_path):
+    (tmp_path / "c.yaml").write_text("run.seed: 3\nmax_steps.x: 2\n")
+    with pytest.raises(UserError) as error:
+        load_config(str(tmp_path / "c.yaml"))
+    first, second = str(error.value).splitlines()
+    assert first.endswith("c.yaml, line 1: unknown section run.seed; in a file a section holds its options: "
+                          "`run: {seed: ...}`")  # fmt: skip
+    assert "line 2: unknown section max_steps.x" in second and "in a file" not in second
 
 
 def test_all_problems_are_told_at_once_with_their_lines(tmp_path):

@@ -164,8 +164,21 @@ def test_unknown_and_missing_data_sets():
         load_dataset("aritmetic")
     with pytest.raises(UserError, match=r"there is no file .*nowhere.jsonl"):
         load_dataset("nowhere.jsonl")
-    with pytest.raises(UserError, match=r"local .jsonl"):
+    with pytest.raises(UserError, match=r"local \.jsonl or \.ndjson file"):
         load_dataset("data.csv")
+
+
+def test_what_is_there_but_no_file_of_rows_is_told_as_that(tmp_path):
+    (tmp_path / "rows.jsonl").mkdir()
+    for name, message in (
+        ("rows.JSONL", r"its name ends in \.JSONL; expected a \.jsonl or \.ndjson file"),
+        ("rows", "no end"),
+    ):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=message):
+            load_dataset(str(tmp_path / name))
+    with pytest.raises(UserError, match=r"is a folder; expected a \.jsonl or \.ndjson file"):
+        load_dataset(str(tmp_path / "rows.jsonl"))
 
 
 def test_an_epoch_holds_every_row_once_in_an_order_of_its_own():

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,13 @@ def test_a_finished_run_has_its_adapter_in_a_folder(tmp_path, run):
     last = jax.tree.map(lambda x: 2 * x, adapter)
     save_adapter(last, folder / "adapter", "base")
     export_model(folder, tmp_path / "out", "peft")
+    assert_equal(load_adapter(tmp_path / "out", model), adapter)  # it has not ended: whoever has left that there
+    (folder / "summary.json").write_text("{}")
+    export_model(folder, tmp_path / "out", "peft")
+    assert_equal(load_adapter(tmp_path / "out", model), last)
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    export_model(folder, tmp_path / "out", "peft")
     assert_equal(load_adapter(tmp_path / "out", model), last)
 
 
@@ -180,6 +188,9 @@ def test_what_cannot_be_exported(tmp_path, base, run, capsys):
             export_model(source, base, "bf16")
     with pytest.raises(UserError, match="would replace what it is made from"):
         export_model(folder, folder, "peft")
+    with pytest.raises(UserError, match=r"there the run in .*/r leaves what it has learned; choose another name"):
+        export_model(folder, folder / "adapter", "peft")
+    assert not (folder / "adapter").exists()
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"holds thesis.tex, which would be lost"):

@@ -280,7 +280,8 @@ def edit_index(**changes):
     def edit(folder):
         path = folder / "model.safetensors.index.json"
         index = json.loads(path.read_text())
-        path.write_text(json.dumps({"weight_map": index["weight_map"] | changes}))
+        named = index["weight_map"] | changes
+        path.write_text(json.dumps({"weight_map": {name: shard for name, shard in named.items() if shard is not None}}))
 
     return edit
 
@@ -306,6 +307,7 @@ SHARD = "model-00002-of-00002.safetensors"
             edit_index(**{"model.embed_tokens.weight": SHARD}),
             "holds tensor model.embed_tokens.weight; .* in model-00002",
         ),
+        (edit_index(**{Q: None}), "holds tensor .*q_proj.weight; model.safetensors.index.json lacks it"),
     ],
 )
 def test_shards_that_are_wrong(tmp_path, damage, message):

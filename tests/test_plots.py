@@ -149,3 +149,11 @@ def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):
     assert (tmp_path / "plots" / "overview.png").is_file()
     _, labels = drawn["reward"].axes[0].get_legend_handles_labels()
     assert [label.strip("\u200b") for label in labels] == [r"\$MODEL_\$SEED", "_hidden"]
+
+
+def test_characters_that_the_font_lacks_are_told_in_one_line(tmp_path, caplog, recwarn):
+    plot_runs([make_run(tmp_path / "\u6f22")], tmp_path / "plots")
+    assert (tmp_path / "plots" / "overview.png").is_file() and not recwarn.list
+    assert {record.message.split(": ")[1] for record in caplog.records} == {
+        "matplotlib's font lacks characters of a run's name, which are boxes there"
+    }

@@ -1,5 +1,6 @@
 """The closing report: measurements side by side, and commands that can be pasted."""
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_what_to_do_next_is_not_the_same_run_again(seed, other):
     text = report(Path("x"), summary(point, point) | {"seed": seed})
     assert f"evaluate x --seed {other}\n" in text
     assert f"train x/config.yaml run.seed={other} run.output_dir=x-seed{other}" in text
+    here = report(Path("."), summary(point, point) | {"seed": seed})
+    assert f"train ./config.yaml run.seed={other} run.output_dir={shlex.quote(f'{Path.cwd()}-seed{other}')}" in here
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def check_seed(seed: int) -> None:
 
 def check_n(n: int) -> None:
     """Refuses a number of completions that cannot be."""
-    if not 1 <= n < 2**31:
-        raise UserError(f"--n is {n}; allowed: a whole number >= 1")
+    if not 1 <= n <= 10**6:
+        raise UserError(f"--n is {n}; allowed: a whole number from 1 to 1000000")
 
 
 def run_folder(name: str, file: str) -> Path:

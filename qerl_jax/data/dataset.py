@@ -239,11 +239,19 @@ def load_dataset(
     path = with_home(name_or_path)
     if path.suffix in ROW_FILES and path.is_file():
         return JsonlDataset(path, empty_prompts)
+    rows = " or ".join(ROW_FILES)
+    if path.is_dir():
+        raise UserError(f"data set {name_or_path!r} is a folder; expected a {rows} file")
     if path.suffix in ROW_FILES:
         raise UserError(f"data set {name_or_path!r}: there is no file {path.absolute()}")
+    if path.exists():
+        ending = f"its name ends in {path.suffix}" if path.suffix else "its name has no ending"
+        raise UserError(
+            f"data set {name_or_path!r}: {ending}; expected a {rows} file, which has a JSON object in each line"
+        )
     raise UserError(
         f"data set {name_or_path!r} is unknown{nearest(name_or_path, ['arithmetic'])}; allowed: arithmetic, or a local "
-        ".jsonl file"
+        f"{rows} file"
     )
 
 

@@ -125,7 +125,8 @@ def open_tensors(folder: Path) -> Tensors:
             raise UserError(f"{folder / shard} is missing; {index.name} names it")
         for name, array in read_safetensors(folder / shard).items():
             if (said := weight_map.get(name)) != shard:
-                raise UserError(f"{folder / shard}: holds tensor {shown(name)}; {index.name} has it in {shown(said)}")
+                there = f"{index.name} has it in {shown(said)}" if name in weight_map else f"{index.name} lacks it"
+                raise UserError(f"{folder / shard}: holds tensor {shown(name)}; {there}")
             tensors[name] = (folder / shard, array)
     for name, shard in weight_map.items():
         if name not in tensors:

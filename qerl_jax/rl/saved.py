@@ -44,7 +44,7 @@ def trained_adapter(run: Path, identity: dict[str, Any], config: Config, policy:
 
 
 def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
-    """The adapter that a run left when it ended, or where there is none its newest checkpoint's, which is said.
+    """The adapter that a run left when it ended, or its newest checkpoint's, which is said if that is not the last.
 
     Args:
       run: its folder. Nothing in it is changed, and the run may be going on meanwhile.
@@ -54,7 +54,8 @@ def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
     Raises:
       UserError: it has saved nothing yet, or nothing that is whole.
     """
-    if (run / run_folder.ADAPTER).is_dir():  # whole, since it appears at once
+    left = (run / run_folder.ADAPTER).is_dir()  # whole, since it appears at once
+    if left and (run / run_folder.SUMMARY).is_file():  # of a run that goes on it may be an export
         return load_adapter(run / run_folder.ADAPTER, model)
     run_folder.refuse_what_has_gone(config, run, "lora.adapter")
 
@@ -62,11 +63,12 @@ def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
         return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)
 
     found = restore_checkpoint(run / run_folder.CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
+    if found is None and left:
+        return load_adapter(run / run_folder.ADAPTER, model)
     if found is None:
         raise UserError(f"{run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint: the run has saved nothing yet")
     saved, progress, step = found
     total = progress["identity"]["total optimizer steps"]
-    _log.warning(
-        "%s holds no adapter/ of a run that has ended: taking the checkpoint's of step %d of %d", run, step, total
-    )
+    if step < total:
+        _log.warning("%s is of a run that has not ended: taking the checkpoint's of step %d of %d", run, step, total)
     return saved.train.adapter

@@ -220,9 +220,10 @@ class _Run:
         if streak >= self.config.run.max_nonfinite_steps:
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step {step} "
-                f"(rollout {self.progress['rollout'] - 1}); the checkpoints in {self.folder} are sound. Lower "
-                "optimizer.learning_rate or optimizer.max_grad_norm, look for extreme rewards in completions.jsonl, or "
-                "leave model.dtype float16, if that is it: its numbers end at 65504"
+                f"(rollout {self.progress['rollout'] - 1}), and none of these was made. Look for extreme rewards in "
+                f"{self.folder}/completions.jsonl; in another run (`--fresh`, or run.output_dir=NAME) lower "
+                "optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype float16, if that is it: its "
+                "numbers end at 65504"
             )
 
     def _evaluated_to(self) -> int:
