@@ -28,17 +28,23 @@ def check_fields(settings: object, *checks: tuple[str, bool, str]) -> None:
             raise UserError(f"{name} is {getattr(settings, name)!r}; allowed: {allowed}")
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number of Python's or NumPy's."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_numbers(settings: Any) -> None:
     """Raises UserError for the first field of a dataclass that is to be a number, by its annotation, and is none."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        number, allowed = (numbers.Integral, "a whole number") if int in kinds else (numbers.Real, "a number")
         if not (int in kinds or float in kinds) or (value is None and type(None) in kinds):
             continue
-        if isinstance(value, bool) or not isinstance(value, number):
-            raise UserError(f"{field.name} is {value!r:.60}; allowed: {allowed}")
+        fine = is_whole(value) or (float in kinds and isinstance(value, numbers.Real) and not isinstance(value, bool))
+        if not fine:
+            allowed = "a number" if float in kinds else "a whole number"
+            raise UserError(f"{field.name} is {value!r:.60}; allowed: {allowed} of Python's or NumPy's")
 
 
 def beginning(prompt: object) -> str:

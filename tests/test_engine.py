@@ -318,6 +318,19 @@ def test_a_key_of_the_older_kind_draws_the_same_and_is_the_callers_still():
         assert all(same(done, with_slots(3)[done.request, done.sample]) for done in found)
 
 
+@pytest.mark.parametrize("slots", [None, 4])
+@pytest.mark.parametrize("key", [KEY, jax.random.key(5, impl="rbg"), jax.random.PRNGKey(5)])
+def test_programs_compiled_ahead_are_those_that_a_rollout_of_any_key_calls(key, slots):
+    whole = engine(max_slots=slots)
+    prompts = Prompts(jnp.ones((3, P), jnp.int32), jnp.array([3, 4, 2]), jnp.arange(3))
+    assert len(list(whole.lowered(ADAPTER, 3, key, G))) >= 2
+    out = whole.rollout(ADAPTER, prompts, key, G)
+    again = engine(max_slots=3).rollout(ADAPTER, prompts, key, G)
+    np.testing.assert_array_equal(out.tokens, again.tokens)
+    with pytest.raises(ValueError, match="the key is 0; expected one PRNG key"):
+        whole.rollout(ADAPTER, prompts, 0, G)
+
+
 def test_a_bad_request_is_named_and_the_others_run():
     good = requests()[0]
     bad = {
@@ -371,7 +384,6 @@ def test_a_rollout_of_no_prompts_is_refused_as_that():
 
 @pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: layers * 2])
 def test_an_adapter_of_another_depth_is_named(change):
-    """Or with a pair of something that is no projection, which nothing would read."""
     other = ADAPTER.replace(lora=change(ADAPTER.lora))
     tokens = jnp.ones((1, 4), jnp.int32)
     match = f"the adapter has {len(other.lora)} layers, the model {len(ADAPTER.lora)}"
@@ -379,11 +391,15 @@ def test_an_adapter_of_another_depth_is_named(change):
         engine().rollout(other, Prompts(tokens, jnp.array([4]), jnp.arange(1)), KEY, 2)
     with pytest.raises(ValueError, match=match):
         logits(MODEL, tokens, adapter=other)
+
+
+def test_a_pair_of_no_projection_is_named():
+    """Nothing would read it."""
     misspelt = ADAPTER.replace(lora=tuple({"qproj": layer["q_proj"]} for layer in ADAPTER.lora))
     with pytest.raises(
         ValueError, match=r"layer 0 .* a pair of 'qproj' \(did you mean 'q_proj'\?\); allowed: q_proj, "
     ):
-        logits(MODEL, tokens, adapter=misspelt)
+        logits(MODEL, jnp.ones((1, 4), jnp.int32), adapter=misspelt)
 
 
 def test_no_sequence_goes_beyond_the_networks_positions():

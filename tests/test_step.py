@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from decimal import Decimal
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,28 @@ def test_rewards_that_are_no_numbers_or_too_large_are_refused(rewards, message):
     )
     with pytest.raises(ValueError, match=message):
         make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
+
+
+def test_rewards_of_any_kind_of_number_are_taken():
+    completions = Rollout(
+        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
+    )
+    half = np.float32([0.5] * 12)
+    for rewards in (
+        [Fraction(1, 2)] * 12,
+        [Decimal("0.5")] * 12,
+        np.array([0.5] * 12, object),
+        [jnp.float16(0.5)] * 12,
+    ):
+        np.testing.assert_array_equal(make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS).rewards, half)
+    mixed = make_batch(PROMPTS, completions, np.array([0.5, None] * 6, object), jnp.int32(0), SETTINGS).rewards
+    np.testing.assert_array_equal(mixed, [0.5, np.nan] * 6)
+    ranks = make_batch(
+        PROMPTS, completions, [-np.inf] * 12, jnp.int32(0), SETTINGS, lambda rewards: 0 * jnp.sign(rewards)
+    )
+    assert float(jnp.abs(ranks.advantages).max()) == 0
+    with pytest.raises(ValueError, match="rewards are of the dtype complex64"):
+        make_batch(PROMPTS, completions, [jnp.complex64(1)] * 12, jnp.int32(0), SETTINGS)
 
 
 def test_a_step_of_groups_of_one_and_of_a_reward_that_is_a_list():

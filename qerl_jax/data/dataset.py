@@ -20,7 +20,7 @@ import numpy as np
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.durable import with_home
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, is_whole, nearest
 from qerl_jax.models.files import json_value, unique_names
 
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
@@ -227,9 +227,10 @@ def load_dataset(
       empty_prompts: let rows of a file pass whose prompt is an empty text, for who refuses them one by one.
 
     Raises:
-      UserError: an unknown name or split, a missing or empty file, or an unreadable line, by number.
+      UserError: an unknown name or split, a size below 1, a missing or empty file, a folder or a file of another
+        ending, or an unreadable line, by number.
     """
-    if size is not None and (not isinstance(size, int) or size < 1):
+    if size is not None and not (is_whole(size) and size >= 1):
         raise UserError(f"size is {size!r}; allowed: a whole number >= 1, or None for the usual number of rows")
     if name_or_path == "arithmetic":
         if split not in _ARITHMETIC_ROWS:
@@ -240,11 +241,11 @@ def load_dataset(
     if path.suffix in ROW_FILES and path.is_file():
         return JsonlDataset(path, empty_prompts)
     rows = " or ".join(ROW_FILES)
-    if path.is_dir():
+    if name_or_path and os.path.isdir(path):
         raise UserError(f"data set {name_or_path!r} is a folder; expected a {rows} file")
     if path.suffix in ROW_FILES:
         raise UserError(f"data set {name_or_path!r}: there is no file {path.absolute()}")
-    if path.exists():
+    if name_or_path and os.path.exists(path):
         ending = f"its name ends in {path.suffix}" if path.suffix else "its name has no ending"
         raise UserError(
             f"data set {name_or_path!r}: {ending}; expected a {rows} file, which has a JSON object in each line"

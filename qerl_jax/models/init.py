@@ -52,7 +52,7 @@ def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float
       UserError: a dtype that is no floating-point one.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: float32, bfloat16 or float16")
+        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: a floating-point dtype")
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     table = config.vocab_size, config.hidden_size
     keys = jax.random.split(layers_key, config.num_hidden_layers)

@@ -29,7 +29,7 @@ def merge_adapter(model: Model, adapter: Adapter) -> Model:
       adapter: LoRA pairs for any of its projections, and norm scales if they are trained.
 
     Raises:
-      ValueError: the adapter has another number of layers.
+      ValueError: the adapter has another number of layers, a pair of no projection, or is several stacked in one.
     """
     check_layers(model, adapter)
     check_single(adapter)

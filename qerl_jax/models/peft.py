@@ -175,7 +175,8 @@ def save_adapter(
     Raises:
       UserError: `path` holds other files, `tokenizer_from` has no tokenizer, or the adapter has numbers that are not
         finite.
-      ValueError: ranks, scalings or modules differ among layers, or several adapters are stacked in one.
+      ValueError: ranks, scalings or modules differ among layers, there is no pair, or several adapters are stacked in
+        one.
     """
     check_single(adapter)
     pairs = [pair for layer in adapter.lora for pair in layer.values()]

@@ -10,6 +10,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.errors import check_numbers
 from qerl_jax.option_names import CorrectionLevel, CorrectionMode
 
 
@@ -31,6 +32,7 @@ class SamplerCorrection:
     cap: float = 2.0
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         levels, modes = get_args(CorrectionLevel), get_args(CorrectionMode)
         for name, value, allowed in (("level", self.level, levels), ("mode", self.mode, modes)):
             if value not in allowed:

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 
 from qerl_jax import run_folder
-from qerl_jax.checkpoints import restore_checkpoint
+from qerl_jax.checkpoints import checkpoint_steps, restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model
@@ -55,7 +55,8 @@ def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
       UserError: it has saved nothing yet, or nothing that is whole.
     """
     left = (run / run_folder.ADAPTER).is_dir()  # whole, since it appears at once
-    if left and (run / run_folder.SUMMARY).is_file():  # of a run that goes on it may be an export
+    ended = (run / run_folder.SUMMARY).is_file() or not checkpoint_steps(run / run_folder.CHECKPOINTS)
+    if left and ended:  # of a run that goes on it may be an export
         return load_adapter(run / run_folder.ADAPTER, model)
     run_folder.refuse_what_has_gone(config, run, "lora.adapter")
 
@@ -63,8 +64,6 @@ def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
         return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)
 
     found = restore_checkpoint(run / run_folder.CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
-    if found is None and left:
-        return load_adapter(run / run_folder.ADAPTER, model)
     if found is None:
         raise UserError(f"{run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint: the run has saved nothing yet")
     saved, progress, step = found

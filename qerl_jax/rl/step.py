@@ -84,8 +84,8 @@ def sample_rollout(
       The completions and sigma.
 
     Raises:
-      UserError: an id in settings.sampling is beyond the vocabulary, or prompts and completions may be longer than the
-        network has positions (see `qerl_jax.rollout.generate`).
+      UserError, ValueError: an id in settings.sampling is beyond the vocabulary, prompts that cannot be, or what else
+        `qerl_jax.rollout.generate` refuses.
     """
     norms, sigma = rollout_norms(model, adapter, key, step, settings)
     sample_key = jax.random.fold_in(key, DRAWS)
@@ -109,7 +109,7 @@ def make_batch(
 
     Raises:
       ValueError: not num_generations completions of each prompt, not one reward or advantage for each completion, or
-        rewards that are no numbers or, where they are known, not from -1e15 to 1e15.
+        rewards that are no numbers or, where they are known and there is no `advantage_fn`, not from -1e15 to 1e15.
     """
     G = settings.update.num_generations
     N, B = prompts.tokens.shape[0], completions.tokens.shape[0]
@@ -117,7 +117,7 @@ def make_batch(
         raise ValueError(f"{N} prompts with num_generations {G} have {N * G} completions; there are {B}")
     if isinstance(rewards_B, Sequence):
         rewards_B = [np.nan if reward is None else reward for reward in rewards_B]
-    rewards_B = _numbers(rewards_B)
+    rewards_B = _numbers(rewards_B, limited=advantage_fn is None)
     if rewards_B.shape != completions.lengths.shape:
         of_all = completions.lengths.shape
         raise ValueError(f"rewards have the shape {rewards_B.shape}; allowed: {of_all}, one for each completion")
@@ -137,14 +137,19 @@ def make_batch(
     )
 
 
-def _numbers(rewards: Any) -> jax.Array:
-    """Rewards in float32."""
+def _numbers(rewards: Any, limited: bool) -> jax.Array:
+    """Rewards in float32; `limited` to what a group's deviation takes."""
     if isinstance(rewards, Sequence) and any(isinstance(reward, jax.Array) for reward in rewards):
-        rewards = jnp.stack([jnp.asarray(reward, jnp.float32) for reward in rewards])
+        rewards = jnp.stack([jnp.asarray(reward) for reward in rewards])
     found = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards)
+    if found.dtype == object:  # with None, fractions, or whole numbers beyond int64
+        try:
+            found = found.astype(np.float64)
+        except (TypeError, ValueError):
+            raise ValueError(f"rewards are {rewards!r:.60}; expected numbers, NaN or None") from None
     if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise ValueError(f"rewards are of the dtype {found.dtype}; expected numbers, NaN or None")
-    if not isinstance(found, jax.core.Tracer):
+    if limited and not isinstance(found, jax.core.Tracer):
         known = np.asarray(found, np.float64).reshape(-1)
         if (beyond := np.flatnonzero(~np.isnan(known) & ~(np.abs(known) <= LARGEST))).size:
             raise ValueError(
@@ -211,9 +216,13 @@ def grpo_step(
       model: the frozen network; sampler and learner read the same arrays.
       prompts: N prompts.
       key: this step's PRNG key.
-      reward_fn: (prompts, completions) -> rewards [N * G], a JAX function.
+      reward_fn: (prompts, completions) -> rewards [N * G], a JAX function, as `make_batch` takes them.
       optimizer, loss_fn, advantage_fn: see `update_step`.
       settings: static choices.
+
+    Raises:
+      UserError, ValueError: as `sample_rollout`, `make_batch` and `update_step`; or metrics of a loss whose names the
+        step has itself.
     """
     completions, sigma = sample_rollout(model, state.adapter, prompts, key, state.step, settings)
     rewards_B = reward_fn(prompts, completions)

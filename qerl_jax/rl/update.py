@@ -36,6 +36,7 @@ from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 # the largest |dlogp|); below, lower layers' cotangents vanish. 4 leaves room for gradients 12 times as large: what
 # overflows is refused, while what underflows loses bits one by one.
 _LARGEST_DLOGP = 4
+_OF_TOKENS = ("mask", "sampled_logps", "old_logps", "ref_logps")
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 # What the loss needs of them besides: sampled, old and reference log-probabilities, advantages [B, 1], mask, and
@@ -145,8 +146,8 @@ def update_step(
       log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1.
 
     Raises:
-      ValueError: the batch cannot be cut into groups, or brings advantages beside `advantage_fn`; a function of yours
-        gives something else than is asked of it.
+      ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside
+        `advantage_fn`; a function of yours gives something else than is asked of it.
     """
     given = _given(state, model, batch, settings, loss_fn, advantage_fn)
 
@@ -170,10 +171,12 @@ def _given(
     B, G = batch.completion.shape[0], settings.num_generations
     if B % G:
         raise ValueError(f"a batch of {B} completions is not a multiple of num_generations {G}")
-    for name, size in (("rewards", 1), ("advantages", 1), ("mask", 2), *((f"{of}_logps", 2) for of in _OF_LOGPS)):
-        value, expected = getattr(batch, name), batch.completion.shape[:size]
+    for name in ("prompt_lengths", "completion_lengths", "rewards", "advantages", *_OF_TOKENS):
+        value, expected = getattr(batch, name), batch.completion.shape[: 2 if name in _OF_TOKENS else 1]
         if value is not None and jnp.shape(value) != expected:
             raise ValueError(f"the batch's {name} have the shape {jnp.shape(value)}; expected {expected}")
+    if batch.prompt.ndim != 2 or len(batch.prompt) != B:
+        raise ValueError(f"the batch's prompt has the shape {batch.prompt.shape}; expected a row for each of {B}")
     mask_BC = batch.mask.astype(bool)
     on_policy_B1 = jnp.full((B, 1), state.step == batch.rollout_step)
     if batch.advantages is not None and advantage_fn is not None:
@@ -278,19 +281,16 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     return loss, joined(gap | metrics, loss_metrics)
 
 
-_OF_LOGPS = ("sampled", "old", "ref")
-
-
 def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
     """What a loss function gave, if it is what one gives."""
     match given_back:
         case (loss, Mapping() as metrics) if isinstance(loss, jax.Array | float):
             if jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
                 for name, value in metrics.items():
-                    if not isinstance(name, str) or not isinstance(value, jax.Array | np.number | float | int):
-                        raise ValueError(
-                            f"loss_fn gave the metric {name!r}, a {type(value).__name__}; expected a text and numbers"
-                        )
+                    arrays = jax.Array | np.ndarray | np.generic
+                    if not isinstance(name, str) or not isinstance(value, arrays | float | int):
+                        kind = type(value).__name__
+                        raise ValueError(f"loss_fn gave the metric {name!r}, a {kind}; expected a text, and a number")
                 return jnp.asarray(loss), dict(metrics)
     parts = given_back if isinstance(given_back, tuple) else (given_back,)
     kinds = [f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__ for part in parts]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.errors import is_whole
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
@@ -91,14 +92,15 @@ class Engine:
 
         Raises:
           ValueError: a prompt is empty, too long, has a token id outside the vocabulary or, with its completion, more
-            tokens than the network has positions; `prompts` are wider than max_prompt_length; wrong limits.
+            tokens than the network has positions; `prompts` are wider than max_prompt_length; wrong limits; no PRNG
+            key.
         """
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits)
-        check_limits(limits_N, N, C)
-        limits_N = limits_N.astype(np.int32)
         if N == 0:
             raise ValueError("prompts are empty; expected one or more")
+        check_limits(limits_N, N, C)
+        limits_N, key = limits_N.astype(np.int32), of_threefry(key)
         if self.max_prompt_length < P:
             raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
@@ -155,7 +157,7 @@ class Engine:
         first; what is compiled of them is ready for the call. Those for the last samples in fewer slots are not among
         them. Arrays may be ShapeDtypeStructs."""
         N, G, C = prompts, num_generations, self.settings.max_completion_length
-        plan, model = self.plan(N * G, N, adapter), self.model
+        key, plan, model = jax.eval_shape(of_threefry, key), self.plan(N * G, N, adapter), self.model
         if not self._at_once(plan, N * G):
             made = programs().made.lower(model, adapter)
             model, adapter = prepared(model, adapter, made.out_info)
@@ -243,8 +245,7 @@ class Engine:
             ("place", request.place),
             ("max_completion_length", request.max_completion_length),
         ):
-            whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-            if not whole and (number is not None or what == "n"):
+            if not is_whole(number) and (number is not None or what == "n"):
                 return f"has {what} {number!r}; expected a whole number"
         length, vocabulary, C = len(ids), self.model.config.vocab_size, self.settings.max_completion_length
         strange = next((int(token) for token in ids[(ids < 0) | (ids >= vocabulary)]), None)

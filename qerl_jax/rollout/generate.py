@@ -66,9 +66,9 @@ def generate(
 
     Raises:
       UserError: an id in `settings`, or one of the prompts that is known, is beyond the vocabulary; prompts whose
-        lengths or places are not one for each, or lengths beyond the slots; wrong limits; or a prompt and its
-        completion may be more tokens than the network has positions, where under jit prompts whose lengths are traced
-        may fill all their slots.
+        lengths or places are not one for each, or lengths beyond the slots; num_generations below 1; wrong limits; or
+        a prompt and its completion may be more tokens than the network has positions, where under jit prompts whose
+        lengths are traced may fill all their slots.
       ValueError: no PRNG key.
     """
     settings.check_ids(model.config.vocab_size)
