@@ -363,10 +363,11 @@ def test_a_bad_request_is_named_and_the_others_run():
 
 @pytest.mark.parametrize("most", [None, 2])
 @pytest.mark.parametrize("wrong, message", [
-    ({"lengths": jnp.array([3, 0, 2])}, "prompt 1 is empty"),
+    ({"lengths": jnp.array([3, 0, 2])}, r"prompts have 4 token slots, and lengths \[3, 0, 2\]; allowed: 1 to 4"),
     ({"lengths": jnp.array([3, 5, 2])}, r"prompts have 4 token slots, and lengths \[3, 5, 2\]"),
     ({"lengths": jnp.array([3, -1, 2])}, r"prompts have 4 token slots, and lengths \[3, -1, 2\]"),
-    ({"places": jnp.arange(2)}, r"prompts have tokens for 3, lengths \(3,\) and places \(2,\)"),
+    ({"places": jnp.arange(2)}, r"prompts have tokens \[3, 4\], lengths \[3\], places \[2\]; expected tokens"),
+    ({"tokens": jnp.ones(4, jnp.int32)}, r"prompts have tokens \[4\], .*expected tokens \[N, P\]"),
     ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
     ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),
 ])  # fmt: skip
@@ -378,7 +379,7 @@ def test_a_rollout_of_bad_prompts_is_refused_whatever_way_it_would_go(most, wron
 
 def test_a_rollout_of_no_prompts_is_refused_as_that():
     empty = Prompts(jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
-    with pytest.raises(ValueError, match="prompts are empty; expected one or more"):
+    with pytest.raises(ValueError, match=r"prompts have tokens \[0, 4\], .*of one or more"):
         Engine(MODEL, SETTINGS, max_prompt_length=4).rollout(ADAPTER, empty, jax.random.key(0), num_generations=2)
 
 

@@ -345,8 +345,8 @@ def test_what_an_optimizer_makes_of_finite_gradients_is_looked_at_too(optimizer)
     (lambda *of: (jnp.sum(of[4]), {}), "a real scalar"),
     (lambda *of: (jnp.sum(of[0]), {"entropy": 1.0, "mine": 2.0}), r"names the update has itself: entropy\b"),
     (lambda *of: (jnp.sum(of[0]), {"sampling/sampling_logp_difference/mean": 1.0}), "names the update has itself"),
-    (lambda *of: (jnp.sum(of[0]), {"note": "mine"}), "gave the metric 'note', a str; expected a text, and a number"),
-    (lambda *of: (jnp.sum(of[0]), {7: 1.0}), "gave the metric 7, a float; expected a text, and a number"),
+    (lambda *of: (jnp.sum(of[0]), {"note": "mine"}), "gave the metric 'note', a str; expected a text, and numbers"),
+    (lambda *of: (jnp.sum(of[0]), {7: 1.0}), "gave the metric 7, a float; expected a text, and numbers"),
 ])  # fmt: skip
 def test_what_a_loss_gives_back_is_looked_at(learned, loss, message):
     with pytest.raises(ValueError, match=message):

@@ -36,6 +36,7 @@ from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 # the largest |dlogp|); below, lower layers' cotangents vanish. 4 leaves room for gradients 12 times as large: what
 # overflows is refused, while what underflows loses bits one by one.
 _LARGEST_DLOGP = 4
+_NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 _OF_TOKENS = ("mask", "sampled_logps", "old_logps", "ref_logps")
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -287,10 +288,9 @@ def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
         case (loss, Mapping() as metrics) if isinstance(loss, jax.Array | float):
             if jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
                 for name, value in metrics.items():
-                    arrays = jax.Array | np.ndarray | np.generic
-                    if not isinstance(name, str) or not isinstance(value, arrays | float | int):
+                    if not isinstance(name, str) or not isinstance(value, _NUMBERS):
                         kind = type(value).__name__
-                        raise ValueError(f"loss_fn gave the metric {name!r}, a {kind}; expected a text, and a number")
+                        raise ValueError(f"loss_fn gave the metric {name!r}, a {kind}; expected a text, and numbers")
                 return jnp.asarray(loss), dict(metrics)
     parts = given_back if isinstance(given_back, tuple) else (given_back,)
     kinds = [f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__ for part in parts]

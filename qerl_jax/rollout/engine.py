@@ -17,7 +17,7 @@ from qerl_jax.errors import is_whole
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
-from qerl_jax.rollout.generate import check_limits, of_threefry
+from qerl_jax.rollout.generate import check_limits, check_rows, of_threefry
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
@@ -91,23 +91,18 @@ class Engine:
         `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length.
 
         Raises:
-          ValueError: a prompt is empty, too long, has a token id outside the vocabulary or, with its completion, more
-            tokens than the network has positions; `prompts` are wider than max_prompt_length; wrong limits; no PRNG
-            key.
+          ValueError: no prompts, or parts of them that are not one for each; a prompt is empty, too long, has a token
+            id outside the vocabulary or, with its completion, more tokens than the network has positions; `prompts` are
+            wider than max_prompt_length; wrong limits; no PRNG key.
         """
+        check_rows(prompts)
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits)
-        if N == 0:
-            raise ValueError("prompts are empty; expected one or more")
         check_limits(limits_N, N, C)
         limits_N, key = limits_N.astype(np.int32), of_threefry(key)
         if self.max_prompt_length < P:
             raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
         tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
-        if lengths.shape != (N,) or places.shape != (N,):
-            raise ValueError(f"prompts have tokens for {N}, lengths {lengths.shape} and places {places.shape}")
-        if not np.all((lengths >= 0) & (lengths <= P)):
-            raise ValueError(f"prompts have {P} token slots, and lengths {lengths.tolist()}")
         requests = [
             Request(row[:length].tolist(), G, int(place), int(limit))
             for row, length, place, limit in zip(tokens, lengths, places, limits_N, strict=True)
@@ -240,11 +235,8 @@ class Engine:
             ids = np.zeros((0, 0))
         if ids.ndim != 1 or (ids.size > 0 and ids.dtype.kind not in "iu"):
             return f"is {request.prompt!r:.60}; expected token ids"
-        for what, number in (
-            ("n", request.n),
-            ("place", request.place),
-            ("max_completion_length", request.max_completion_length),
-        ):
+        for what in ("n", "place", "max_completion_length"):
+            number = getattr(request, what)
             if not is_whole(number) and (number is not None or what == "n"):
                 return f"has {what} {number!r}; expected a whole number"
         length, vocabulary, C = len(ids), self.model.config.vocab_size, self.settings.max_completion_length

@@ -89,21 +89,29 @@ def check_limits(limits_N: jax.Array | np.ndarray, prompts: int, max_completion_
         raise UserError(f"limits are {limits_N.tolist()}; expected {prompts} numbers from 1 to {max_completion_length}")
 
 
-def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None:
-    """Raises UserError for prompts that `Prompts` does not allow, as far as they are known."""
+def check_rows(prompts: Prompts) -> None:
+    """Raises UserError for prompts that are none, whose parts are not one for each, or whose lengths, if known, are not
+    from 1 to their slots."""
     shapes = {name: jnp.shape(getattr(prompts, name)) for name in ("tokens", "lengths", "places")}
     N, P = shapes["tokens"] if len(shapes["tokens"]) == 2 else (0, 0)
     if N < 1 or P < 1 or shapes["lengths"] != (N,) or shapes["places"] != (N,):
         found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise UserError(f"prompts have {found}; expected tokens [N, P], lengths [N] and places [N], of one or more")
+    if isinstance(prompts.lengths, jax.core.Tracer):
+        return
+    lengths = np.asarray(prompts.lengths)
+    if not np.all((lengths >= 1) & (lengths <= P)):
+        raise UserError(f"prompts have {P} token slots, and lengths {lengths.tolist()}; allowed: 1 to {P}")
+
+
+def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None:
+    """Raises UserError for prompts that `Prompts` does not allow, as far as they are known."""
+    check_rows(prompts)
     if num_generations < 1:
         raise UserError(f"num_generations is {num_generations}; allowed: 1 or more")
-    known = (None if isinstance(of, jax.core.Tracer) else np.asarray(of) for of in (prompts.tokens, prompts.lengths))
-    tokens, lengths = known
-    if lengths is not None and not np.all((lengths >= 1) & (lengths <= P)):
-        raise UserError(f"prompts have {P} token slots, and lengths {lengths.tolist()}; allowed: 1 to {P}")
-    if tokens is not None and lengths is not None:
-        ids, vocabulary = tokens[np.arange(P) < lengths[:, None]], model.config.vocab_size
+    if not any(isinstance(of, jax.core.Tracer) for of in (prompts.tokens, prompts.lengths)):
+        tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
+        ids, vocabulary = tokens[np.arange(tokens.shape[1]) < lengths[:, None]], model.config.vocab_size
         if (strange := ids[(ids < 0) | (ids >= vocabulary)]).size:
             raise UserError(f"prompts have the token id {strange[0]}; allowed: 0 to {vocabulary - 1}")
 
