@@ -12,6 +12,7 @@ from .attention import (
 )
 from .block import between_attentions, between_attentions_reference, reads_units, takes_between_attentions
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
+from .fp4_mlp import fp4_mlp
 from .fragment_order import in_unit_order
 from .layer_part import LayerPart, Projection
 from .layout import KernelWeight, dequantize, repack, unpack
@@ -37,6 +38,7 @@ __all__ = [
     "fp4_matmul_dx",
     "fp4_matmul_dx_reference",
     "fp4_matmul_reference",
+    "fp4_mlp",
     "has_kernels",
     "in_unit_order",
     "lora_inside",

@@ -42,20 +42,12 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
     """
     single = isinstance(weight, KernelWeight)
     weights = (weight,) if single else tuple(weight)
-    count = len(weights)
-    scales = _per_weight(global_scale, single, count, "global_scale")
-    loras = _per_weight(lora, single, count, "lora")
-    biases = _per_weight(bias, single, count, "bias")
-    if x_MK.ndim != 2:
-        raise ValueError(f"x must be [M, K], got shape {x_MK.shape}")
-    for w in weights:
-        if w.k != x_MK.shape[1]:
-            raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
-    if len({w.dtype for w in weights}) > 1:
-        raise ValueError(f"weights that share x must have one dtype, got {', '.join(w.dtype for w in weights)}")
-    adapters = tuple(None if entry is None else tuple(entry) for entry in loras)
+    if single:
+        global_scale, lora, bias = [global_scale], [lora], [bias]
+    scales, loras, biases = per_weight(len(weights), global_scale, lora, bias)
+    check_inputs(x_MK, weights)
     route = Route(backend, variants.capability())
-    out = _linear(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, weights, scales, adapters, biases)
+    out = _linear(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, weights, scales, loras, biases)
     return out[0] if single else out
 
 
@@ -63,17 +55,31 @@ def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
     """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype."""
     if dy_MN.ndim != 2 or dy_MN.shape[1] != weight.n:
         raise ValueError(f"dy must be [M, {weight.n}], got shape {dy_MN.shape}")
-    return _dx(Route(backend, variants.capability()))((dy_MN,), (weight,), (global_scale,), None)
+    return product_dx(Route(backend, variants.capability()))((dy_MN,), (weight,), (global_scale,), None)
 
 
-def _per_weight(value, single, count, name):
-    if single:
-        return (value,)
-    if value is None:
-        return (None,) * count
-    if len(value) != count:
-        raise ValueError(f"{name} must have one entry for each of the {count} weights, got {len(value)}")
-    return tuple(value)
+def check_inputs(x_MK, weights):
+    """Raises ValueError where these weights do not all take x."""
+    if x_MK.ndim != 2:
+        raise ValueError(f"x must be [M, K], got shape {x_MK.shape}")
+    for w in weights:
+        if w.k != x_MK.shape[1]:
+            raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
+    if len({w.dtype for w in weights}) > 1:
+        raise ValueError(f"weights that share x must have one dtype, got {', '.join(w.dtype for w in weights)}")
+
+
+def per_weight(count, global_scale, lora, bias):
+    """Of each of `count` weights its global scale, float32 [], its LoRA pair and its bias, or None."""
+    found = []
+    for name, value in (("global_scale", global_scale), ("lora", lora), ("bias", bias)):
+        value = (None,) * count if value is None else tuple(value)
+        if len(value) != count:
+            raise ValueError(f"{name} must have one entry for each of the {count} weights, got {len(value)}")
+        found.append(value)
+    scales, loras, biases = found
+    scales = tuple(jnp.asarray(scale, jnp.float32).reshape(()) for scale in scales)
+    return scales, tuple(None if entry is None else tuple(entry) for entry in loras), biases
 
 
 class Route(NamedTuple):
@@ -85,12 +91,7 @@ class Route(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(route, out_dtype, x, weights, scales, loras, biases):
-    return _forward(route, out_dtype, x, weights, scales, loras, biases)
-
-
-def _forward(route, out_dtype, x, weights, scales, loras, biases):
-    scales = tuple(jnp.asarray(s, jnp.float32).reshape(()) for s in scales)
-    return _base(route, out_dtype)(x, weights, scales, biases, loras)
+    return product(route, out_dtype)(x, weights, scales, biases, loras)
 
 
 def _add_lora(ys, x, loras):
@@ -127,17 +128,17 @@ def _of_each(joint, loras, axis):
 
 
 def _linear_fwd(route, out_dtype, x, weights, scales, loras, biases):
-    return _forward(route, out_dtype, x, weights, scales, loras, biases), (x, weights, scales, loras)
+    return product(route, out_dtype)(x, weights, scales, biases, loras), (x, weights, scales, loras)
 
 
 def _linear_bwd(route, _, saved, dys):
     x, weights, scales, loras = saved
     dys = [dy.astype(x.dtype) for dy in dys]
-    more, d_loras = _lora_bwd(x, loras, dys)
-    return _dx(route)(tuple(dys), weights, scales, more).astype(x.dtype), None, None, d_loras, None
+    more, d_loras = lora_gradients(x, loras, dys)
+    return product_dx(route)(tuple(dys), weights, scales, more).astype(x.dtype), None, None, d_loras, None
 
 
-def _lora_bwd(x, loras, dys):
+def lora_gradients(x, loras, dys):
     """dh [M, R] in float32 and A [R, K] of all adapters together, whose product they add to dx, or None; and their
     gradients."""
     if not any(lora is not None for lora in loras):
@@ -160,7 +161,7 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @functools.cache
-def _base(route, out_dtype):
+def product(route, out_dtype):
     """x, weights, scales, biases, loras -> y_i."""
 
     @custom_vmap
@@ -220,7 +221,7 @@ def _base(route, out_dtype):
 
 
 @functools.cache
-def _dx(route, wide_out=False):
+def product_dx(route, wide_out=False):
     """dys, weights, scales, and dh [M, R] in float32 and A [R, K] or None -> the sum of dy W over the weights + dh A,
     rounded once."""
 
@@ -252,21 +253,24 @@ def _dx(route, wide_out=False):
         if lora is not None and lora_batched[1]:  # an adapter for each row block: outside the kernel
 
             def one(dys, lora):
-                sums = _dx(route, wide_out=True)(dys, weights, scales, None)
+                sums = product_dx(route, wide_out=True)(dys, weights, scales, None)
                 return (sums + _of_adapters(*lora, dys[0].dtype)).astype(rounded(dys))
 
             axes = jax.tree.map(lambda batched: 0 if batched else None, (dys_batched, lora_batched))
             return jax.vmap(one, axes, axis_size=axis_size)(dys, lora), True
 
-        def rows(x, batched):
-            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(axis_size * x.shape[1], x.shape[2])
-
+        rows = functools.partial(all_rows, axis_size)
         more = None if lora is None else (rows(lora[0], lora_batched[0]), lora[1])
         out = dx(tuple(map(rows, dys, dys_batched)), weights, scales, more)
         return out.reshape(axis_size, dys[0].shape[-2], weights[0].k), True
 
     return dx
+
+
+def all_rows(axis_size, x, batched):
+    """The rows of a batch of matrices [batch, M, K], or of one as often, one matrix below the other."""
+    x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+    return x.reshape(axis_size * x.shape[1], x.shape[2])
 
 
 def _of_adapters(dh, a, dtype):

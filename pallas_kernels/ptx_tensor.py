@@ -27,6 +27,11 @@ def tensor_load(dst_shared, descriptor, column, row, barrier, mask: ir.Value | N
         ptx(f"{code}.multicast::cluster {where}, $5;", *args, mask)
 
 
+def tensor_prefetch(descriptor, column, row):
+    """Ask for a box at (row, column) into the L2."""
+    ptx("cp.async.bulk.prefetch.tensor.2d.L2.global [$0, {$1, $2}];", descriptor, column, row)
+
+
 def multicast_mask(count: int) -> ir.Value:
     """A cluster's first `count` CTAs."""
     return utils.c((1 << count) - 1, ir.IntegerType.get_signless(16))

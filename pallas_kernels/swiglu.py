@@ -1,4 +1,4 @@
-"""silu(gate) * up of float32 numbers, as the kernels for 17 rows and more join the two."""
+"""silu(gate) * up of float32 numbers, as the kernels for 17 rows and more join the two, and its gradient."""
 
 from jaxlib.mlir.dialects import arith
 
@@ -6,5 +6,16 @@ from . import ptx as p
 
 
 def gated(gate, up):
-    share = p.reciprocal(arith.addf(p.f32(1.0), p.exp2(arith.mulf(gate, p.f32(-p.LOG2_E)))))
-    return arith.mulf(arith.mulf(gate, share), up)
+    return arith.mulf(arith.mulf(gate, _sigmoid(gate)), up)
+
+
+def gated_back(d, gate, up):
+    """The gradients of gate and up where that of silu(gate) * up is d."""
+    share = _sigmoid(gate)
+    silu = arith.mulf(gate, share)
+    slope = arith.addf(share, arith.mulf(silu, arith.subf(p.f32(1.0), share)))
+    return arith.mulf(arith.mulf(d, up), slope), arith.mulf(d, silu)
+
+
+def _sigmoid(x):
+    return p.reciprocal(arith.addf(p.f32(1.0), p.exp2(arith.mulf(x, p.f32(-p.LOG2_E)))))

@@ -19,17 +19,26 @@ def _flat(data: jax.Array) -> jax.Array:
 
 
 def matmul_all(
-    x_MK, weights, global_scales, biases, config: WideConfig, out_dtype=jnp.bfloat16, loras=()
+    x_MK,
+    weights,
+    global_scales,
+    biases,
+    config: WideConfig,
+    out_dtype=jnp.bfloat16,
+    loras=(),
+    swiglu: bool = False,
+    keeps: bool = False,
 ) -> list[jax.Array]:
     """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i]; `biases` is empty or has one [N_i] or None for each weight,
-    `loras` is empty or has (A, B, s) or None for each."""
+    `loras` is empty or has (A, B, s) or None for each. With `swiglu`, of gate and up, silu(gate) * up, and if it
+    `keeps` them those two behind it."""
     x_MK = x_MK.astype(weights[0].dtype)
     data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)
     ranks = padded_ranks(loras)
-    makes_h = variants.spare_ctas_make_h(*x_MK.shape, n, ranks, config)
-    lora = _lora_operands(x_MK, scales, loras, makes_h)
-    return multiply(x_MK, lora, data, scales, all_biases(biases, n), n, ranks, config, out_dtype, makes_h=makes_h)
+    makes_h = variants.spare_ctas_make_h(*x_MK.shape, n, ranks, config, swiglu)
+    of = data, scales, all_biases(biases, n), n, ranks, config, out_dtype, swiglu, makes_h
+    return multiply(x_MK, _lora_operands(x_MK, scales, loras, makes_h), *of, keeps=keeps)
 
 
 def multiply(
@@ -47,14 +56,15 @@ def multiply(
     handover: Handover = PLAIN,
     eps: float = 0.0,
     handed: Sequence[jax.Array] = (),
+    keeps: bool = False,
 ) -> list[jax.Array]:
-    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives. With `swiglu`, of gate and up,
-    silu(gate) * up. See `wide_kernel.build` for the rest; `handed` are the operands of `handover`."""
+    """The same of the kernel's own operands: `lora` is what `_lora_operands` gives. See `wide_kernel.build` for the
+    rest; `handed` are the operands of `handover`."""
     m, k = x_MK.shape
     dtype = x_MK.dtype.name
     wide_out = jnp.dtype(out_dtype).name != dtype
     of = ranks, swiglu, makes_h, handover, eps, dtype
-    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, *of)
+    kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, *of, keeps=keeps)
     ys = kernel(x_MK, *lora, *map(_flat, data), *scales, *biases, *handed)
     return [*(y.astype(out_dtype) for y in ys[: len(n)]), *ys[len(n) :]]
 
@@ -88,14 +98,28 @@ def matmul_dx(
     dys, weights: Sequence[KernelWeight], global_scales, config: WideConfig, out_dtype=jnp.bfloat16, lora=None
 ) -> jax.Array:
     """The sum of dy_i W_i [M, K] of dy_i [M, N_i], or with `lora`, dh [M, R] in float32 and A [R, K], that + dh A."""
+    return _dx(dys, weights, global_scales, config, out_dtype, lora)[0]
+
+
+def matmul_dx_through_swiglu(
+    dy, weight: KernelWeight, global_scale, config: WideConfig, out_dtype, lora, gate_MK, up_MK
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients [M, K] of gate and up, where `matmul_dx` of one weight would give that of silu(gate) * up."""
+    gate_up = [array.astype(weight.dtype) for array in (gate_MK, up_MK)]
+    d_gate, d_up = _dx((dy,), (weight,), (global_scale,), config, out_dtype, lora, gate_up)
+    return d_gate, d_up
+
+
+def _dx(dys, weights, global_scales, config: WideConfig, out_dtype, lora, gate_up=()) -> list[jax.Array]:
     n, dtype = tuple(weight.n for weight in weights), weights[0].dtype
     wide_out = jnp.dtype(out_dtype).name != dtype
     ranks = () if lora is None else (padded_rank(lora[1].shape[0]),)
-    of = dys[0].shape[0], sum(n), (weights[0].k,), config, True, False, wide_out, ranks
+    of = dys[0].shape[0], sum(n), (weights[0].k,), config, True, False, wide_out, ranks, bool(gate_up)
     kernel = wide_kernel.build(*of, dtype=dtype, inputs=n)
     more = [] if lora is None else _dx_lora_operands(*lora, global_scales[0], *ranks, dtype)
     data, scales = [_flat(weight.data) for weight in weights], map(number, global_scales)
-    return kernel(*(dy.astype(dtype) for dy in dys), *more, *data, *scales)[0].astype(out_dtype)
+    results = kernel(*(dy.astype(dtype) for dy in dys), *more, *data, *scales, *gate_up)
+    return [result.astype(out_dtype) for result in results]
 
 
 def _dx_lora_operands(dh_MR, a_RK, global_scale, rank: int, dtype: str) -> list[jax.Array]:

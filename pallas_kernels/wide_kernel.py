@@ -12,7 +12,9 @@ until none is left; with `split` several compute each of the last items together
 items are the last, the number of tiles.
 
 With `swiglu` a tile is 64 outputs of gate, of the first warpgroup, and the same 64 of up, of the second; chunk by chunk
-their sums meet in shared memory, where outputs are always put in order for their way out.
+their sums meet in shared memory, where outputs are always put in order for their way out. dx of what comes after, of
+down, goes on through SwiGLU: on their way out its sums become the gradients of gate and up. These are loaded a chunk
+ahead, from the L2, where they have been asked for piece by piece while the tile was multiplied.
 
 LoRA: x A^T of all weights comes ready, or is made by CTAs that have no tile (wide_spare.py); wide_lora.py adds it. A
 norm between two matmuls can be a part of both (wide_norm.py).
@@ -27,6 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from . import lane_level
 from . import ptx as p
@@ -38,7 +41,7 @@ from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
 from .wide_norm import NORM_WARPS, NormWarps, joined_outs
-from .wide_plan import PLAIN, STAGE, STAGES, TILE, Handover, WideConfig, WidePlan, make_plan
+from .wide_plan import B_BOX, B_BOXES, CHUNK, PLAIN, STAGE, STAGES, TILE, Handover, WideConfig, WidePlan, make_plan
 from .wide_spare import SpareCtas, sums_shape
 from .wide_spare_plan import WARPS
 from .wide_split import SplitTiles
@@ -83,9 +86,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         x_refs, n_w = take(len(plan.segments)), len(plan.r)
         h_refs = take(1) if plan.given_h else []
         self.a = addresses(len(present)) if plan.makes_h else []
-        # a weight without an adapter multiplies nothing by the rows of another's B
-        b = dict(zip(present, addresses(len(present)), strict=True))
-        self.b = [b.get(i, b[present[0]]) for i in range(n_w)] if present else []
+        b_refs = dict(zip(present, take(len(present)), strict=True))
         scalings = addresses(len(present)) if plan.makes_h else []
         data_refs = take(len(plan.inputs) or n_w)
         self.scales = addresses(len(data_refs))
@@ -95,6 +96,8 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             self.residual, self.norm_scale = addresses(2)
         if plan.handover.normed:
             (self.squares,) = addresses(1)
+        gate_up_refs = take(2) if plan.goes_through else []
+        self.gate_up = list(map(mem.global_address, gate_up_refs))
         counters = addresses(1) if plan.counters else []
         self.outs = addresses(len(plan.outs))
         if plan.handover.joins:
@@ -112,9 +115,14 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             rows: [pt.tensor_map(ctx, ref, (rows // c.share, STAGE), 128) for ref in (*x_refs, *h_refs)]
             for rows in {run.rows for run in plan.runs}
         }
+        self.gate_up_maps = [pt.tensor_map(ctx, ref, (CHUNK, STAGE), None) for ref in gate_up_refs]
         # codes and scales of a pair of units in the row tiles of a block that are one weight's
         boxes = [(plan.own_row_tiles, words) for words in (256, 32)]
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in data_refs]
+        b_maps = {i: pt.tensor_map(ctx, ref, (plan.own_outputs, 16), None) for i, ref in b_refs.items()}
+        # B, and its first step of ranks among those of all; a weight without an adapter has none of another's
+        firsts = [sum(plan.rank_steps[:i]) if i in b_maps else plan.lora_steps for i in range(n_w)]
+        self.b_maps = [[b_maps.get(i, b_maps[present[0]]), p.i32(firsts[i])] if b_maps else [] for i in range(n_w)]
         self.base = p.and_(p.add(mem.shared_address(shared), 1023), -1024)
         barriers = p.add(self.base, plan.barriers_at)
         self.x_full, self.x_empty = barriers, p.add(barriers, 8 * c.x_depth)
@@ -226,7 +234,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         mask = pt.multicast_mask(c.share) if c.share > 1 else None
 
         def one(unit, carry):
-            _, first_row = self.tile(unit)
+            r_tile, first_row = self.tile(unit)
             mine = p.mul(self.rank, unit.rows // c.share)
             mine_to, row = p.mul(mine, STAGE * 2), p.add(first_row, mine)
             maps = self.x_maps[unit.rows]
@@ -254,6 +262,8 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             for i, first, begin, end in self.segments(unit):
 
                 def stage(at, carry, source=x_maps[i], first=first):
+                    if plan.goes_through and unit.parts == 1:
+                        self.ask_for_gate_and_up(at, unit.rows, r_tile, first_row)
                     return load(source, p.mul(p.sub(at, first * STAGES), STAGE), carry)
 
                 carry = p.for_range(p.mul(begin, STAGES), p.mul(end, STAGES), 1, carry, stage)
@@ -265,6 +275,18 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
 
         self.each_unit([p.i32(0), p.i32(0)], one)
 
+    def ask_for_gate_and_up(self, at, rows: int, r_tile, first_row):
+        """A piece of what a tile's outputs need of gate and up, into the L2: one with each of the last slots of x, as
+        all at once would hold up x."""
+        pieces = rows // CHUNK * (TILE // STAGE)
+        turn = p.sub(at, self.plan.blocks * STAGES - 2 * pieces)
+        of_gate = p.lt(turn, pieces)
+        source = arith.select(of_gate, *self.gate_up_maps)
+        piece = p.select(of_gate, turn, p.sub(turn, pieces))
+        column = p.add(p.mul(r_tile, TILE), p.mul(p.rem(piece, TILE // STAGE), STAGE))
+        row = p.add(first_row, p.mul(p.div(piece, TILE // STAGE), CHUNK))
+        p.when(p.lt(turn, 2 * pieces), lambda: pt.tensor_prefetch(source, column, row))
+
     def load_weights(self):
         plan, c = self.plan, self.plan.config
 
@@ -272,12 +294,31 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             r_tile, _ = self.tile(unit)
             row_tiles = plan.own_row_tiles
 
+            def next_slot(slot, parity, size):
+                full = p.add(self.w_full, p.mul(slot, 8))
+                mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
+                mem.barrier_expect(full, p.i32(size))
+                return p.add(self.w_base, p.mul(slot, BLOCK_BYTES)), full
+
+            def load_b(carry):
+                of_weights, tile = self.b_maps, r_tile
+                if not plan.joins_two:
+                    chosen, tile = pick(plan.tiles_of, r_tile, self.b_maps)
+                    of_weights = [chosen]
+                for start in range(0, plan.lora_steps, B_BOXES):
+                    steps = range(start, min(start + B_BOXES, plan.lora_steps))
+                    to, full = next_slot(*carry, len(steps) * B_BOX)
+                    for i, step in enumerate(steps):
+                        for w, (b_map, first) in enumerate(of_weights):
+                            at = p.add(to, i * B_BOX + w * plan.own_outputs * 32)
+                            column = p.mul(p.sub(step, first), 16)  # zeros where these are another weight's ranks
+                            pt.tensor_load(at, b_map, column, p.mul(tile, plan.own_outputs), full)
+                    carry = self.advance(*carry, c.w_depth)
+                return carry
+
             def block(i, carry, of_weights, tile, first):
                 (slot, parity), i = carry, p.sub(i, first)
-                full = p.add(self.w_full, p.mul(slot, 8))
-                to = p.add(self.w_base, p.mul(slot, BLOCK_BYTES))
-                mem.barrier_wait(p.add(self.w_empty, p.mul(slot, 8)), p.xor(parity, 1))
-                mem.barrier_expect(full, p.i32(BLOCK_BYTES))
+                to, full = next_slot(slot, parity, BLOCK_BYTES)
                 rows, units = (i, tile) if plan.transposed else (tile, i)
                 row, quad, pair = p.mul(rows, row_tiles), p.mul(p.shr(units, 1), QUAD_WORDS), p.and_(units, 1)
                 for w, (codes, scales) in enumerate(of_weights):
@@ -286,16 +327,18 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                     pt.tensor_load(scales_at, scales, p.add(quad, p.add(p.mul(pair, 32), 512)), row, full)
                 return self.advance(slot, parity, c.w_depth)
 
+            if plan.given_h:
+                carry = load_b(carry)
             for i, first, begin, end in self.segments(unit):
-                if plan.swiglu or plan.transposed:
-                    of_weights, tile = self.maps if plan.swiglu else [self.maps[i]], r_tile
+                if plan.joins_two or plan.transposed:
+                    of_weights, tile = self.maps if plan.joins_two else [self.maps[i]], r_tile
                 else:
                     maps, tile = pick(plan.tiles_of, r_tile, self.maps)
                     of_weights = [maps]
                 one_block = functools.partial(block, of_weights=of_weights, tile=tile, first=first)
                 # opaque: LLVM unrolled a loop of ten blocks, for which 40 registers are too few
                 carry = p.for_range(begin, p.opaque(end), 1, carry, one_block)
-            return carry
+            return load_b(carry) if plan.makes_h else carry
 
         self.each_unit([p.i32(0), p.i32(0)], one)
 
@@ -320,9 +363,11 @@ def build(
     eps: float = 0.0,
     dtype: str = "bfloat16",
     inputs: tuple[int, ...] = (),
+    keeps: bool = False,
 ):
     """The kernel as a function (x [M, D], data [T, Q * 576] uint32..., scale..., [bias...]) -> list of [M, r_i],
-    or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone.
+    or with `swiglu`, of gate and up, of silu(gate) * up [M, r] alone, or if it `keeps` them of that, gate and up. Of dx
+    with `swiglu` gate and up [M, r] of dtype are the last operands, and the results are their gradients.
 
     The global `scale` is float32 [1], `bias` float32 [r_i]; x and the results are of `dtype`, that of the weights, the
     results float32 if `wide_out`. With `ranks`, multiples of 16 and 0 where a weight has no LoRA, x is followed by
@@ -334,7 +379,7 @@ def build(
     [r] follow; the results are the residual stream, `wide_out`, and `wide_norm.joined_outs`. Where it says that x is of
     such a norm, with `eps`, the sums of its squares follow.
     """
-    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, handover, inputs)
+    plan = make_plan(m, d, r, transposed, config, ranks, swiglu, makes_h, handover, inputs, keeps)
     outs = [jax.ShapeDtypeStruct((m, r_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for r_i in plan.outs]
     if handover.joins:
         outs += joined_outs(plan, dtype)

@@ -11,12 +11,13 @@ from . import ptx_memory as mem
 from . import ptx_tensor as pt
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
-from .swiglu import gated
+from .swiglu import gated, gated_back
 from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments, UnitFragments
 from .wide_lora import LoraWarps
 from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
 
 BOTH = 3  # the named barrier of both warpgroups; each has one of its own
+FETCHED = 2 * CHUNK  # rows whose `WayOut.fetch` is asked for before they are stored
 
 
 class WayOut(NamedTuple):
@@ -48,26 +49,21 @@ class MultiplyWarps(LoraWarps):
         self.fragments = fragments(self.lane, warp, group)
 
         def one(unit, carry):
-            w, w_parity, x, x_parity = carry
             r_tile, first_row = self.tile(unit)
-            acc = [p.f32(0.0)] * (unit.rows // 2)
-            if plan.makes_h:
-                self.fetch_b(r_tile, group)
+            state = [*carry, *[p.f32(0.0)] * (unit.rows // 2)]
             if plan.given_h:
-                x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
+                state = self.add_lora(group, state)
                 if not plan.one_chain:
-                    acc = self.finish(x, acc)
+                    state = self.finished(state)
             # not before LoRA: with these in registers too, ptxas lets no two wgmma overlap in some configurations
             needs = self.needs(r_tile, group)
-            state = [w, w_parity, x, x_parity, *acc]
             for i, _, begin, end in self.segments(unit):
                 if i:
                     state = [*state[:4], *self.of_scale(i, p.lt(begin, end), state[4:])]
                 state = self.segment(unit, begin, end, state)
-            w, w_parity, x, x_parity, *acc = state
             if plan.makes_h:
-                x, x_parity, *acc = self.add_lora(r_tile, group, x, x_parity, acc)
-                acc = self.finish(x, acc)
+                state = self.finished(self.add_lora(group, state))
+            carry, acc = state[:4], state[4:]
             way_out = self.output(r_tile, group, needs)
             if plan.handover.normed:
                 self.await_inverse()
@@ -75,7 +71,7 @@ class MultiplyWarps(LoraWarps):
                 self.add_up(unit, acc, group, first_row, way_out)
             else:
                 self.store_rows(acc, group, first_row, way_out)
-            return [w, w_parity, x, x_parity]
+            return carry
 
         if c.promote and not plan.totals_in_registers:
             self.totals = pt.own_memory(c.m_tile // 2)
@@ -131,14 +127,13 @@ class MultiplyWarps(LoraWarps):
 
     def blocks(self, first, end, state):
         """Blocks first .. end - 1, whose products are added to the sums in `state`. When it returns they are done."""
-        state = p.for_range(first, end, 1, state, lambda i, state: self.block(p.eq(i, first), state))
-        return [*state[:4], *self.finish(state[2], state[4:])]
+        return self.finished(p.for_range(first, end, 1, state, lambda i, state: self.block(p.eq(i, first), state)))
 
-    def finish(self, x, acc):
-        """The sums when all is multiplied; `x` is the slot after the last."""
-        acc = p.wgmma_finish(acc)
-        self.release_x(self.before(x))
-        return acc
+    def finished(self, state):
+        """The state when all is multiplied."""
+        acc = p.wgmma_finish(state[4:])
+        self.release_x(self.before(state[2]))
+        return [*state[:4], *acc]
 
     def block(self, is_first, carry):
         """One block of weights, two slots of x: decode for a slot while the slot before is multiplied."""
@@ -148,8 +143,7 @@ class MultiplyWarps(LoraWarps):
         for step in range(STAGES):
             operands = self.fragments.decode(self.fragments.load(block, step), step)
             if step == STAGES - 1:
-                p.warp_sync()
-                p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.w_empty, p.mul(w, 8))))
+                self.release_w(w)
             mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
             descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, self.plan.x_slot)))
             p.wgmma_fence()
@@ -167,6 +161,11 @@ class MultiplyWarps(LoraWarps):
 
     def before(self, slot):
         return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))
+
+    def release_w(self, slot):
+        """Tell the loader that this warp has what it needs of a slot of weights."""
+        p.warp_sync()
+        p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.w_empty, p.mul(slot, 8))))
 
     def release_x(self, slot):
         """Tell every CTA that loads into this one's slot that it may be overwritten."""
@@ -192,7 +191,7 @@ class MultiplyWarps(LoraWarps):
     def of_group(self, r_tile, group, values):
         """Of each weight's `values` those of this warpgroup's, and the first of its outputs among that weight's."""
         plan = self.plan
-        if plan.swiglu:
+        if plan.joins_two:
             is_gate = p.eq(group, 0)
             chosen = [arith.select(is_gate, gate, up) for gate, up in zip(*values, strict=True)]
             return chosen, p.mul(r_tile, plan.own_outputs)
@@ -208,7 +207,7 @@ class MultiplyWarps(LoraWarps):
         here, first = self.of_group(r_tile, group, values)
         column = self.column(first)
         found = []
-        for global_scale, bias, r in values if plan.swiglu else [here]:
+        for global_scale, bias, r in values if plan.joins_two else [here]:
             bias = mem.offset(bias, p.mul(p.minimum(column, p.sub(r, 4)), 4))
             found.append((mem.load_global_f32(global_scale), mem.load_global_f32x4(bias, 0) if self.has_bias else []))
         return found, self.norm_scale_of(column) if plan.handover.joins else []
@@ -222,8 +221,8 @@ class MultiplyWarps(LoraWarps):
         plan = self.plan
         needs, norm_scale = needs
         values = list(zip(self.outs, map(p.i32, plan.r), strict=False))
-        if plan.swiglu:
-            values *= 2
+        if plan.joins_two:
+            values = values[:1] * 2
         (out, r), first = self.of_group(r_tile, group, values)
         column = self.column(first)
         # `share` may make tiles past the last one, of no weight
@@ -233,7 +232,12 @@ class MultiplyWarps(LoraWarps):
         put = pt.store_global_f32x4 if self.wide_out else pt.store_global_halfx4
 
         def fetch(row):
-            return self.residual_of(row, column)
+            return self.residual_of(row, column) if plan.handover.joins else self.gate_and_up_of(row, column)
+
+        def put_besides(known, row, pairs):
+            """Of gate and up: two numbers for each output."""
+            for out, values in zip(self.outs[-2:], zip(*pairs, strict=True), strict=True):
+                put(known, self.place_in(out, row, column, size), list(values))
 
         def store(row, fetched, *sums):
             outputs = []
@@ -241,9 +245,14 @@ class MultiplyWarps(LoraWarps):
                 values = [arith.mulf(s, factor) for s in of_weight]
                 values = self.divided(row, values) if plan.handover.normed else values
                 outputs.append([arith.addf(v, b) for v, b in zip(values, bias, strict=True)] if bias else values)
-            values = [gated(*pair) for pair in zip(*outputs, strict=True)] if plan.swiglu else outputs[0]
+            values = [gated(*pair) for pair in zip(*outputs, strict=True)] if plan.joins_two else outputs[0]
             known = arith.andi(exists, p.lt(row, plan.m))
-            if plan.handover.joins:
+            if plan.keeps:
+                put_besides(known, row, zip(*outputs, strict=True))
+            if plan.goes_through:
+                gate_up = [[v for word in words for v in p.unpack_half(word)] for words in fetched]
+                put_besides(known, row, [gated_back(*of_one) for of_one in zip(values, *gate_up, strict=True)])
+            elif plan.handover.joins:
                 self.join(known, row, column, values, fetched, norm_scale)
             elif plan.handover.gives_units:
                 self.put_half(known, out, row, column, values)
@@ -252,30 +261,38 @@ class MultiplyWarps(LoraWarps):
 
         return WayOut(fetch, store)
 
+    def gate_and_up_of(self, row, column):
+        """Four columns of either, two words; rows and columns behind the last ones repeat them."""
+        row, column = p.minimum(row, self.plan.m - 1), p.minimum(column, self.plan.r[0] - 4)
+        return [mem.load_global_v2(self.place_in(array, row, column, 2), 0) for array in self.gate_up]
+
     def fetch_rows(self, first_row, count: int, way_out: WayOut) -> list:
-        """What `store_rows` needs of the first rows of those from `first_row` on, if it needs any."""
-        if not self.plan.handover.joins:
+        """What `store_rows` needs of `count` rows from `first_row` on, if it needs any, but of FETCHED at most."""
+        if not self.plan.fetches:
             return []
         mine = p.add(first_row, p.shr(p.and_(self.tid, 127), 4))
-        return [way_out.fetch(p.add(mine, i)) for i in range(0, min(CHUNK, count), 8)]
+        return [way_out.fetch(p.add(mine, i)) for i in range(0, min(FETCHED, count), 8)]
 
     def store_rows(self, acc, group, first_row, way_out: WayOut, fetched=()):
         """Sums of this warpgroup's rows from `first_row` on to shared memory and from there to the result, a chunk of
-        rows at a time. `fetched` is what `fetch_rows` gave, if it was called before.
+        rows at a time. `fetched` is what `fetch_rows` gave of them, if it was called before.
 
-        Sixteen lanes store the 64 outputs of a row. A warpgroup stores its own, or with `swiglu` both all rows'.
+        Sixteen lanes store the 64 outputs of a row. A warpgroup stores its own, or of gate and up both all rows'.
         """
         plan, end = self.plan, 2 * len(acc)
         chunks = p.add(self.base, plan.chunks_at)
-        threads, sync = (256, self.both_sync) if plan.swiglu else (128, lambda: self.group_sync(group))
+        threads, sync = (256, self.both_sync) if plan.joins_two else (128, lambda: self.group_sync(group))
         first_mine = p.shr(p.and_(p.opaque(self.tid), threads - 1), 4)  # opaque: not in registers before
         of_lane = p.add(p.mul(first_mine, SUM_STRIDE), p.mul(p.and_(self.lane, 15), 16))
         of_group = p.mul(group, CHUNK * SUM_STRIDE)
-        mine = [p.add(p.add(chunks, of_lane), at) for at in ((0, CHUNK * SUM_STRIDE) if plan.swiglu else (of_group,))]
+        mine = (0, CHUNK * SUM_STRIDE) if plan.joins_two else (of_group,)
+        mine = [p.add(p.add(chunks, of_lane), at) for at in mine]
+        fetched = list(fetched or self.fetch_rows(first_row, end, way_out))
         for first in range(0, end, CHUNK):
             rows, step = min(CHUNK, end - first), threads // 16
-            fetched = fetched or self.fetch_rows(p.add(first_row, first), rows, way_out)
             self.put_sums(acc, p.add(chunks, of_group), first, rows)
+            behind = first + FETCHED
+            fetched += self.fetch_rows(p.add(first_row, behind), min(CHUNK, end - behind), way_out)
             sync()
             at_once = [[pt.load_shared_f32x4(p.add(at, i * SUM_STRIDE)) for at in mine] for i in range(0, rows, step)]
             # opaque: LLVM would keep all rows' places in a tile in registers of their own
@@ -284,9 +301,8 @@ class MultiplyWarps(LoraWarps):
                 here = p.add(row, i * step)
                 if rows % step:  # eight rows, for sixteen
                     here = p.select(p.lt(p.add(first_mine, i * step), rows), here, plan.m)
-                way_out.store(here, fetched[i] if fetched else [], *sums)
+                way_out.store(here, fetched[first // 8 + i] if fetched else [], *sums)
             sync()
-            fetched = []
 
     def group_sync(self, group):
         """Barrier of one warpgroup."""

@@ -15,6 +15,9 @@ from .wide_spare_plan import SparePlan, check_spare
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
 STAGES = BLOCK // STAGE  # slots of x to one block of weights
+LORA_STEPS = STAGE // 16  # of 16 ranks that a slot of x takes
+B_BOX = TILE * 32  # bytes of 16 ranks of B's rows
+B_BOXES = BLOCK_BYTES // B_BOX  # that a slot of weights takes
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
 TOTALS_ROWS = 128  # of a tile whose sums the registers hold twice, in a chain and in totals
 CHUNK = 32  # rows that a warpgroup passes through shared memory at a time
@@ -94,8 +97,9 @@ class WidePlan:
     """Sizes of one kernel, and places in shared memory in bytes. `ranks` are those of LoRA, 0 where a weight has none;
     empty without any. To dx the weights that read the same x, of `inputs` outputs each, whose sum D is, are multiplied
     one behind the other, and the adapters of all are added as one. With `swiglu` the weights are gate and up, and the
-    result is silu(x W_gate^T) * (x W_up^T). With `makes_h` A is an operand, and CTAs that have no tile compute x A^T;
-    without, x A^T is."""
+    result is silu(x W_gate^T) * (x W_up^T), and these two besides, if it `keeps` them; or, of dx, the results are the
+    gradients of such a gate and up, which are given, where dx is that of silu(gate) * up. With `makes_h` A is an
+    operand, and CTAs that have no tile compute x A^T; without, x A^T is."""
 
     m: int
     d: int
@@ -107,6 +111,22 @@ class WidePlan:
     makes_h: bool = False
     handover: Handover = PLAIN
     inputs: tuple[int, ...] = ()
+    keeps: bool = False
+
+    @property
+    def joins_two(self) -> bool:
+        """Whether the result is of gate and up, a warpgroup's each."""
+        return self.swiglu and not self.transposed
+
+    @property
+    def goes_through(self) -> bool:
+        """Whether dx goes on to gate and up."""
+        return self.swiglu and self.transposed
+
+    @property
+    def fetches(self) -> bool:
+        """Whether outputs need more of a row than sums on their way out."""
+        return self.handover.joins or self.goes_through
 
     @property
     def given_h(self) -> bool:
@@ -140,12 +160,14 @@ class WidePlan:
     @property
     def outs(self) -> tuple[int, ...]:
         """Columns of the arrays that it writes."""
-        return self.r[:1] if self.swiglu else self.r
+        if not self.swiglu:
+            return self.r
+        return self.r[:1] * (2 if self.transposed else 3 if self.keeps else 1)
 
     @property
     def own_outputs(self) -> int:
-        """Of a tile's outputs those of one weight: with `swiglu` a warpgroup's."""
-        return TILE // 2 if self.swiglu else TILE
+        """Of a tile's outputs those of one weight: of gate and up a warpgroup's."""
+        return TILE // 2 if self.joins_two else TILE
 
     @property
     def own_row_tiles(self) -> int:
@@ -154,8 +176,8 @@ class WidePlan:
 
     @property
     def tiles_of(self) -> tuple[int, ...]:
-        """Of each weight, or of both together with `swiglu`."""
-        return tuple(-(-r // self.own_outputs) for r in self.outs)
+        """Of each weight, or of gate and up together."""
+        return tuple(-(-r // self.own_outputs) for r in (self.r[:1] if self.swiglu else self.r))
 
     @property
     def rank_steps(self) -> tuple[int, ...]:
@@ -163,9 +185,14 @@ class WidePlan:
         return tuple(rank // 16 for rank in self.ranks)
 
     @property
+    def lora_steps(self) -> int:
+        """Of all weights."""
+        return sum(self.rank_steps)
+
+    @property
     def lora_slots(self) -> int:
         """Slots of the ring of x that x A^T of all weights takes."""
-        return -(-sum(self.ranks) // STAGE)
+        return -(-self.lora_steps // LORA_STEPS)
 
     @property
     def m_tiles(self) -> int:
@@ -281,18 +308,8 @@ class WidePlan:
         return self.w_at + self.config.w_depth * BLOCK_BYTES
 
     @property
-    def b_stride(self) -> int:
-        """Bytes from one row of B to the next, 16 more than it has, against bank conflicts."""
-        return 2 * max(self.ranks) + 16
-
-    @property
-    def b_at(self) -> int:
-        """B's rows of each multiplying warp, where spare CTAs make x A^T."""
-        return self.chunks_at + 2 * CHUNK * SUM_STRIDE
-
-    @property
     def barriers_at(self) -> int:
-        return self.b_at + (TILE * self.b_stride if self.makes_h else 0)
+        return self.chunks_at + 2 * CHUNK * SUM_STRIDE
 
     @property
     def slice_rows(self) -> int:
@@ -321,10 +338,11 @@ def make_plan(
     makes_h: bool = False,
     handover: Handover = PLAIN,
     inputs: tuple[int, ...] = (),
+    keeps: bool = False,
 ) -> WidePlan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     ranks = tuple(ranks) if any(ranks) else ()
-    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, handover, tuple(inputs))
+    plan = WidePlan(m, d, tuple(r), transposed, config, ranks, swiglu, makes_h, handover, tuple(inputs), keeps)
     if plan.ranks and (len(ranks) != len(r) or any(rank % 16 for rank in ranks)):
         raise ValueError(f"LoRA has a rank for each weight, multiples of 16; got {ranks}")
     if makes_h and transposed:
@@ -348,8 +366,10 @@ def make_plan(
         )
     if config.split > plan.blocks:
         raise ValueError(f"{d} inputs are {plan.blocks} blocks of {BLOCK}, too few to split by {config.split}")
-    if swiglu and (transposed or len(r) != 2 or r[0] != r[1]):
-        raise ValueError(f"swiglu takes two weights of as many outputs, forward, got {r}")
+    if plan.joins_two and (len(r) != 2 or r[0] != r[1]):
+        raise ValueError(f"swiglu takes two weights of as many outputs, got {r}")
+    if keeps and not plan.joins_two:
+        raise ValueError("what is kept are gate and up, of swiglu forward")
     if transposed and len(r) != 1:
         raise ValueError(f"weights of dx have their inputs in common, got {r}")
     if inputs and (not transposed or sum(inputs) != d):

@@ -8,7 +8,7 @@ from qerl_jax.models.fields import Fields
 from qerl_jax.models.rope import RopeScaling, read_rope, rope_to_hf
 
 QKV = ("q_proj", "k_proj", "v_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Family(NamedTuple):
@@ -72,7 +72,7 @@ class ModelConfig:
     def biases(self) -> tuple[str, ...]:
         """The projections that have a bias."""
         attention = self.family.attention_biases if self.attention_bias else ()
-        return attention + (_MLP if self.mlp_bias else ())
+        return attention + (MLP if self.mlp_bias else ())
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], where: str = "config.json") -> "ModelConfig":

@@ -1,11 +1,11 @@
 """The one entry for every linear layer: y = x W^T + bias + scaling * (x A^T) B^T, with W frozen in any format."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4_matmul, lora_inside
+from pallas_kernels import fp4_matmul, fp4_mlp, lora_inside
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize
 from qerl_jax.models.params import LoRA
 
@@ -91,9 +91,8 @@ def linears(
     x_MK = x.reshape(-1, x.shape[-1])  # two dimensions: XLA's CPU gradient is 1.8 times faster than with [B, T, K]
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights) and _kernel_takes(x_MK, packed, loras):
-        adapters = [None if lora is None else (lora.a, lora.b, lora.scaling) for lora in loras]
         tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
-        ys = fp4_matmul(x_MK, tiles, divisors, lora=adapters, bias=biases, out_dtype=out_dtype)
+        ys = fp4_matmul(x_MK, tiles, divisors, lora=_triples(loras), bias=biases, out_dtype=out_dtype)
     else:
         adds = len(packed) == len(weights) and any(more is not None for more in (*loras, *biases))
         sums_dtype = jnp.promote_types(x.dtype, jnp.float32) if adds else out_dtype
@@ -103,7 +102,42 @@ def linears(
     return tuple(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]) for y_MN in ys)
 
 
-def _kernel_takes(x_MK: jax.Array, weights: Sequence[KernelNVFP4], loras: Sequence[LoRA | None]) -> bool:
+def gated_mlp(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    loras: Sequence[LoRA | None],
+    biases: Sequence[jax.Array | None],
+    reads_down: Callable[[jax.Array], None] | None = None,
+) -> jax.Array:
+    """down(silu(gate x) * up x), the sums of `linears` unrounded, of the weights, LoRA pairs and biases of gate, up and
+    down.
+
+    With kernels for all three SwiGLU is a part of them, and gate and up are not rounded before it; else they are
+    rounded to x's dtype. `reads_down` is told what down reads, which takes it to be made by itself.
+    """
+    out_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
+    if reads_down is None and len(packed) == 3:
+        x_MK = x.reshape(-1, x.shape[-1])
+        inner_MF = jax.ShapeDtypeStruct((x_MK.shape[0], weights[2].shape[1]), x.dtype)
+        if _kernel_takes(x_MK, packed[:2], loras[:2]) and _kernel_takes(inner_MF, packed[2:], loras[2:]):
+            tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
+            y_MN = fp4_mlp(x_MK, tiles, divisors, lora=_triples(loras), bias=biases, out_dtype=out_dtype)
+            return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+    gate, up = linears(x, weights[:2], loras[:2], biases[:2])
+    inner = (jax.nn.silu(gate.astype(out_dtype)) * up.astype(out_dtype)).astype(x.dtype)
+    if reads_down is not None:
+        reads_down(inner)
+    return linears(inner, weights[2:], loras[2:], biases[2:], unrounded=True)[0]
+
+
+def _triples(loras: Sequence[LoRA | None]) -> list[tuple[jax.Array, jax.Array, float] | None]:
+    return [None if lora is None else (lora.a, lora.b, lora.scaling) for lora in loras]
+
+
+def _kernel_takes(
+    x_MK: jax.Array | jax.ShapeDtypeStruct, weights: Sequence[KernelNVFP4], loras: Sequence[LoRA | None]
+) -> bool:
     """Whether one kernel multiplies by the weights and adds their LoRA pairs. It does so in the dtype of their
     layout."""
     M, K = x_MK.shape

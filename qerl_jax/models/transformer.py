@@ -13,15 +13,15 @@ heads per key-value head, E head size.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.attention import causal_attention, packed_attention
-from qerl_jax.models.config import QKV, ModelConfig
-from qerl_jax.models.linear import linears, matmul
+from qerl_jax.models.config import MLP, QKV, ModelConfig
+from qerl_jax.models.linear import gated_mlp, linears, matmul
 from qerl_jax.models.packed_rows import PackedRows
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
 from qerl_jax.models.rope import rotated, rotation
@@ -81,8 +81,13 @@ def _project(
 ) -> tuple[jax.Array, ...]:
     if observe is not None:
         observe(names[0], x)
+    return linears(x, *_operands(layer, lora, names), unrounded=unrounded)
+
+
+def _operands(layer: Layer, lora: dict[str, LoRA], names: Sequence[str]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Weights, LoRA pairs and biases of projections."""
     weights, loras = [getattr(layer, name) for name in names], [lora.get(name) for name in names]
-    return linears(x, weights, loras, [getattr(layer, bias_name(name)) for name in names], unrounded=unrounded)
+    return weights, loras, [getattr(layer, bias_name(name)) for name in names]
 
 
 def attention_inputs(
@@ -111,13 +116,13 @@ def block(
 ) -> tuple[jax.Array, KV]:
     """One layer, computed in `dtype` on the residual stream (see the module's docstring). `observe(name, x)` is told
     what the projection `name`, and those beside it, read."""
-    project = functools.partial(_project, layer, lora, observe=observe)
     attended, kv = attend(layer, *attention_inputs(config, dtype, layer, lora, scales[0], x_BTD, observe))
-    x_BTD += project(attended, "o_proj", unrounded=True)[0]
+    x_BTD += _project(layer, lora, attended, "o_proj", observe=observe, unrounded=True)[0]
     h = rms_norm(x_BTD, scales[1], config.rms_norm_eps, dtype)
-    gate, up = project(h, "gate_proj", "up_proj")
-    inner = (jax.nn.silu(widened(gate)) * widened(up)).astype(dtype)
-    return x_BTD + project(inner, "down_proj", unrounded=True)[0], kv
+    if observe is not None:
+        observe(MLP[0], h)
+    reads_down = None if observe is None else functools.partial(observe, MLP[-1])
+    return x_BTD + gated_mlp(h, *_operands(layer, lora, MLP), reads_down), kv
 
 
 def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.Array | None) -> Attend:

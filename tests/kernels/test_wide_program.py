@@ -95,6 +95,36 @@ def test_swiglu(plain_inputs, config, m, k, n, ranks, bias):
     slope = np.abs(share * (1 + gate * (1 - share)))  # of silu
     bound = 1.1 * (slope * np.abs(up) * of_gate + np.abs(gate * share) * of_up) + of_gate * of_up + 1e-6 * np.abs(y)
     assert y.shape == (m, n) and (np.abs(y - gate * share * up) <= bound).all()
+    of = config, m, k, (n, n), ranks, bias
+    (again, *kept), *_ = products(*of, swiglu=True, keeps=True)
+    np.testing.assert_array_equal(again, y)
+    assert_near(kept, (gate, up), (of_gate + 1e-6 * np.abs(gate), of_up + 1e-6 * np.abs(up)))
+
+
+@pytest.mark.parametrize("config, m, k, n, rank, resident", [
+    (WideConfig(32, 1, 1, 3, 2), 40, 272, 136, 32, 3),  # rows, outputs and inputs beyond the end
+    (WideConfig(64, 1, 1, 3, 2), 140, 272, 128, 0, 3),  # a tile of 32 rows behind two of 64
+    (WideConfig(32, 2, 2, 3, 2), 20, 256, 512, 75, 2),  # D is split
+    (WideConfig(64, 2, 1, 3, 2, promote=16), 20, 512, 256, 16, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dx_through_swiglu(monkeypatch, config, m, k, n, rank, resident, dtype):
+    monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
+    rng, ulp = np.random.default_rng(k + m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    dy, matrix = (0.1 * rng.standard_normal((m, n))).astype(dtype), _matrix(rng, n, k, dtype)
+    dh, a = rng.standard_normal((m, rank)).astype(np.float32), rng.standard_normal((rank, k)).astype(dtype)
+    gate, up = ((3 * rng.standard_normal((m, k))).astype(dtype) for _ in range(2))
+    ranks = (padded_rank(rank),) if rank else ()
+    plan = make_plan(m, n, (k,), True, config, ranks, swiglu=True)
+    assert plan.parts == config.split
+    lora = wide._dx_lora_operands(jnp.asarray(dh), jnp.asarray(a), SCALES[0], *ranks, dtype) if rank else []
+    d_gate, d_up = wide_emulator.run(plan, [dy, *lora, _words(matrix), SCALES[0][None], gate, up], False)
+    w, dy, dh, a, gate, up = (v.astype(np.float64) for v in (matrix.dense, dy, dh, a, gate, up))
+    d, bound = dy @ w + dh @ a, 2e-6 * (np.abs(dy) @ np.abs(w)) + ulp * (np.abs(dh) @ np.abs(a))  # dh is rounded
+    share = 1 / (1 + np.exp(-gate))
+    slope = share * (1 + gate * (1 - share))  # of silu
+    for got, factor in ((d_gate, up * slope), (d_up, gate * share)):
+        assert (np.abs(got - d * factor) <= np.abs(factor) * bound + 1e-5 * np.abs(d) * (1 + np.abs(up))).all()
 
 
 @pytest.mark.parametrize("config, m, k, n, ranks, resident, seed", [
@@ -247,7 +277,19 @@ def assert_near(ys, true, bounds):
 
 
 def products(
-    config, m, k, n, ranks, bias, swiglu=False, makes_h=False, handover=PLAIN, handed=(), dtype="bfloat16", **more
+    config,
+    m,
+    k,
+    n,
+    ranks,
+    bias,
+    swiglu=False,
+    makes_h=False,
+    handover=PLAIN,
+    handed=(),
+    dtype="bfloat16",
+    keeps=False,
+    **more,
 ):
     """What the program gives for random operands, and of each weight the true product and a bound of its error."""
     rng, ulp = np.random.default_rng(k + m), {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
@@ -262,7 +304,7 @@ def products(
     lora = wide._lora_operands(jnp.asarray(x), [s[None] for s in scales], loras, makes_h)
     operands = [in_unit_order(x) if handover.units else x, *lora, *map(_words, matrices)]
     operands += [np.array([s]) for s in scales] + biases + list(handed)
-    plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h, handover)
+    plan = make_plan(m, k, n, False, config, ranks, swiglu, makes_h, handover, keeps=keeps)
     ys = wide_emulator.run(plan, operands, bias, **more)
     all_true, bounds = [], []
     for i, matrix in enumerate(matrices):

@@ -187,6 +187,7 @@ def _make_tensor(m, mem):
 
     pt.store_global_f32, pt.store_global_halfx2 = store_f32, store_halfx2
     pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
+    pt.tensor_prefetch = lambda source, column, row: None
     pt.store_global_f32x4, pt.store_global_halfx4 = store_f32x4, store_halfx4
     return pt
 
