@@ -32,14 +32,14 @@ class LoraWarps:
         places = [p.add(p.add(of_group, p.mul(self.fragments.row(h), 32)), pair) for h in range(2)]
         w, w_parity, x, x_parity, *acc = state
         for start in range(0, plan.lora_steps, LORA_STEPS):
-            operands = []  # B's fragments of 16 ranks each, as `fragments.decode` gives those of weights
+            operands, slots = [], []  # B's fragments of 16 ranks each, as `fragments.decode` gives those of weights
             for first in range(start, min(start + LORA_STEPS, plan.lora_steps), B_BOXES):
                 mem.barrier_wait(p.add(self.w_full, p.mul(w, 8)), w_parity)
                 here = [p.add(place, p.mul(w, BLOCK_BYTES)) for place in places]
                 for box in range(min(B_BOXES, plan.lora_steps - first)):
                     at = [(place, box * B_BOX + half) for half in (0, 16) for place in here]
                     operands.append([mem.load_shared_b32(*place) for place in at])
-                self.release_w(w)
+                slots.append(w)
                 w, w_parity = self.advance(w, w_parity, plan.config.w_depth)
             mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
             descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, plan.x_slot)))
@@ -47,6 +47,8 @@ class LoraWarps:
             for k, a in enumerate(operands):
                 acc = p.wgmma_half(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
+            for slot in slots:
+                self.release_w(slot)
             p.wgmma_wait(1)
             if start:
                 self.release_x(self.before(x))

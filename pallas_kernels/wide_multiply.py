@@ -142,14 +142,14 @@ class MultiplyWarps(LoraWarps):
         mem.barrier_wait(p.add(self.w_full, p.mul(w, 8)), w_parity)
         for step in range(STAGES):
             operands = self.fragments.decode(self.fragments.load(block, step), step)
-            if step == STAGES - 1:
-                self.release_w(w)
             mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
             descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, self.plan.x_slot)))
             p.wgmma_fence()
             for k, a in enumerate(operands):
                 acc = p.wgmma_half(acc, a, p.add_64(descriptor, 2 * k))
             p.wgmma_commit()
+            if step == STAGES - 1:
+                self.release_w(w)
             p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
             chain_ended = not self.plan.one_chain or not self.plan.given_h  # and has released its last slot
             if step == 0 and chain_ended:
@@ -163,7 +163,9 @@ class MultiplyWarps(LoraWarps):
         return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))
 
     def release_w(self, slot):
-        """Tell the loader that this warp has what it needs of a slot of weights."""
+        """Tell the loader that this warp has what it needs of a slot of weights: behind a wgmma that takes it. The
+        arrival waits for no load that is still under way, and while wgmmas read x, loads have taken longer than the
+        slot's next copy took."""
         p.warp_sync()
         p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.w_empty, p.mul(slot, 8))))
 
