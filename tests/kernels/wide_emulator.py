@@ -1,6 +1,7 @@
 """Runs the wide kernel's program in NumPy, as emulator.py does the streaming kernel's: warps in random order,
-barriers, tensor copies into swizzled slots of one or several CTAs, sums that CTAs add together. Not modelled: time, and
-that wgmma reads its operands late."""
+barriers, tensor copies into swizzled slots of one or several CTAs, sums that CTAs add together. A load from shared
+memory is under way until the warp's next wgmma, whose operands must have come: an arrival does not wait for it. Not
+modelled: time, and that wgmma reads its operands late."""
 
 import types
 
@@ -31,6 +32,10 @@ class Unordered(AssertionError):
     """The copy engine loads what may not have reached it: a store without `fence_async` behind it, or a wait."""
 
 
+class Overwritten(AssertionError):
+    """The copy engine writes where a load is under way."""
+
+
 class Ref(int):
     """The address of an operand, which knows its shape."""
 
@@ -46,6 +51,10 @@ def _put(m, array):
 
 def _unsigned(value):
     return value & 0xFFFFFFFF if isinstance(value, int) else value
+
+
+def _overlap(places, first, end):
+    return any(first < stop and start < end for start, stop in places)
 
 
 def _swizzled(at):
@@ -93,6 +102,7 @@ def _make_ptx(m):
         return [scaled(rotated(word, low_turn) & low_mask, low), scaled(b, high)]
 
     p.wgmma_half, p.ptx, p.i32_t = wgmma, ptx, lambda: None
+    p.wgmma_fence = lambda: m.loads.pop(m.now, None)
     return p
 
 
@@ -115,6 +125,17 @@ def _make_memory(m):
 
     mem.store_global_half, mem.wait_for_at_least = store_global_half, wait_for_at_least
     mem.fence_async = lambda: m.unordered.pop(m.now, None)
+    m.loads = {}  # by warp, of those under way the first byte and the one behind the last
+
+    def under_way(load, size):
+        def loaded(address, byte_offset=0):
+            places = address[m.now.mask].astype(np.int64) + byte_offset
+            m.loads.setdefault(m.now, set()).add((int(places.min()), int(places.max()) + size))
+            return load(address, byte_offset)
+
+        return loaded
+
+    mem.load_shared_v4, mem.load_shared_b32 = under_way(mem.load_shared_v4, 16), under_way(mem.load_shared_b32, 4)
     return mem
 
 
@@ -156,6 +177,8 @@ def _make_tensor(m, mem):
         first = m.now.cta // m.cluster * m.cluster
         ctas = [m.now.cta] if mask is None else [first + i for i in range(m.cluster) if mask >> i & 1]
         for cta in ctas:
+            if any(warp.cta == cta and _overlap(loads, to, to + data.size) for warp, loads in m.loads.items()):
+                raise Overwritten
             m.shared[cta][to + place] = data
             m.barriers[cta][int(barrier[0])].arrive(0, -data.size)
 
