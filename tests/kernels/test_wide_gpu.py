@@ -234,6 +234,7 @@ def test_list_bias_and_grad(rng):
     (700, 1024, (512, 136), (128, 16)),
     (256, 18944, (3584,), (32,)),
     (2048, 1024, (37888 - 112,), (8,)),
+    (2112, 3584, (3584, 512, 512), (64, 32, 64)),  # three slots of h, and tiles one after the other
     (200, 3584, (3584,), (32,)),  # two tiles of rows, x A^T by CTAs that have no tile
     # the same at few rows
     (40, 5120, (5120,), (32,)),
@@ -271,6 +272,7 @@ def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
 @pytest.mark.parametrize("m, k, ns, ranks", [
     (200, 3584, (3584, 512, 512), (32, 0, 16)),
     (2112, 3584, (1024, 1024), (32, 32)),
+    (2112, 3584, (3584, 512, 512), (32, 32, 32)),  # fragments of A are loaded while others are multiplied
     (700, 1024, (512, 136), (0, 128)),
     (256, 18944, (3584,), (8,)),
 ])  # fmt: skip
