@@ -31,7 +31,7 @@ def candidates(op: str, k: int, n: int, m: int, count: int) -> list[WideConfig]:
     """The configurations with the least estimated times."""
     d, r = (k, n) if op == "forward" else (n, k)
     m_tiles = (128,) if m <= 128 else (128, 256) if m <= 256 else (128, 160, 192, 256)
-    return [plan.config for plan in wide_variants.candidates(op, m, d, (r,), m_tiles)[:count]]
+    return [plan.config for plan in wide_variants.fitting(wide_variants.cuts(m_tiles), op, m, d, (r,))[:count]]
 
 
 def expected(op, x, weight, rows, outputs):

@@ -138,8 +138,7 @@ def _dx_through(route):
             more = None if lora is None else (rows(lora[0], lora_batched[0]), lora[1])
             rest = (rows(one, batched) for one, batched in ((gate, gate_batched), (up, up_batched)))
             ys = tuple(
-                y.reshape(axis_size, -1, y.shape[-1])
-                for y in through(rows(dy, dy_batched), weight, scale, more, *rest)
+                y.reshape(axis_size, -1, y.shape[-1]) for y in through(rows(dy, dy_batched), weight, scale, more, *rest)
             )
         return ys, (True, True)
 

@@ -8,14 +8,18 @@ or the same in one wave, a row's result is the same for all their M. Entries for
 is faster than the streaming kernel, in calls without adapters. Else a rule says where: see few_rows_config.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.resources
+import itertools
 import json
+from collections.abc import Iterable
 
 from .wide_plan import WideConfig, WidePlan, make_plan
 
 FEW_ROWS, RANGES = (32, 64), (128, 256, 512, 768, 1024, 4096)
+ONE_TILE, M_TILES = 256, (160, 192, 224, 256)  # rows that are one tile; heights of tiles of more
 _ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_table.json").read_text())
 TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
 # Of a part of a tile, up to which this kernel is faster than the streaming kernel: with x A^T inside than with x A^T
@@ -29,9 +33,12 @@ def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
     """The configuration for op "forward" or "dx"; raises ValueError naming the constraint when the kernel has none."""
     d, r, inputs = (k, n, ()) if op == "forward" else (sum(n), (k,), n)
     largest = next((limit for limit in RANGES if m <= limit), RANGES[-1])
+    shape = op, m if m > ONE_TILE else largest, d, r, inputs
     entry = TABLE.get((op, k, sum(n), largest))
     if entry is None:
-        entry = _by_rule(op, largest, d, r)
+        entry = _by_rule(*shape)
+    elif ONE_TILE < m != largest:
+        entry = _suited(entry, *shape)
     make_plan(m, d, r, op == "dx", entry, inputs=inputs)
     return entry
 
@@ -65,7 +72,7 @@ def _with_few_blocks(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...],
     adapters; if all of its tiles are split and a part has no more blocks. Sums are promoted after an eighth of K, which
     is as long as cuBLAS's chains are where it splits K the most, or after 64 steps."""
     promote = min(64, max(16, k // (16 * 8) // 8 * 8))
-    plans = candidates("forward", m, k, n, (m,))
+    plans = fitting(cuts((m,)), "forward", m, k, n)
     for plan in plans:
         config = dataclasses.replace(plan.config, promote=promote)
         if clocks(plan) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
@@ -76,26 +83,46 @@ def _with_few_blocks(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...],
     return None
 
 
-def _by_rule(op: str, m: int, d: int, r: tuple[int, ...]) -> WideConfig:
-    """The least estimated time, of tiles of 192 rows too where they have been measured; with several tiles of rows no
-    split of a last wave, so that a row's result does not depend on M."""
-    plans = candidates(op, m, d, r, (128,) if m <= 128 else (192, 256) if 256 < m <= 768 else (256,))
+def _by_rule(op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...]) -> WideConfig:
+    """The least estimated time."""
+    m_tiles = (128,) if m <= 128 else (ONE_TILE,) if m <= ONE_TILE else M_TILES
+    plans = fitting(cuts(m_tiles), op, m, d, r, inputs)
     if not plans:  # what does not take this one takes none: says why
-        make_plan(m, d, r, op == "dx", WideConfig())
-    return next(plan.config for plan in plans if plan.m_tiles == 1 or plan.split_items in (0, plan.items))
+        make_plan(m, d, r, op == "dx", WideConfig(), inputs=inputs)
+    return plans[0].config
 
 
-def candidates(op: str, m: int, d: int, r: tuple[int, ...], m_tiles: tuple[int, ...]) -> list[WidePlan]:
-    """The cuts that fit, the least estimated time first."""
+def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...]) -> WideConfig:
+    """A configuration that was measured with other rows, or what is like it but for the tiles' height and the split of
+    the last wave, where that has the least estimated time: by more than estimates err."""
+    others = [
+        dataclasses.replace(measured, m_tile=m_tile, split=split, x_depth=_depth(m_tile), w_depth=_depth(m_tile))
+        for m_tile, split in itertools.product(M_TILES, (1, 2, 3, 4))
+    ]
+    best = next(iter(fitting(others, op, m, d, r, inputs)), None)
+    own = clocks(make_plan(m, d, r, op == "dx", measured, inputs=inputs))
+    return best.config if best is not None and clocks(best) < 0.99 * own else measured
+
+
+def cuts(m_tiles: Iterable[int]) -> list[WideConfig]:
+    """Every way to share x and to split D of these tiles."""
+    return [WideConfig(m_tile, *cut, *[_depth(m_tile)] * 2) for m_tile in m_tiles for cut in _CUTS]
+
+
+def _depth(m_tile: int) -> int:
+    """Slots of either ring."""
+    return 6 if m_tile <= 128 else 4
+
+
+def fitting(
+    configs: Iterable[WideConfig], op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...] = ()
+) -> list[WidePlan]:
+    """Plans of a shape in those cuts that fit, the least estimated time first."""
     plans = []
-    for m_tile in m_tiles:
-        depths = (6, 6) if m_tile <= 128 else (4, 4)
-        for share, split in _CUTS:
-            try:
-                plan = make_plan(m, d, r, op == "dx", WideConfig(m_tile, share, split, *depths))
-            except ValueError:
-                continue
-            if plan.parts == split:
+    for config in configs:
+        with contextlib.suppress(ValueError):
+            plan = make_plan(m, d, r, op == "dx", config, inputs=inputs)
+            if plan.parts == config.split:
                 plans.append(plan)
     return sorted(plans, key=clocks)
 
@@ -105,14 +132,16 @@ _CUTS = ((2, 1), (1, 1), (4, 1), (2, 2), (2, 3), (2, 4), (1, 2), (1, 3), (1, 4))
 
 def clocks(plan: WidePlan) -> float:
     """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more a row for fewer rows, where decoding is not
-    hidden, at least 1100, and more where x is not shared or, where all tiles are split, is; a tile's way out; and
-    adding up where D is split."""
+    hidden (dx's, which transposes, sooner), at least 1100, and more where x is not shared or, where all tiles are
+    split, is; a tile's way out; and adding up where D is split."""
     shares = plan.config.share > 1
     slower = 1.0 if shares != (plan.split_items == plan.items) else 1.02
     time, before = 0.0, 0
     for run in plan.runs:
         units = (run.end - run.first) * run.parts
-        block = max(1100, 8 * run.rows * (1 + 0.25 * (256 - run.rows) / 128)) * slower
+        fewer = (256 - run.rows) / 128
+        shown = fewer if plan.transposed or fewer > 1 else fewer**1.5
+        block = max(1100, 8 * run.rows * (1 + 0.25 * shown)) * slower
         unit = -(-plan.blocks // run.parts) * block + (12 if run.parts == 1 else 32) * run.rows
         time += unit * (-(-(before + units) // plan.resident) - -(-before // plan.resident))
         before += units

@@ -50,9 +50,7 @@ def _check(got, want):
 
 def test_values_and_gradients_are_those_of_the_dense_network():
     """Also under vmap: over x, over x and adapters, and over adapters alone."""
-    of_both = [
-        jax.value_and_grad(lambda x, pairs, f=f: (f(x, pairs) * DY).sum(), (0, 1)) for f in (_y, _dense_y)
-    ]
+    of_both = [jax.value_and_grad(lambda x, pairs, f=f: (f(x, pairs) * DY).sum(), (0, 1)) for f in (_y, _dense_y)]
     _check(*(jax.jit(f)(X, PAIRS) for f in of_both))
     xs, many = jnp.stack([X, 2 * X]), jax.tree.map(lambda v: jnp.stack([v, 3 * v]), PAIRS)
     for axes, operands in (((0, None), (xs, PAIRS)), ((0, 0), (xs, many)), ((None, 0), (X, many))):

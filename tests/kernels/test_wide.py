@@ -276,13 +276,27 @@ def test_a_rows_x_at_does_not_depend_on_m():
 
 @pytest.mark.parametrize("op", ["forward", "dx"])
 def test_shapes_outside_the_table_get_a_configuration(op):
-    for m, k, n in ((65, 80, 40), (128, 1536, 2048), (256, 4096, 4096), (5000, 8192, 1024)):
+    for m, k, n in ((65, 80, 40), (128, 1536, 2048), (256, 4096, 4096), (4096, 8192, 1024)):
         config = wide_config(op, m, k, (n,))
         assert config.m_tile == (128 if m <= 128 else 256)
     # 96 tiles of 256 rows would leave a quarter of the multiprocessors idle
     assert wide_config(op, 700, 4096, (4096,)).m_tile == 192
     # 16 tiles of outputs: split, so that more than an eighth of the multiprocessors have work
     assert wide_config("forward", 128, 4096, (2048,)).split == 4
+
+
+@pytest.mark.parametrize("op, k, n, m, tile, parts", [
+    ("forward", 18944, (3584,), 1280, 224, 3),  # 66 + 18 pairs of tiles instead of 66 + 4, of which 18 by three
+    ("dx", 4096, (12288, 12288), 1280, 256, 4),  # outside the table: 14 of 80 pairs in four parts
+    ("forward", 3584, (18944, 18944), 300, 160, 2),  # two tiles of which the second has 160 rows, not 64 after 256
+    ("forward", 5120, (13824, 13824), 3000, 256, 1),  # nothing is better
+    ("forward", 3584, (3584,), 1024, 256, 1),  # the table's own rows
+])  # fmt: skip
+def test_rows_between_those_that_were_measured_are_cut_to_fill_the_last_wave(op, k, n, m, tile, parts):
+    config = wide_config(op, m, k, n)
+    d, r, inputs = (k, n, ()) if op == "forward" else (sum(n), (k,), n)
+    plan = make_plan(m, d, r, op == "dx", config, inputs=inputs)
+    assert (config.m_tile, plan.parts) == (tile, parts)
 
 
 def test_many_rows_and_dx_go_to_the_wide_kernel_on_hopper(monkeypatch):
