@@ -164,35 +164,34 @@ def main(words: list[str] | None = None) -> int:
 
     programs = Programs()
     for case in cases:
-        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
-        step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
+        choices = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
+        step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=choices)
         programs.start(case, step, *operands, jit=functools.partial(deterministic_jit, donate_argnums=0))
         if arguments.profile:
             programs.start((*case, "profiled"), step, *operands, jit=deterministic_jit)
     programs.wait()
-    rows = []
+    settings = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
+    rows: list[dict[str, Any]] = []
+    result = {
+        "model": arguments.model,
+        "settings": {name: getattr(arguments, name) for name in settings},
+        "mean_length": statistics.mean(lengths),
+        "device": jax.devices()[0].device_kind,
+        "versions": versions("jax", "jaxlib", "optax"),
+        "product_tflop_per_s": rate * 1e-12,
+        "rows": rows,
+    }
     for case in cases:
         size, checkpoints = case
         flops = products_flops(config, B * arguments.prompt + sum(lengths), sum(lengths), checkpoints)
         row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
         row |= measure(programs.get(case), operands, arguments.repeats)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-        rows.append(row)
         if arguments.profile:
             row["kernels"] = kernel_times(programs.get((*case, "profiled")), operands)
             for kernel in row["kernels"][:20]:
                 print(f"  {kernel['ms']:8.2f} ms {kernel['count']:6} {kernel['kernel']}", flush=True)
-    if arguments.output is not None:
-        settings = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
-        result = {
-            "model": arguments.model,
-            "settings": {name: getattr(arguments, name) for name in settings},
-            "mean_length": statistics.mean(lengths),
-            "device": jax.devices()[0].device_kind,
-            "versions": versions("jax", "jaxlib", "optax"),
-            "product_tflop_per_s": rate * 1e-12,
-            "rows": rows,
-        }
+        rows.append(row)
         write(arguments.output, result)
     return 1 if any(row["nonfinite"] or row["numbers_that_differ"] for row in rows) else 0
 
