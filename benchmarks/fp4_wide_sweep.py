@@ -30,7 +30,7 @@ SAMPLES = 64
 def candidates(op: str, k: int, n: int, m: int, count: int) -> list[WideConfig]:
     """The configurations with the least estimated times."""
     d, r = (k, n) if op == "forward" else (n, k)
-    m_tiles = (128,) if m <= 128 else (128, 256) if m <= 256 else (128, 160, 192, 256)
+    m_tiles = (128,) if m <= 128 else (128, 256) if m <= 256 else (128, *wide_variants.M_TILES)
     return [plan.config for plan in wide_variants.fitting(wide_variants.cuts(m_tiles), op, m, d, (r,))[:count]]
 
 

@@ -35,6 +35,8 @@ def fp4_mlp(x_MK, weights, global_scales, *, lora=None, bias=None, backend=None,
     Raises:
       ValueError: shapes that do not agree, or a backend that cannot take the shape, naming the constraint.
     """
+    if len(weights) != 3:
+        raise ValueError(f"weights are those of gate, up and down, got {len(weights)}")
     gate, up, down = weights
     if not gate.n == up.n == down.k or len({w.dtype for w in weights}) > 1:
         found = ", ".join(f"{w.shape} {w.dtype}" for w in weights)
@@ -78,6 +80,11 @@ def _swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
+def _refuse(batched):
+    if any(jax.tree.leaves(batched)):
+        raise ValueError("fp4_mlp under vmap takes a batch of x and of LoRA only, not of weights, scales or biases")
+
+
 @functools.cache
 def _joined(route, keeps):
     """x, and of gate and up weights, scales, biases, loras -> silu(gate) * up [M, F] in x's dtype; if it `keeps` them
@@ -99,7 +106,8 @@ def _joined(route, keeps):
     @joined.def_vmap
     def fold(axis_size, in_batched, x, weights, scales, biases, loras):
         x_batched, *others, loras_batched = in_batched
-        if any(jax.tree.leaves((others, loras_batched))):  # refused there, or an adapter for each row block
+        _refuse(others)
+        if any(jax.tree.leaves(loras_batched)):  # an adapter for each row block
             axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
             ys = jax.vmap(apart, axes, axis_size=axis_size)(x, weights, scales, biases, loras)
         else:
@@ -130,7 +138,8 @@ def _dx_through(route):
     @through.def_vmap
     def fold(axis_size, in_batched, dy, weight, scale, lora, gate, up):
         dy_batched, *others, lora_batched, gate_batched, up_batched = in_batched
-        if any(jax.tree.leaves(others)) or (lora is not None and lora_batched[1]):
+        _refuse(others)
+        if lora is not None and lora_batched[1]:
             axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
             ys = jax.vmap(apart, axes, axis_size=axis_size)(dy, weight, scale, lora, gate, up)
         else:

@@ -97,14 +97,15 @@ def takes_lora(
 
 
 def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
-    """Whether fp4_matmul adds adapters of these ranks (0: none) in the kernel that multiplies by the weights."""
+    """Whether fp4_matmul adds adapters of these ranks (0: none) in the kernel that multiplies by the weights; without
+    any, whether there is such a kernel."""
     padded = tuple(padded_rank(rank) for rank in ranks)
     variant = choose(m, k, n, None, padded)
     if isinstance(variant, WideConfig):
-        return any(ranks)  # of any size
-    if m > STREAM_ROWS or not isinstance(variant, StreamConfig) or not any(ranks):
+        return True  # adapters of any size
+    if not isinstance(variant, StreamConfig) or (any(ranks) and m > STREAM_ROWS):
         return False
-    return takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
+    return not any(ranks) or takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
 
 
 def spare_ctas_make_h(

@@ -66,7 +66,8 @@ def multiply(
     of = ranks, swiglu, makes_h, handover, eps, dtype
     kernel = wide_kernel.build(m, k, n, config, False, bool(biases), wide_out, *of, keeps=keeps)
     ys = kernel(x_MK, *lora, *map(_flat, data), *scales, *biases, *handed)
-    return [*(y.astype(out_dtype) for y in ys[: len(n)]), *ys[len(n) :]]
+    count = 3 if keeps else len(n)
+    return [*(y.astype(out_dtype) for y in ys[:count]), *ys[count:]]
 
 
 def _lora_operands(x_MK, global_scales, loras, makes_h: bool) -> list[jax.Array]:

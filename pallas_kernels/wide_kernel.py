@@ -13,8 +13,8 @@ items are the last, the number of tiles.
 
 With `swiglu` a tile is 64 outputs of gate, of the first warpgroup, and the same 64 of up, of the second; chunk by chunk
 their sums meet in shared memory, where outputs are always put in order for their way out. dx of what comes after, of
-down, goes on through SwiGLU: on their way out its sums become the gradients of gate and up. These are loaded a chunk
-ahead, from the L2, where they have been asked for piece by piece while the tile was multiplied.
+down, goes on through SwiGLU: on their way out its sums become the gradients of gate and up. These are loaded two
+chunks ahead, from the L2, where they have been asked for piece by piece while the tile was multiplied.
 
 LoRA: x A^T of all weights comes ready, or is made by CTAs that have no tile (wide_spare.py); wide_lora.py adds it. A
 norm between two matmuls can be a part of both (wide_norm.py).

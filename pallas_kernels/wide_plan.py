@@ -364,6 +364,9 @@ def make_plan(
         raise ValueError(
             f"the wide kernel takes N and K that are multiples of 8, got {inputs or d} inputs and {r} outputs"
         )
+    slots = -(-min(plan.lora_steps, LORA_STEPS) // B_BOXES)
+    if config.w_depth < slots:
+        raise ValueError(f"LoRA of ranks {ranks} takes {slots} slots of weights at once, w_depth is {config.w_depth}")
     if config.split > plan.blocks:
         raise ValueError(f"{d} inputs are {plan.blocks} blocks of {BLOCK}, too few to split by {config.split}")
     if plan.joins_two and (len(r) != 2 or r[0] != r[1]):

@@ -2,10 +2,11 @@
 
 wide_table.json holds, for an operation, K, N and the largest M of a range, the configuration that was fastest on an
 H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide_sweep.py writes it); without them it
-has not been measured. Where cuBLAS's own error asks for it, the fastest that promotes its sums. The order of
-additions for an output depends on how many CTAs split D alone (WideConfig.split): where a shape's ranges have split 1,
-or the same in one wave, a row's result is the same for all their M. Entries for 32 and 64 rows are of shapes where it
-is faster than the streaming kernel, in calls without adapters. Else a rule says where: see few_rows_config.
+has not been measured. Where cuBLAS's own error asks for it, the fastest that promotes its sums. The order of additions
+for an output depends on how many CTAs split D alone (WideConfig.split): up to 256 rows, where a shape's ranges have
+split 1, or the same in one wave, a row's result is the same for all their M; with more rows the split is chosen for
+each M. Entries for 32 and 64 rows are of shapes where it is faster than the streaming kernel, in calls without
+adapters. Else a rule says where: see few_rows_config.
 """
 
 import contextlib
@@ -94,7 +95,7 @@ def _by_rule(op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...
 
 def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...]) -> WideConfig:
     """A configuration that was measured with other rows, or what is like it but for the tiles' height and the split of
-    the last wave, where that has the least estimated time: by more than estimates err."""
+    the last wave, where that has the least estimated time, by more than 1%."""
     others = [
         dataclasses.replace(measured, m_tile=m_tile, split=split, x_depth=_depth(m_tile), w_depth=_depth(m_tile))
         for m_tile, split in itertools.product(M_TILES, (1, 2, 3, 4))

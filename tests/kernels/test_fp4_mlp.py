@@ -83,6 +83,10 @@ def test_what_is_refused(weights, message):
         fp4_mlp(X, weights, SCALES)
     with pytest.raises(ValueError, match="bias must have one entry for each of the 3 weights, got 2"):
         fp4_mlp(X, WEIGHTS, SCALES, bias=BIASES[:2])
+    with pytest.raises(ValueError, match="gate, up and down, got 2"):
+        fp4_mlp(X, WEIGHTS[:2], SCALES[:2])
+    with pytest.raises(ValueError, match="fp4_mlp under vmap takes a batch of x and of LoRA only"):
+        jax.vmap(lambda bias: fp4_mlp(X, WEIGHTS, SCALES, bias=[bias, None, None]))(jnp.zeros((2, F)))
 
 
 def _lowered(f, rows):

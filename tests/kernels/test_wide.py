@@ -153,6 +153,8 @@ def test_which_weights_dx_takes(transposed, inputs, message):
 def test_what_a_plan_refuses(config, d, r, message):
     with pytest.raises(ValueError, match=message):
         make_plan(256, d, r, False, config)
+    with pytest.raises(ValueError, match=r"LoRA of ranks \(48,\) takes 2 slots of weights at once, w_depth is 1"):
+        make_plan(256, 1024, (512,), False, WideConfig(w_depth=1), (48,))
 
 
 @pytest.mark.parametrize("handover, m, d, r, more, message", [

@@ -24,8 +24,10 @@ from pallas_kernels import (
 )
 from pallas_kernels.counters import first_counters
 from pallas_kernels.layout import DECODINGS
+from pallas_kernels.wide_plan import TILE
 
 U32, F32 = np.uint32, np.float32
+MOST_ROWS = 256  # of a tile
 
 
 class Unordered(AssertionError):
@@ -111,7 +113,6 @@ def _make_memory(m):
     mem.long_offset = lambda base, index, stride: (
         base + index.astype(np.uint64) * np.uint64(1) * stride.astype(np.uint64)
     )
-    mem.load_global_b32 = lambda at, offset: mem.load_global_f32(at, offset).view(U32)
     m.unordered = {}  # by warp, addresses that it stored to, or None: that it has waited
     store, wait = mem.store_global_half, mem.wait_for_at_least
 
@@ -182,6 +183,13 @@ def _make_tensor(m, mem):
             m.shared[cta][to + place] = data
             m.barriers[cta][int(barrier[0])].arrive(0, -data.size)
 
+    def tensor_prefetch(source, column, row):
+        """Of a matrix, or of a last tile that is partly behind its end."""
+        ref, box, _ = maps[int(source[0])]
+        rows, columns = ref.shape
+        column, row = int(np.broadcast_to(column, 32)[0]), int(np.broadcast_to(row, 32)[0])
+        assert row % box[0] == column % box[1] == 0 and row < rows + MOST_ROWS and column < columns + TILE
+
     def remote_arrive(barrier, rank):
         first = m.now.cta // m.cluster * m.cluster
         for lane in np.flatnonzero(m.now.mask):
@@ -210,7 +218,7 @@ def _make_tensor(m, mem):
 
     pt.store_global_f32, pt.store_global_halfx2 = store_f32, store_halfx2
     pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
-    pt.tensor_prefetch = lambda source, column, row: None
+    pt.tensor_prefetch = tensor_prefetch
     pt.store_global_f32x4, pt.store_global_halfx4 = store_f32x4, store_halfx4
     return pt
 
