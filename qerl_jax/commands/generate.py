@@ -74,7 +74,12 @@ def add(commands: "Commands") -> None:
         help="write JSON rows to this file, not the terminal; an existing one is replaced when the first row is there",
     )
     parser.add_argument("--logprobs", action="store_true", help="add token ids and log-probabilities to the JSON rows")
-    parser.add_argument("--adapter", metavar="DIR", help="a PEFT folder to apply to the model")
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="a PEFT folder to apply to the model, whose weights stay in the format that they are stored in; for those "
+        "that a run trained it on, give the run, or a folder that `qerl quantize` has made",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     parser.set_defaults(command=run)
