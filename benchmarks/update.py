@@ -46,6 +46,7 @@ from qerl_jax.rl.state import Batch, TrainState, UpdateSettings, init_state
 from qerl_jax.rl.update import update_step
 
 _OPTIMIZER = make_optimizer(OptimizerSpec(1e-5, 100))
+_RECORDED = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")  # arguments in the result
 
 
 def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int, lengths: Sequence[int]) -> Batch:
@@ -164,17 +165,16 @@ def main(words: list[str] | None = None) -> int:
 
     programs = Programs()
     for case in cases:
-        choices = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
-        step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=choices)
+        settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
+        step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
         programs.start(case, step, *operands, jit=functools.partial(deterministic_jit, donate_argnums=0))
         if arguments.profile:
             programs.start((*case, "profiled"), step, *operands, jit=deterministic_jit)
     programs.wait()
-    settings = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")
     rows: list[dict[str, Any]] = []
     result = {
         "model": arguments.model,
-        "settings": {name: getattr(arguments, name) for name in settings},
+        "settings": {name: getattr(arguments, name) for name in _RECORDED},
         "mean_length": statistics.mean(lengths),
         "device": jax.devices()[0].device_kind,
         "versions": versions("jax", "jaxlib", "optax"),

@@ -103,9 +103,13 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     variant = choose(m, k, n, None, padded)
     if isinstance(variant, WideConfig):
         return True  # adapters of any size
-    if not isinstance(variant, StreamConfig) or (any(ranks) and m > STREAM_ROWS):
+    if not isinstance(variant, StreamConfig):
         return False
-    return not any(ranks) or takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
+    if not any(ranks):
+        return True
+    if m > STREAM_ROWS:
+        return False
+    return takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
 
 
 def spare_ctas_make_h(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4_matmul, fp4_mlp, lora_inside
+from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, lora_inside
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize
 from qerl_jax.models.params import LoRA
 
@@ -88,8 +88,7 @@ def linears(
     x_MK = x.reshape(-1, x.shape[-1])  # two dimensions: XLA's CPU gradient is 1.8 times faster than with [B, T, K]
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights) and _kernel_takes(x_MK, packed, loras):
-        tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
-        ys = fp4_matmul(x_MK, tiles, divisors, lora=_triples(loras), bias=biases, out_dtype=out_dtype)
+        ys = fp4_matmul(x_MK, *_tiles(packed), lora=_triples(loras), bias=biases, out_dtype=out_dtype)
     else:
         adds = len(packed) == len(weights) and any(more is not None for more in (*loras, *biases))
         sums_dtype = jnp.promote_types(x.dtype, jnp.float32) if adds else out_dtype
@@ -119,8 +118,7 @@ def gated_mlp(
         x_MK = x.reshape(-1, x.shape[-1])
         inner_MF = jax.ShapeDtypeStruct((x_MK.shape[0], weights[2].shape[1]), x.dtype)
         if _kernel_takes(x_MK, packed[:2], loras[:2]) and _kernel_takes(inner_MF, packed[2:], loras[2:]):
-            tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
-            y_MN = fp4_mlp(x_MK, tiles, divisors, lora=_triples(loras), bias=biases, out_dtype=out_dtype)
+            y_MN = fp4_mlp(x_MK, *_tiles(packed), lora=_triples(loras), bias=biases, out_dtype=out_dtype)
             return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     gate, up = linears(x, weights[:2], loras[:2], biases[:2])
     inner = (jax.nn.silu(gate.astype(out_dtype)) * up.astype(out_dtype)).astype(x.dtype)
@@ -134,6 +132,11 @@ def _check_inputs(x: jax.Array, weights: Sequence[Weight]) -> None:
         N, K = weight.shape
         if x.shape[-1] != K:
             raise ValueError(f"linear: x has {x.shape[-1]} inputs, the weight [{N}, {K}] takes {K}")
+
+
+def _tiles(weights: Sequence[KernelNVFP4]) -> tuple[list[KernelWeight], list[jax.Array]]:
+    """What the kernels take of weights: packed data and global scales."""
+    return [w.tiles for w in weights], [w.divisor for w in weights]
 
 
 def _triples(loras: Sequence[LoRA | None]) -> list[tuple[jax.Array, jax.Array, float] | None]:
@@ -155,8 +158,7 @@ def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight], out_dtype: jnp.
     """x W^T for every weight."""
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights):
-        tiles, divisors = [w.tiles for w in packed], [w.divisor for w in packed]
-        products: Sequence[jax.Array] = fp4_matmul(x_MK, tiles, divisors, out_dtype=out_dtype)
+        products: Sequence[jax.Array] = fp4_matmul(x_MK, *_tiles(packed), out_dtype=out_dtype)
         return products
     # The backward pass decodes a packed weight again: kept for it, the decoded ones would be the whole 16-bit model.
     again = jax.checkpoint(_frozen_matmul, static_argnums=2)

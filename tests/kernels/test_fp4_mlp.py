@@ -43,7 +43,7 @@ def _dense_y(x, pairs):
     return linear(jax.nn.silu(linear(x, 0)) * linear(x, 1), 2)
 
 
-def _check(got, want):
+def _assert_near(got, want):
     for g, t in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, t, rtol=2e-4, atol=2e-5 * np.abs(t).max())
 
@@ -51,10 +51,10 @@ def _check(got, want):
 def test_values_and_gradients_are_those_of_the_dense_network():
     """Also under vmap: over x, over x and adapters, and over adapters alone."""
     of_both = [jax.value_and_grad(lambda x, pairs, f=f: (f(x, pairs) * DY).sum(), (0, 1)) for f in (_y, _dense_y)]
-    _check(*(jax.jit(f)(X, PAIRS) for f in of_both))
+    _assert_near(*(jax.jit(f)(X, PAIRS) for f in of_both))
     xs, many = jnp.stack([X, 2 * X]), jax.tree.map(lambda v: jnp.stack([v, 3 * v]), PAIRS)
     for axes, operands in (((0, None), (xs, PAIRS)), ((0, 0), (xs, many)), ((None, 0), (X, many))):
-        _check(*(jax.jit(jax.vmap(f, axes))(*operands) for f in of_both))
+        _assert_near(*(jax.jit(jax.vmap(f, axes))(*operands) for f in of_both))
 
 
 def test_gate_and_up_are_not_rounded_before_they_are_joined():
