@@ -10,7 +10,7 @@ What is timed is `update_step`, compiled as a run's are and given a state to ove
 its arrays where they were is faster), from call to result; `seconds` is the median of --repeats after one that warms
 up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
 floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward once
-more), and of the output matrix's three, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
+more), and of the output matrix's two, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
 temporary_gb is what the compiled step needs beside weights, adapter and optimizer state. With --profile `kernels` has
 the milliseconds of each kernel of one more step, which leaves the state as it is, by XLA's names; those of frames that
 are not chosen count, with none.
@@ -66,12 +66,11 @@ def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int, l
 
 
 def products_flops(config: ModelConfig, tokens: int, completion_tokens: int, checkpoints: bool) -> float:
-    """Of the frozen weights, forward and for dx (no gradient of a weight is taken), and of the output matrix, which
-    goes forward twice: its logits are not kept."""
+    """Of the frozen weights and of the output matrix, forward and for dx: no gradient of a weight is taken."""
     sizes = (projection_shape(config, name) for name in PROJECTIONS)
     layers = config.num_hidden_layers * sum(N * K for N, K in sizes)
     return 2.0 * (
-        tokens * layers * (3 if checkpoints else 2) + completion_tokens * config.vocab_size * config.hidden_size * 3
+        tokens * layers * (3 if checkpoints else 2) + completion_tokens * config.vocab_size * config.hidden_size * 2
     )
 
 
