@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ _TEMP, _OLD = ".tmp-", ".old-"
 _MISREAD = re.compile(r"[\[*?\\:]")
 # How orbax names the system's error in its own, a ValueError.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+# Seconds that what a failed save wrote must be absent, and after which whoever writes next removes it.
+_QUIET, _PATIENCE = 0.5, 10.0
 _logger = logging.getLogger(__name__)
 
 
@@ -110,10 +113,13 @@ def save_checkpoint(
         number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
         if number is None:
             raise
-        shutil.rmtree(temp, ignore_errors=True)
+        _remove_until_gone(temp)
+        failed = f"{directory}: the checkpoint of step {step} could not be written ({os.strerror(number)})"
+        remedy = "Make room there, or allow writing, and"
+        if not checkpoint_steps(directory):
+            raise UserError(f"{failed}. {remedy} start again: there is no older one to go on from") from error
         raise UserError(
-            f"{directory}: the checkpoint of step {step} could not be written ({os.strerror(number)}); older ones are "
-            "as they were. Make room there, or allow writing, and continue: a run goes on from its newest checkpoint"
+            f"{failed}; older ones are as they were. {remedy} continue: a run goes on from its newest checkpoint"
         ) from error
 
     old = directory / (_OLD + final.name)
@@ -128,6 +134,17 @@ def save_checkpoint(
             os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
         remove_partial(directory)
     return final
+
+
+def _remove_until_gone(folder: Path) -> None:
+    """Removes a folder that may be made again meanwhile: orbax raises what the first of its threads raised, while
+    others still write, and make the folders that they miss."""
+    began = seen = time.monotonic()
+    while (now := time.monotonic()) - seen < _QUIET and now - began < _PATIENCE:
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            seen = now
+        time.sleep(0.02)
 
 
 def _write(temp: Path, step: int, leaves: dict[str, Any], static: dict[str, Any], progress: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Round trips, damage of any byte, and kills at any instant."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -242,6 +244,36 @@ def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(tmp_path, monkeypa
         save_checkpoint(tmp_path, 2, big, {})
     assert os.listdir(tmp_path) == ["step_00000001"]
     assert restore_checkpoint(tmp_path, make_tree(0))[2] == 1
+
+
+def test_a_full_disk_at_the_first_checkpoint_speaks_of_no_older_one(tmp_path):
+    refused = r"step 1 could not be written \(File too large\)\. Make room .* start again: there is no older one to"
+    with pytest.raises(UserError, match=refused) as error, full_disk(room=1 << 16):
+        save_checkpoint(tmp_path, 1, {"a": np.random.default_rng(0).random(100_000)}, {})
+    assert "as they were" not in str(error.value) and "newest" not in str(error.value)
+
+
+def test_what_a_failed_save_still_writes_is_removed(tmp_path, monkeypatch):
+    """Orbax's other threads write on after the first has failed, and make the folders that they miss."""
+
+    def write_on(temp):
+        for number in range(8):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                (temp / "arrays").mkdir(parents=True, exist_ok=True)
+                (temp / "arrays" / str(number)).write_text("late")
+            time.sleep(0.05)
+
+    def full(temp, *args):
+        writer.append(threading.Thread(target=write_on, args=(temp,)))
+        writer[0].start()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = []
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
+    writer[0].join()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture
