@@ -1,6 +1,7 @@
 """What a run learned, or a model, as a folder for other programs.
 
-    peft    the adapter: adapter_config.json and adapter_model.safetensors
+    peft    the adapter: adapter_config.json and adapter_model.safetensors, and in qerl_adapter.json the format of the
+            weights that it was trained on, where that is known
     bf16    base and adapter merged: a plain model in bfloat16
     nvfp4   the base alone, packed as compressed-tensors stores it; no adapter can be inside
 
@@ -24,13 +25,14 @@ from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import init_model
 from qerl_jax.models.loading import load_model, named_weights, open_model
 from qerl_jax.models.merging import save_merged
+from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
 from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
-from qerl_jax.quantization.adapters import warn_of_scaled_base
+from qerl_jax.quantization.adapters import trained_format, warn_of_scaled_base
 from qerl_jax.rl.assembly import model_identity
 from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.run_or_model import find_run
@@ -99,7 +101,8 @@ def export_model(
         trained = _adapter(found, shapes, adapter)
         if trained is None:
             raise UserError(f"{source}: a model alone has no adapter; expected a run folder, or --adapter DIR")
-        save_adapter(trained, path, found.model, tokenizer_from=found.model)
+        trained_on = rounded_to(found.model, found.weight_format) if adapter is None else trained_format(adapter)
+        save_adapter(trained, path, found.model, tokenizer_from=found.model, weight_format=trained_on)
     else:
         dtype = None if found.config is None else found.config.model.dtype
         model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)

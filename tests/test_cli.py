@@ -216,6 +216,7 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
         "min_p": 0.0,
         "max_completion_length": 48,
         "adapter": None,
+        "weight_format": None,
         "seed": 9,
         "greedy": False,
         "stop": [],

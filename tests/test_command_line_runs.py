@@ -107,6 +107,7 @@ def test_a_run_leaves_everything_in_its_folder(trained, summary):
     assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "qerl_adapter.json",
     ]
     assert summary["steps"] == 3 and summary["seed"] == 3
     for when in ("before", "after"):
@@ -278,6 +279,34 @@ def test_generate_with_another_adapter(trained, other_adapter, prompts, tmp_path
     assert other != own
     # A model's folder takes an adapter too; this one's weights are stored unquantized.
     assert len(run_main("generate", MODEL, *words[2:], "--adapter", other_adapter).splitlines()) == 3
+
+
+def test_generate_with_the_models_weights_as_a_run_had_them(trained, prompts, tmp_path, caplog):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    words = ("--greedy", "--prompts", file, "--logprobs", "--output")
+    adapter = ("--adapter", trained.folder / "adapter")
+
+    def answers(*source):
+        run_main("generate", *source, *words, tmp_path / "out.jsonl")
+        return sorted((tmp_path / "out.jsonl").read_text().splitlines())
+
+    own = answers(trained.folder, "--max-completion-length", 40)
+    model = (MODEL, *adapter, "--max-completion-length", 40)
+    assert answers(*model, "--weight-format", "nvfp4") == own and not caplog.records
+    assert answers(*model) != own
+    (record,) = caplog.records
+    assert record.message.endswith(
+        f"adapter/qerl_adapter.json: the adapter was trained on nvfp4 weights, and those of {MODEL} are bf16 here: it "
+        f"answers otherwise; take {MODEL} with weight_format (--weight-format) nvfp4"
+    )
+
+
+def test_a_weight_format_that_cannot_be(trained, prompts):
+    run, said = str(trained.folder), "is a run, which keeps the one it was trained with, nvfp4; leave it out, or give a"
+    with pytest.raises(UserError, match=rf"weight_format \(--weight-format\) is 'bf16', but .* {said} model"):
+        list(texts.generate_texts(run, prompts, weight_format="bf16"))
+    with pytest.raises(UserError, match=r"weight_format is 'nvpf4'; allowed: nvfp4, .*did you mean 'nvfp4'"):
+        list(texts.generate_texts(MODEL, prompts, weight_format="nvpf4"))
 
 
 def test_generate_of_a_model_has_lengths_that_fit_it(prompts):

@@ -24,6 +24,7 @@ from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.quantization.adapters import trained_format
 from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.saved import Saved
@@ -68,8 +69,12 @@ def names(folder):
 def test_the_adapter_of_an_unfinished_run(tmp_path, run):
     folder, model, adapter = run
     export_model(folder, tmp_path / "out", "peft")
-    assert names(tmp_path / "out") == COMPANIONS | {"adapter_config.json", "adapter_model.safetensors"}
+    files = {"adapter_config.json", "adapter_model.safetensors", "qerl_adapter.json"}
+    assert names(tmp_path / "out") == COMPANIONS | files
     assert_equal(load_adapter(tmp_path / "out", model), adapter)
+    assert trained_format(tmp_path / "out") == "nvfp4"
+    export_model(tmp_path / "base", tmp_path / "again", "peft", tmp_path / "out")
+    assert trained_format(tmp_path / "again") == "nvfp4"
     options = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert options["base_model_name_or_path"] == str(tmp_path / "base") and options["r"] == 4
 

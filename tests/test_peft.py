@@ -40,6 +40,22 @@ def test_round_trip(tmp_path, model, options):
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
+def test_the_format_of_the_weights_has_a_file_of_its_own(tmp_path, model):
+    """PEFT refuses, or leaves out, what its options do not have."""
+    adapter = tiny_adapter(model)
+    save_adapter(adapter, tmp_path / "plain", "b")
+    for _ in range(2):  # the second takes the first one's place
+        save_adapter(adapter, tmp_path / "a", "b", weight_format="nvfp4")
+    assert (tmp_path / "a" / "qerl_adapter.json").read_text() == '{\n  "weight_format": "nvfp4"\n}\n'
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+    assert_same(load_adapter(tmp_path / "a", model), adapter)
+    save_adapter(adapter, tmp_path / "a", "b")
+    assert not (tmp_path / "a" / "qerl_adapter.json").exists()
+    with pytest.raises(UserError, match="weight_format is 'fp4'; allowed: nvfp4, "):
+        save_adapter(adapter, tmp_path / "a", "b", weight_format="fp4")
+
+
 def test_the_folder_is_what_peft_documents(tmp_path, model):
     adapter = tiny_adapter(model, train_norms=True)
     save_adapter(adapter, tmp_path / "a", "some/base")

@@ -1,16 +1,17 @@
-"""Adapters of another base on a folder that AWQ has made."""
+"""Adapters on weights of another format, and those of another base on a folder that AWQ has made."""
 
 import json
 
 import pytest
-from folders import V4, random_arrays, write_folder, write_tokenizer
+from folders import NVFP4, V4, V5, packed_arrays, random_arrays, write_folder, write_tokenizer
 from tiny import tiny_adapter
 
 from qerl_jax.config_files import config_from_dict
+from qerl_jax.errors import UserError
 from qerl_jax.export import export_model
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import save_adapter
-from qerl_jax.quantization.adapters import warn_of_scaled_base
+from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import assemble
 from qerl_jax.rollout.texts import generate_texts
@@ -60,3 +61,51 @@ def test_every_use_of_an_adapter_tells_it(scaled, tmp_path, caplog):
     with RewardFunctions(config.reward) as rewards:
         assemble(config, rewards)
     assert caplog.text.count("AWQ has scaled the channels") == 3
+
+
+@pytest.fixture
+def bases(tmp_path):
+    """Networks of one shape whose linear weights are stored in bfloat16, float32 and NVFP4."""
+    packed = V5 | {"quantization_config": NVFP4}
+    return {
+        "bfloat16": write_folder(tmp_path / "bfloat16", random_arrays(), V4),
+        "float32": write_folder(tmp_path / "float32", random_arrays("float32"), V4 | {"torch_dtype": "float32"}),
+        "nvfp4": write_folder(tmp_path / "nvfp4", packed_arrays(), packed),
+    }
+
+
+@pytest.mark.parametrize(
+    ("trained", "base", "weight_format", "remedy"),
+    [
+        ("nvfp4", "bfloat16", None, "{} with weight_format (--weight-format) nvfp4"),
+        ("nvfp4", "bfloat16", "mxfp4", "{} with weight_format (--weight-format) nvfp4"),
+        ("bf16", "float32", "nvfp4", "{} with weight_format (--weight-format) bf16"),
+        ("nvfp4", "bfloat16", "nvfp4", None),
+        ("nvfp4", "nvfp4", None, None),
+        ("nvfp4", "nvfp4", "bf16", None),  # unpacked, the weights have the same values
+        ("bf16", "bfloat16", None, None),
+        ("bf16", "float32", "bf16", None),
+        ("bf16", "nvfp4", None, "the base it was trained on"),
+        ("mxfp4", "nvfp4", "bf16", "the base it was trained on"),
+        (None, "nvfp4", None, None),  # another program's
+    ],
+)
+def test_it_is_told_of_weights_in_another_format(bases, tmp_path, caplog, trained, base, weight_format, remedy):
+    folder = bases[base]
+    save_adapter(tiny_adapter(load_model(folder)), tmp_path / "adapter", "base", weight_format=trained)
+    warn_of_other_format(tmp_path / "adapter", folder, weight_format)
+    assert len(caplog.records) == (remedy is not None)
+    if remedy is not None:
+        found = "nvfp4" if base == "nvfp4" else weight_format or "bf16"
+        assert caplog.records[0].message == (
+            f"{tmp_path}/adapter/qerl_adapter.json: the adapter was trained on {trained} weights, and those of "
+            f"{folder} are {found} here: it answers otherwise; take {remedy.format(folder)}"
+        )
+
+
+@pytest.mark.parametrize("text", ['{"weight_format": "fp4"}', "{}", '{"weight_format": ["nvfp4"]}'])
+def test_a_folder_that_names_no_format_is_refused(bases, tmp_path, text):
+    adapter = adapter_of(bases["float32"], tmp_path, "base")
+    (adapter / "qerl_adapter.json").write_text(text)
+    with pytest.raises(UserError, match=r"adapter/qerl_adapter.json: weight_format is .*; allowed: nvfp4, mxfp4"):
+        warn_of_other_format(adapter, bases["float32"], None)

@@ -14,6 +14,7 @@ from qerl_jax.commands.command import add_command, check_n, check_seed
 from qerl_jax.data import ROW_FILES
 from qerl_jax.durable import with_home, writing
 from qerl_jax.errors import UserError
+from qerl_jax.option_names import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ completion, as they end: `row` and `sample` say which it is, and a prompt that c
 _EXAMPLES = """\
 examples:
   qerl generate runs/quickstart --prompt "Tom has 3 apples and buys 4. How many now?" --greedy
-  qerl generate Qwen/Qwen2.5-0.5B-Instruct --adapter my/adapter --prompts questions.jsonl --n 4 --temperature 0.6
+  qerl generate Qwen/Qwen2.5-0.5B-Instruct --adapter runs/my/adapter --weight-format nvfp4 --prompts questions.jsonl
   qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop $'\\n\\n' --logprobs
 
 exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
@@ -77,8 +78,13 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--adapter",
         metavar="DIR",
-        help="a PEFT folder to apply to the model, whose weights stay in the format that they are stored in; for those "
-        "that a run trained it on, give the run, or a folder that `qerl quantize` has made",
+        help="a PEFT folder to apply to the model; where a run has trained it on weights of another format than the "
+        "model's, a warning names --weight-format's value",
+    )
+    parser.add_argument(
+        "--weight-format",
+        metavar="NAME",
+        help=f"of a model's linear weights: {', '.join(FORMATS)} (default: as they are stored); a run has its own",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token each time")
@@ -114,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         min_p=options.min_p,
         max_completion_length=length,
         adapter=arguments.adapter,
+        weight_format=arguments.weight_format,
         seed=seed,
         greedy=arguments.greedy,
         stop=arguments.stop,

@@ -1,5 +1,6 @@
 """Which program packed a model folder's linear layers, if any."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from qerl_jax.models.compressed_tensors import compressed_tensors_packing
 from qerl_jax.models.files import read_json
 from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
 from qerl_jax.models.packing import Packing
-from qerl_jax.models.source import CONFIG
+from qerl_jax.models.source import CONFIG, resolve
 
 _READERS = {"compressed-tensors": compressed_tensors_packing, "modelopt": modelopt_packing}
 
@@ -26,6 +27,21 @@ def packing_of(hf: dict[str, Any], folder: Path) -> Packing | None:
             "modules that are not (ignore, exclude_modules)"
         )
     return packing
+
+
+def rounded_to(path: str | os.PathLike[str], weight_format: str | None) -> str:
+    """The format whose values the linear weights of a model have that is loaded so: of a packed folder its own, also
+    where they are unpacked; "bf16" where nothing has rounded them, in whatever dtype they are.
+
+    Args:
+      path, weight_format: as for `load_model`.
+
+    Raises:
+      UserError: there is no such folder, or none that can be read.
+    """
+    folder = resolve(path)
+    packing = packing_of(read_json(folder / CONFIG), folder)
+    return weight_format or "bf16" if packing is None else packing.weight_format
 
 
 def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:

@@ -4,7 +4,9 @@
     base_model.model.model.layers.0.mlp.down_proj.lora_B.weight    [out, r]
     base_model.model.model.layers.0.input_layernorm.weight         [hidden], trained norm scales (`modules_to_save`)
 
-The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were.
+The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were. The
+format of the weights that an adapter was trained on is none of PEFT's options, and stands in a file of its own,
+qerl_adapter.json.
 """
 
 import os
@@ -37,9 +39,11 @@ from qerl_jax.models.params import (
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import companions
 from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
+from qerl_jax.option_names import FORMATS
 from qerl_jax.recipes import RUN_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TRAINED_ON = "qerl_adapter.json"
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
 _NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
@@ -163,6 +167,7 @@ def save_adapter(
     path: str | os.PathLike[str],
     base_name: str,
     tokenizer_from: str | os.PathLike[str] | None = None,
+    weight_format: str | None = None,
 ) -> None:
     """Writes an adapter as the folder that PEFT's `PeftModel.from_pretrained` reads; it appears whole or not at all.
 
@@ -171,13 +176,18 @@ def save_adapter(
       path: the folder; one that holds an adapter already is replaced.
       base_name: name of the model it belongs to, for base_model_name_or_path.
       tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
+      weight_format: the format of the base's weights that it was trained on, told in qerl_adapter.json; None writes no
+        such file.
 
     Raises:
-      UserError: `path` holds other files, `tokenizer_from` has no tokenizer, or the adapter has numbers that are not
-        finite.
+      UserError: `path` holds other files, `tokenizer_from` has no tokenizer, an unknown `weight_format`, or the adapter
+        has numbers that are not finite.
       ValueError: ranks, scalings or modules differ among layers, there is no pair, or several adapters are stacked in
         one.
     """
+    if weight_format is not None and weight_format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
     check_single(adapter)
     pairs = [pair for layer in adapter.lora for pair in layer.values()]
     if not pairs:
@@ -213,11 +223,13 @@ def save_adapter(
     }
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
     copied = companions(tokenizer_from)
-    own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, GENERATION_CONFIG, *TOKENIZER_FILES]
+    own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_ON, GENERATION_CONFIG, *TOKENIZER_FILES]
     with whole_folder(path, own) as folder:
         for file in copied:
             shutil.copyfile(file, folder / file.name)
         write_json(folder / ADAPTER_CONFIG, options)
+        if weight_format is not None:
+            write_json(folder / TRAINED_ON, {"weight_format": weight_format})
         write_safetensors(folder / ADAPTER_WEIGHTS, specs, lambda name: np.asarray(arrays[name]), {"format": "pt"})
 
 

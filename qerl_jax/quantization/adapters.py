@@ -1,16 +1,20 @@
-"""Adapters on a base whose channels AWQ has scaled.
+"""Adapters on other weights than those that they were trained on.
 
-AWQ divides a norm scale by s and multiplies the columns that read it by s, which the network does not see; an adapter
-does. One that was trained on the plain model fits no scaled base, though every shape agrees.
+An adapter that was trained on weights as a 4-bit format rounds them answers otherwise on plain ones, and the other way
+round. AWQ divides a norm scale by s and multiplies the columns that read it by s, which the network does not see; an
+adapter does. One that was trained on the plain model fits no scaled base, though every shape agrees.
 """
 
 import logging
 import os
 from pathlib import Path
 
+from qerl_jax.errors import UserError, shown
 from qerl_jax.models.files import read_json
-from qerl_jax.models.peft import adapter_folder
+from qerl_jax.models.packed_by import rounded_to
+from qerl_jax.models.peft import TRAINED_ON, adapter_folder
 from qerl_jax.models.source import ADAPTER_CONFIG, resolve
+from qerl_jax.option_names import FORMATS
 from qerl_jax.quantization.report import REPORT
 
 _log = logging.getLogger(__name__)
@@ -42,3 +46,48 @@ def warn_of_scaled_base(adapter: str | os.PathLike[str], base: str | os.PathLike
             trained_on,
             base,
         )
+
+
+def trained_format(adapter: str | os.PathLike[str]) -> str | None:
+    """The format of the weights that an adapter was trained on; None where its folder does not say, as other programs'.
+
+    Args:
+      adapter: as for `load_adapter`.
+
+    Raises:
+      UserError: there is no such adapter, or it names no format.
+    """
+    where = adapter_folder(adapter) / TRAINED_ON
+    if not where.is_file():
+        return None
+    found = read_json(where).get("weight_format")
+    if found not in FORMATS:
+        raise UserError(f"{where}: weight_format is {shown(repr(found))}; allowed: {', '.join(FORMATS)}")
+    return str(found)
+
+
+def warn_of_other_format(
+    adapter: str | os.PathLike[str], base: str | os.PathLike[str], weight_format: str | None
+) -> None:
+    """Says so where the weights of `base`, loaded as `weight_format`, are not rounded as those that the adapter was
+    trained on.
+
+    Args:
+      adapter: as for `load_adapter`.
+      base, weight_format: as for `load_model`.
+
+    Raises:
+      UserError: there is no such adapter or base, or the adapter's folder names no format.
+    """
+    trained, found = trained_format(adapter), rounded_to(base, weight_format)
+    if trained in (None, found):
+        return
+    stored_plain = rounded_to(base, None) == "bf16"
+    _log.warning(
+        "%s: the adapter was trained on %s weights, and those of %s are %s here: it answers otherwise; take %s",
+        adapter_folder(adapter) / TRAINED_ON,
+        trained,
+        base,
+        found,
+        f"{base} with weight_format (--weight-format) {trained}" if stored_plain else "the base it was trained on",
+    )

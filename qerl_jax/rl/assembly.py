@@ -20,6 +20,7 @@ from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.loading import load_model
+from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_fingerprint, adapter_folder, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 class Policy:
     """A frozen model with what turns text into its tokens and back.
 
-    Its NVFP4 weights are in the GPU kernels' order where those run; `fingerprint` is that of the weights as loaded.
+    Its NVFP4 weights are in the GPU kernels' order where those run; `fingerprint` is that of the weights as loaded,
+    `rounded_to` the format whose values they have (see `models.packed_by`).
     """
 
     model: Model
@@ -54,6 +56,7 @@ class Policy:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     fingerprint: str
+    rounded_to: str
 
 
 def load_policy(path: str, weight_format: str | None, dtype: DtypeOption) -> Policy:
@@ -64,7 +67,8 @@ def load_policy(path: str, weight_format: str | None, dtype: DtypeOption) -> Pol
         model = for_kernels(model)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     generation = load_generation_config(path)
-    return Policy(model, tokenizer, generation.eos_token_ids, generation.pad_token_id, identity)
+    ends = generation.eos_token_ids, generation.pad_token_id
+    return Policy(model, tokenizer, *ends, identity, rounded_to(path, weight_format))
 
 
 def configured_policy(config: Config) -> Policy:

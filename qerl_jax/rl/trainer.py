@@ -268,7 +268,12 @@ class _Run:
 
     def _finish(self, after: dict[str, Any]) -> Path:
         before = self.progress["before"]
-        save_adapter(self.state.adapter, self.folder / run_folder.ADAPTER, self.config.model.model_name_or_path)
+        save_adapter(
+            self.state.adapter,
+            self.folder / run_folder.ADAPTER,
+            self.config.model.model_name_or_path,
+            weight_format=self.experiment.policy.rounded_to,
+        )
         summary = {
             "steps": int(self.state.step),
             "seed": self.config.run.seed,

@@ -12,7 +12,7 @@ from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.peft import adapter_folder, load_adapter
-from qerl_jax.quantization.adapters import warn_of_scaled_base
+from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
 from qerl_jax.rl.saved import trained_adapter
 from qerl_jax.rollout.engine import Engine
@@ -60,6 +60,7 @@ def generate_texts(
     min_p: float = 0.0,
     max_completion_length: int | None = None,
     adapter: str | None = None,
+    weight_format: str | None = None,
     seed: int = 0,
     greedy: bool = False,
     stop: Sequence[str] = (),
@@ -71,17 +72,19 @@ def generate_texts(
 
     Args:
       model_or_run: a run folder (its model, format and adapter are used, the newest checkpoint's before its end), or
-        a model as `load_model` takes it, whose weights stay in the format they are stored in.
+        a model as `load_model` takes it.
       prompts: texts, or lists of messages.
       max_completion_length: None is 256, or what the model's positions leave beside the prompt.
-      adapter: a PEFT folder; for a run, instead of its own.
+      adapter: a PEFT folder; for a run, instead of its own. One that was trained on weights of another format is used
+        with a warning.
+      weight_format: of a model's linear weights, as `load_model` takes it; a run has its own.
       greedy: take the most likely token each time; the sampling options are then ignored.
       stop: texts that end a completion, found across the borders of tokens.
       stream: also yields texts while they grow, as far as they are sure.
 
     Raises:
       UserError: a folder that is neither run nor model, a model that cannot be loaded, a run that has saved nothing
-        yet, lengths that do not fit the model, an empty stop text.
+        yet or that a format is given for, lengths that do not fit the model, an empty stop text.
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
@@ -92,14 +95,20 @@ def generate_texts(
         config = load_config(str(run / run_folder.CONFIG))
         run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
         options = config.model
-        policy = load_policy(options.model_name_or_path, options.weight_format, options.dtype)
+        if weight_format is not None:
+            raise UserError(
+                f"weight_format (--weight-format) is {weight_format!r}, but {model_or_run} is a run, which keeps the "
+                f"one it was trained with, {options.weight_format}; leave it out, or give a model and its adapter"
+            )
+        base, weight_format = options.model_name_or_path, options.weight_format
+        policy = load_policy(base, weight_format, options.dtype)
         if adapter is None:
             trained = trained_adapter(run, run_folder.identity_of(run), config, policy)
-        base = options.model_name_or_path
     else:
-        policy, base = load_policy(model_or_run, None, "auto"), model_or_run
+        policy, base = load_policy(model_or_run, weight_format, "auto"), model_or_run
     if adapter is not None:
         warn_of_scaled_base(adapter, base)
+        warn_of_other_format(adapter, base, weight_format)
     weights = trained if adapter is None else load_adapter(adapter, policy.model)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
