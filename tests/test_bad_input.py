@@ -349,6 +349,26 @@ def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder,
     assert "2 of 3 prompts not answered" in printed.err
 
 
+def test_texts_and_messages_in_one_file_are_answered_and_a_malformed_prompt_is_the_error_of_its_row(folder, capsys):
+    user = {"role": "user", "content": "2 pens"}
+    wrong = {
+        "": "the prompt is empty; expected a text",
+        None: "the prompt is None; expected a text, or a list of one message or more",
+        3: "the prompt is 3; expected a text, or a list",
+        "text in a list": "'2 pens' is not a message; expected {'role': text, 'content': text}",
+        "role": "the role is 'robot'; allowed: system, user, assistant, tool",
+        "end": "the prompt ends with the assistant's message; expected the user's",
+    }
+    prompts = ["", None, 3, ["2 pens"], [user | {"role": "robot"}], [user, {"role": "assistant", "content": "2"}]]
+    jsonl(folder, *({"prompt": prompt} for prompt in ("2 pens", [user], *prompts)))
+    assert main(["generate", MODEL, "--prompts", "rows.jsonl", "--max-new-tokens", "2"]) == 3
+    rows = {row["row"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert sorted(rows) == list(range(8))
+    assert all(rows[row]["finish_reason"] in ("length", "eos") for row in (0, 1))
+    for row, error in enumerate(wrong.values(), start=2):
+        assert rows[row]["prompt"] == prompts[row - 2] and rows[row]["error"].startswith(error)
+
+
 def test_generate_says_that_logits_are_no_numbers(folder, refused, capfd, monkeypatch):
     def overflowing(*args):
         loaded = load_policy(*args)

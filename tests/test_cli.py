@@ -228,7 +228,7 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
 
 
 def test_generate_many_prints_rows(calls, tmp_path, capsys):
-    calls.fake("qerl_jax.data.dataset", "load_dataset", lambda name, **options: [{"prompt": "a"}, {"prompt": "é"}])
+    calls.fake("qerl_jax.data.dataset", "load_prompts", lambda name: ["a", "é"])
     assert main(["generate", "some/model", "--prompts", "file.jsonl", "--n", "2"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == {"row": 0, "prompt": "a", "sample": 1, "completion": "a -> 1", "finish_reason": "eos"}
@@ -236,7 +236,7 @@ def test_generate_many_prints_rows(calls, tmp_path, capsys):
 
 
 def test_generate_tells_of_prompts_that_failed_in_their_rows_and_by_its_exit_code(calls, tmp_path, capsys):
-    calls.fake("qerl_jax.data.dataset", "load_dataset", lambda name, **options: [{"prompt": ""}, {"prompt": "b"}])
+    calls.fake("qerl_jax.data.dataset", "load_prompts", lambda name: ["", "b"])
     words = ["generate", "some/model", "--prompts", "file.jsonl", "--logprobs", "--output", str(tmp_path / "out.jsonl")]
     assert main(words) == 3
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.data import arithmetic
-from qerl_jax.data.dataset import load_dataset, order, prompt_indices
+from qerl_jax.data.dataset import load_dataset, load_prompts, order, prompt_indices
 from qerl_jax.errors import UserError
 
 
@@ -110,11 +110,11 @@ GOOD = '{"prompt": "a", "answer": 1}'
         (['{"prompt": [{"role": "assistant", "content": "a"}]}'], r"ends with the assistant's message"),
         (
             [GOOD, '{"prompt": [{"role": "user", "content": "a"}]}'],
-            r"line 2: column 'prompt' is a list, but a text in line 1",
+            r"line 2: column 'prompt' is a list, but a text in line 1; expected one type in all rows$",
         ),
         (
             ['{"prompt": "a", "answer": null}', "", GOOD, '{"prompt": "b", "answer": "x"}'],
-            r"rows\.jsonl, line 4: column 'answer' is a text, but a number in line 3; expected one type",
+            r"line 4: column 'answer' is a text, but a number in line 3; expected one type in all rows, or null",
         ),
         (
             [GOOD, '{"prompt": "b", "answer": true}'],
@@ -145,6 +145,29 @@ GOOD = '{"prompt": "a", "answer": 1}'
 def test_bad_files_name_the_line(jsonl, lines, message):
     with pytest.raises(UserError, match=message):
         load_dataset(jsonl(*lines))
+
+
+def test_prompts_alone_are_whatever_their_rows_hold(jsonl):
+    messages = [{"role": "user", "content": "2+2?", "name": None}]
+    wrong = ["", None, 3, [], ["a", {}], [{"role": "robot"}]]
+    rows = [{"prompt": prompt, "n": number % 2 or "even"} for number, prompt in enumerate(["a", messages, *wrong])]
+    assert load_prompts(jsonl(*rows)) == ["a", [{"role": "user", "content": "2+2?"}], *wrong]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, '{"prompt": "b"'], r"rows\.jsonl, line 2: not JSON"),
+        ([GOOD, '{"promt": "b"}'], r"line 2: there is no column 'prompt' \(did you mean 'promt'\?\)"),
+        ([GOOD, '{"prompt": "\\ud800"}'], r"line 2: '\\ud800' is half of a surrogate pair"),
+        (['{"prompt": ' + 65 * "[" + 65 * "]" + "}"], r"line 1: column 'prompt' is nested more than 64 deep"),
+        (['{"prompt": ' + 10**5 * "[" + 10**5 * "]" + "}"], r"line 1: cannot be read as JSON \(lists or obj"),
+        ([""], r"has no rows"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_read_names_the_line(jsonl, lines, message):
+    with pytest.raises(UserError, match=message):
+        load_prompts(jsonl(*lines))
 
 
 def test_numbers_of_both_kinds_and_any_size_are_one_type(jsonl):

@@ -172,10 +172,9 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
                 "file with a `prompt` in each row, or a text (--prompt takes any text)"
             )
         return [arguments.prompts], False
-    from qerl_jax.data.dataset import load_dataset
+    from qerl_jax.data.dataset import load_prompts
 
-    rows = load_dataset(arguments.prompts, split="eval", empty_prompts=True)
-    return [rows[index]["prompt"] for index in range(len(rows))], True
+    return load_prompts(arguments.prompts), True
 
 
 def _check_output(name: str, prompts: str | None) -> None:

@@ -9,8 +9,6 @@ The order is a function of (seed, cursor): nothing but the cursor has to be save
 import copy
 import functools
 import hashlib
-import json
-import math
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +17,9 @@ import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
+from qerl_jax.data.row_files import line_of, parts, read_bytes, read_rows
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, is_whole, nearest
-from qerl_jax.models.files import json_value, unique_names
 
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
@@ -34,7 +32,6 @@ _TYPES = {
     list: "a list",
     dict: "an object",
 }
-_DEEPEST = 64  # lists and objects in one another
 # Of each part of a column, `tests[].input` say: its type, and the first line that has one.
 _Types = dict[tuple[str, ...], tuple[str, int]]
 
@@ -85,21 +82,20 @@ class ArithmeticDataset:
 class JsonlDataset:
     """A local JSONL file, checked line by line; a row is what its line says."""
 
-    def __init__(self, path: Path, empty_prompts: bool = False) -> None:
-        """Reads the file; `empty_prompts` is that of `load_dataset`.
+    def __init__(self, path: Path) -> None:
+        """Reads the file.
 
         Raises:
           UserError: the file is missing or has no rows, a line is not a JSON object with a usable prompt, or a column
             mixes types.
         """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        data = read_bytes(path)
         self.fingerprint = hashlib.sha256(data).hexdigest()
-        lines = _read_rows(path, data, empty_prompts)
-        if not lines:
-            raise UserError(f"{path}: has no rows; expected one JSON object a line")
+        lines = read_rows(path, data)
+        types: _Types = {}
+        for line, row in lines.items():
+            _check(row["prompt"], line_of(path, line))
+            _check_types(row, types, line, line_of(path, line))
         self._path, self._lines, self._rows = path, list(lines), list(lines.values())
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
 
@@ -108,105 +104,58 @@ class JsonlDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row: dict[str, Any] = copy.deepcopy(dict.fromkeys(self._columns) | self._rows[index])
-        if not isinstance(row["prompt"], str):  # a message's key without a value is as good as absent
-            row["prompt"] = [
-                {key: value for key, value in message.items() if value is not None} for message in row["prompt"]
-            ]
+        row["prompt"] = _without_nulls(row["prompt"])
         return row
 
     def where(self, index: int) -> str:
-        return _where(self._path, self._lines[index])
+        return line_of(self._path, self._lines[index])
 
 
-def _where(path: Path, line: int) -> str:
-    return f"{path}, line {line}"
-
-
-def _read_rows(path: Path, data: bytes, empty_prompts: bool) -> dict[int, dict[str, Any]]:
-    """The rows by the numbers of their lines."""
-    rows: dict[int, dict[str, Any]] = {}
-    types: _Types = {}
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        where = _where(path, number)
-        if not line.strip():
-            continue
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json_value(text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=unique_names)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
-            ) from error
-        except ValueError as error:  # NaN, thousands of digits, or of brackets, a name that is there twice
-            raise UserError(f"{where}: cannot be read as JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
-        if "prompt" not in row:
-            found = ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
-        if not (empty_prompts and row["prompt"] == ""):
-            _check_prompt(row["prompt"], where)
-        _check_types(row, types, number, where)
-        _check_text(row, where)
-        rows[number] = row
-    return rows
-
-
-def _no_json(name: str) -> Any:
-    """Of NaN and the infinities, which Python reads and writes, and of which no log could be written."""
-    raise ValueError(f"{name} is no JSON; null is")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{text} is beyond the numbers that a float has")
-    return value
+def _without_nulls(prompt: Any) -> Any:
+    """Of messages, since a key without a value is as good as absent; anything else as it is."""
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return prompt
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def _check_types(row: dict[str, Any], types: _Types, number: int, where: str) -> None:
-    """Refuses a part of a column that has another type than before, or is nested too deep to be copied."""
-    parts: list[tuple[tuple[str, ...], Any]] = [((name,), value) for name, value in row.items()]
-    for path, value in parts:  # which grow meanwhile
+    """Refuses a part of a column that has another type than before. A prompt's too: reward functions are given
+    prompts and completions of several rows, all texts or all messages."""
+    for path, value in parts(row):
         if value is None:
             continue
         found = _TYPES[type(value)]
         before, line = types.setdefault(path, (found, number))
         if found != before:
+            null = "" if path == ("prompt",) else ", or null"
             raise UserError(
                 f"{where}: column {''.join(path)!r} is {found}, but {before} in line {line}; expected one type in all "
-                "rows, or null"
+                f"rows{null}"
             )
-        if len(path) > _DEEPEST:
-            raise UserError(f"{where}: column {path[0]!r} is nested more than {_DEEPEST} deep")
-        if isinstance(value, list):
-            parts += [((*path, "[]"), item) for item in value]
-        elif isinstance(value, dict):
-            parts += [((*path, f".{key}"), item) for key, item in value.items()]
 
 
-def _check_text(row: dict[str, Any], where: str) -> None:
+def _check(prompt: Any, where: str) -> None:
     try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {error.object[error.start]!r} is half of a surrogate pair, and no text") from None
+        check_prompt(prompt)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
-def _check_prompt(prompt: Any, where: str) -> None:
+def check_prompt(prompt: Any) -> None:
+    """Refuses what is neither a text nor messages that end with one to be answered."""
     if isinstance(prompt, str):
         if not prompt:
-            raise UserError(f"{where}: the prompt is empty")
+            raise UserError("the prompt is empty; expected a text")
         return
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"{where}: the prompt is {prompt!r:.80}; expected a text, or a list of one message or more")
+        raise UserError(f"the prompt is {prompt!r:.80}; expected a text, or a list of one message or more")
     for message in prompt:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f"{where}: {message!r:.80} is not a message; expected {{'role': text, 'content': text}}")
+            raise UserError(f"{message!r:.80} is not a message; expected {{'role': text, 'content': text}}")
         if message["role"] not in _ROLES:
-            raise UserError(f"{where}: the role is {message['role']!r}; allowed: {', '.join(_ROLES)}")
+            raise UserError(f"the role is {message['role']!r}; allowed: {', '.join(_ROLES)}")
     if prompt[-1]["role"] == "assistant":
-        raise UserError(f"{where}: the prompt ends with the assistant's message; expected the user's, to be answered")
+        raise UserError("the prompt ends with the assistant's message; expected the user's, to be answered")
 
 
 def from_anywhere(name_or_path: str) -> str:
@@ -214,9 +163,7 @@ def from_anywhere(name_or_path: str) -> str:
     return os.path.abspath(name_or_path) if Path(name_or_path).suffix in ROW_FILES else name_or_path
 
 
-def load_dataset(
-    name_or_path: str, split: str = "train", *, seed: int = 0, size: int | None = None, empty_prompts: bool = False
-) -> Dataset:
+def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size: int | None = None) -> Dataset:
     """Opens a data set.
 
     Args:
@@ -224,7 +171,6 @@ def load_dataset(
       split: `train`, `eval` or `pretrain` of a generated data set.
       seed: of a generated data set; another seed gives other problems of the same split.
       size: rows of a generated data set, None for its usual number.
-      empty_prompts: let rows of a file pass whose prompt is an empty text, for who refuses them one by one.
 
     Raises:
       UserError: an unknown name or split, a size below 1, a missing or empty file, a folder or a file of another
@@ -237,9 +183,24 @@ def load_dataset(
             hint = nearest(split, _ARITHMETIC_ROWS)
             raise UserError(f"data set 'arithmetic': no split {split!r}{hint}; allowed: {', '.join(_ARITHMETIC_ROWS)}")
         return ArithmeticDataset(split, _ARITHMETIC_ROWS[split] if size is None else size, seed)
+    return JsonlDataset(_row_file(name_or_path))
+
+
+def load_prompts(name_or_path: str) -> list[Any]:
+    """The prompts of a .jsonl or .ndjson file, whatever they are, for who refuses them one by one (`check_prompt`).
+
+    Raises:
+      UserError: there is no such file, it has no rows, or a line that cannot be read or has no prompt, by number.
+    """
+    path = _row_file(name_or_path)
+    return [_without_nulls(row["prompt"]) for row in read_rows(path, read_bytes(path)).values()]
+
+
+def _row_file(name_or_path: str) -> Path:
+    """The file of that name, or why it is none and no data set."""
     path = with_home(name_or_path)
     if path.suffix in ROW_FILES and path.is_file():
-        return JsonlDataset(path, empty_prompts)
+        return path
     rows = " or ".join(ROW_FILES)
     if name_or_path and os.path.isdir(path):
         raise UserError(f"data set {name_or_path!r} is a folder; expected a {rows} file")

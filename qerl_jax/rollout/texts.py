@@ -9,6 +9,7 @@ import numpy as np
 
 from qerl_jax import run_folder
 from qerl_jax.config_files import load_config
+from qerl_jax.data.dataset import check_prompt
 from qerl_jax.data.prompts import prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.peft import adapter_folder, load_adapter
@@ -174,14 +175,13 @@ def _encode(
     longest = 0
     for number, prompt in enumerate(prompts):
         try:
+            check_prompt(prompt)
             text = prompt_text(policy.tokenizer, prompt)
             ids = prompt_ids(policy.tokenizer, prompt)
-        except UserError as error:  # messages that the chat template refuses
+        except UserError as error:  # one of them: messages that the chat template refuses
             errors[number] = str(error)
             continue
-        if not text:
-            errors[number] = "the prompt is empty; expected a text"
-        elif not 1 <= len(ids) <= room:
+        if not 1 <= len(ids) <= room:
             errors[number] = (
                 f"the prompt has {len(ids)} tokens; allowed: 1 to {room} (the model has {positions} positions, and "
                 f"{positions - room} are for the completion); it begins {text[:60]!r}"

@@ -1,0 +1,91 @@
+"""Files of rows: one JSON object a line, each with a `prompt`."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.errors import UserError, nearest
+from qerl_jax.models.files import json_value, unique_names
+
+_DEEPEST = 64  # lists and objects in one another
+
+
+def line_of(path: Path, number: int) -> str:
+    """A line, as the start of a message about it."""
+    return f"{path}, line {number}"
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's contents."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def read_rows(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
+    """The rows of a file of these contents, by the numbers of their lines; their prompts may be anything.
+
+    Raises:
+      UserError: there are none, or a line is not a JSON object with a `prompt` that can be copied and written.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        where = line_of(path, number)
+        if not line.strip():
+            continue
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            row = json_value(text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=unique_names)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
+            ) from error
+        except ValueError as error:  # NaN, thousands of digits, or of brackets, a name that is there twice
+            raise UserError(f"{where}: cannot be read as JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
+        if "prompt" not in row:
+            found = ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
+        for part, _ in parts(row):
+            if len(part) > _DEEPEST:
+                raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
+        _check_text(row, where)
+        rows[number] = row
+    if not rows:
+        raise UserError(f"{path}: has no rows; expected one JSON object a line")
+    return rows
+
+
+def _no_json(name: str) -> Any:
+    """Of NaN and the infinities, which Python reads and writes, and of which no log could be written."""
+    raise ValueError(f"{name} is no JSON; null is")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is beyond the numbers that a float has")
+    return value
+
+
+def parts(row: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Columns and all that is in them, by where it stands: `("tests", "[]", ".input")` say."""
+    found: list[tuple[tuple[str, ...], Any]] = [((name,), value) for name, value in row.items()]
+    for path, value in found:  # which grow meanwhile
+        yield path, value
+        if isinstance(value, list):
+            found += [((*path, "[]"), item) for item in value]
+        elif isinstance(value, dict):
+            found += [((*path, f".{key}"), item) for key, item in value.items()]
+
+
+def _check_text(row: dict[str, Any], where: str) -> None:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {error.object[error.start]!r} is half of a surrogate pair, and no text") from None
