@@ -144,7 +144,7 @@ def train(size: Size, folder: Path, seed: int) -> None:
         "device": jax.devices()[0].device_kind,
         "versions": versions("jax", "optax", "tokenizers"),
     }
-    save_model(stored(carry[0]), folder / "model", folder / "tokenizer")
+    save_model(stored(carry[0]), folder / "model", tokenizer_from=folder / "tokenizer")
     (folder / "model" / "training.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -199,7 +199,7 @@ def _tracebacks_unlogged() -> Iterator[None]:
 
 
 def restore_checkpoint[Tree](
-    directory: str | os.PathLike[str], target: Tree, step: int | None = None
+    directory: str | os.PathLike[str], target: Tree, *, step: int | None = None
 ) -> tuple[Tree, Progress, int] | None:
     """Reads the newest undamaged checkpoint; a damaged one is named in a warning and the one before it is used.
 

@@ -91,7 +91,7 @@ def export_model(
                 "packs them"
             )
         _refuse_another_model(found, _as_trained(found, model))
-        save_model(model, path, found.model, "nvfp4")
+        save_model(model, path, tokenizer_from=found.model, weight_format="nvfp4")
     elif format == "peft":
         # Shapes are enough: no weight of the base is read, and none compared.
         if adapter is None:
@@ -108,7 +108,8 @@ def export_model(
         model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
         if adapter is None:
             _refuse_another_model(found, model)
-        save_merged(model, _adapter(found, model, adapter), path, found.model, jnp.bfloat16)
+        trained = _adapter(found, model, adapter)
+        save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 
 
 def _source(name: str) -> _Source:

@@ -162,7 +162,7 @@ def leaves(run, step=None):
         name: jax.random.key(0) if leaf["prng"] else np.zeros(leaf["shape"], leaf["dtype"])
         for name, leaf in manifest["leaves"].items()
     }
-    arrays, progress, _ = restore_checkpoint(folder, target, newest)
+    arrays, progress, _ = restore_checkpoint(folder, target, step=newest)
     return {
         name: np.asarray(jax.random.key_data(leaf) if manifest["leaves"][name]["prng"] else leaf)
         for name, leaf in arrays.items()

@@ -244,7 +244,7 @@ def test_what_comes_out_is_distributed_as_the_network_says():
     assert pairs.shape == (draws, 2) and many.statistics.steps == 2 * draws / 500
     V = CONFIG.vocab_size
     rows = jnp.concatenate([jnp.tile(jnp.array(prompt), (V, 1)), jnp.arange(V)[:, None]], axis=1)
-    scores = np.asarray(jax.jit(logits)(MODEL, rows, None, ADAPTER), np.float64)
+    scores = np.asarray(jax.jit(logits)(MODEL, rows, adapter=ADAPTER), np.float64)
     first = exactly(scores[0, 2], **rules)
     both = first[:, None] * np.stack([exactly(row, **rules) for row in scores[:, 3]])
     assert pvalue(pairs[:, 0], first) > BOUND

@@ -56,7 +56,7 @@ def error(found, expected):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_logits_are_those_of_transformers(name, side):
     mask = stored(name, f"{side}_mask")
-    found = logits(network(name), stored(name, f"{side}_ids"), mask if side == "left" else None)
+    found = logits(network(name), stored(name, f"{side}_ids"), attention_mask=mask if side == "left" else None)
     real = mask.astype(bool)
     assert error(found[real], stored(name, f"{side}_logits")[real]) < 2e-5
 

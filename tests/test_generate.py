@@ -66,7 +66,7 @@ def test_an_eos_in_the_last_slot_counts_as_terminated():
 def test_greedy_equals_argmax_of_the_forward_pass():
     settings = SamplingSettings(6, (3,), 0, temperature=0.0)
     out = run(settings=settings, num_generations=1)
-    forward = jax.jit(lambda tokens: logits(MODEL, tokens[None], None, ADAPTER)[0])
+    forward = jax.jit(lambda tokens: logits(MODEL, tokens[None], adapter=ADAPTER)[0])
     for n, length in enumerate(np.asarray(PROMPTS.lengths)):
         tokens = np.zeros(PROMPTS.tokens.shape[1] + 6, np.int32)
         tokens[:length] = PROMPTS.tokens[n, :length]

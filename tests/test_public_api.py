@@ -18,6 +18,7 @@ from qerl_jax.formats.nvfp4 import NVFP4Weight
 
 MODEL = tiny_model()
 PROMPTS = qerl.Prompts(np.array([[5, 9, 11, 0], [7, 0, 0, 0]], np.int32), np.array([3, 1], np.int32), np.arange(2))
+KEY = jax.random.key(0)
 SETTINGS = qerl.StepSettings(qerl.SamplingSettings(6, (3, 4, 10, 12, 50), 0), qerl.UpdateSettings(4, 1.0, 8))
 
 
@@ -61,10 +62,10 @@ def test_logits_under_jit_vmap_and_grad():
     tokens = jnp.array([[5, 9, 11, 20, 3, 1], [7, 8, 2, 2, 40, 6]])
     adapters = [tiny_adapter(MODEL, seed) for seed in (1, 2, 3)]
     run = jax.jit(qerl.logits)
-    several = jax.vmap(run, in_axes=(None, None, None, 0))(MODEL, tokens, None, stacked(adapters))
+    several = jax.vmap(lambda adapter: run(MODEL, tokens, adapter=adapter))(stacked(adapters))
     assert several.shape == (3, 2, 6, CONFIG.vocab_size) and several.dtype == jnp.float32
     for adapter, found in zip(adapters, several, strict=True):
-        np.testing.assert_allclose(found, run(MODEL, tokens, None, adapter), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found, run(MODEL, tokens, adapter=adapter), rtol=1e-4, atol=1e-4)
     assert float(jnp.abs(several[0] - several[1]).max()) > 1e-2
 
     @jax.jit
@@ -79,6 +80,43 @@ def test_logits_under_jit_vmap_and_grad():
         return loss(jax.tree.map(lambda a, g: a + h * g / steepness, adapters[0], grads))
 
     np.testing.assert_allclose((along(1e-2) - along(-1e-2)) / 2e-2, steepness, rtol=1e-2)
+
+
+def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_path):
+    """Functions differ in what comes third: by position an adapter would be a mask, a base's name a flag."""
+    tokens, adapter = jnp.array([[5, 9, 11]]), tiny_adapter(MODEL)
+    for call in (
+        lambda: qerl.logits(MODEL, adapter, tokens),
+        lambda: qerl.logits(MODEL, tokens, adapter),
+        lambda: qerl.load_adapter(tmp_path, MODEL, "a/base"),
+        lambda: qerl.save_adapter(adapter, tmp_path, "a/base", "bf16"),
+        lambda: qerl.save_model(MODEL, tmp_path, "bf16"),
+        lambda: qerl.save_merged(MODEL, adapter, tmp_path, jnp.bfloat16),
+        lambda: qerl.restore_checkpoint(tmp_path, 3, {}),
+    ):
+        with pytest.raises(TypeError, match="positional argument"):
+            call()
+    for wrong, call in (
+        ("tokens are of type Adapter; expected an array", lambda: qerl.logits(MODEL, adapter)),
+        ("tokens are of type list; expected an array", lambda: qerl.logits(MODEL, [[5, 9]])),
+        ("model is of type Adapter; expected a Model", lambda: qerl.logits(adapter, tokens)),
+        ("adapter is of type dict; expected an Adapter, or None", lambda: qerl.logits(MODEL, tokens, adapter={})),
+        ("model is of type Adapter", lambda: qerl.norms_of(adapter, MODEL)),
+        ("model is of type Adapter", lambda: qerl.merge_adapter(adapter, MODEL)),
+        ("adapter is of type Prompts", lambda: qerl.generate(MODEL, PROMPTS, adapter, KEY, SETTINGS.sampling)),
+    ):
+        with pytest.raises(TypeError, match=wrong):
+            call()
+    for wrong, call in (
+        (r"tokens are int32 \[3\]; expected whole numbers \[B, T\]", lambda: qerl.logits(MODEL, tokens[0])),
+        (r"tokens are float32 \[1, 3\]; expected whole", lambda: qerl.logits(MODEL, tokens.astype(jnp.float32))),
+        (
+            r"attention_mask is \[1, 2\]; expected \[1, 3\], as tokens",
+            lambda: qerl.logits(MODEL, tokens, attention_mask=jnp.ones((1, 2))),
+        ),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            call()
 
 
 def test_perturb_norms_under_jit_and_vmap_over_keys():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.loading import layer_name, named_weights
-from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_layers, check_single
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_kinds, check_layers, check_single
 from qerl_jax.models.saving import described, write_model_folder, written_dtype
 from qerl_jax.models.shards import Stored
 
@@ -29,8 +29,10 @@ def merge_adapter(model: Model, adapter: Adapter) -> Model:
       adapter: LoRA pairs for any of its projections, and norm scales if they are trained.
 
     Raises:
+      TypeError: not a Model and an Adapter.
       ValueError: the adapter has another number of layers, a pair of no projection, or is several stacked in one.
     """
+    check_kinds(model, adapter)
     check_layers(model, adapter)
     check_single(adapter)
     dtype = model.base.embed.dtype
@@ -46,6 +48,7 @@ def save_merged(
     model: Model,
     adapter: Adapter | None,
     path: str | os.PathLike[str],
+    *,
     tokenizer_from: str | os.PathLike[str] | None = None,
     dtype: Any = None,
 ) -> None:
@@ -58,8 +61,9 @@ def save_merged(
         A sum is rounded once, to this.
 
     Raises:
-      UserError: as `save_model`. ValueError: as `merge_adapter`.
+      UserError: as `save_model`. TypeError, ValueError: as `merge_adapter`.
     """
+    check_kinds(model, adapter)
     target = jnp.dtype(model.base.embed.dtype if dtype is None else dtype)
     pairs: dict[str, LoRA] = {}
     if adapter is not None:

@@ -149,6 +149,14 @@ def small_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {bias_name(name): projection_shape(config, name)[:1] for name in config.biases}
 
 
+def check_kinds(model: Model, adapter: Adapter | None) -> None:
+    """Raises TypeError for arguments of another kind, or in another order."""
+    if not isinstance(model, Model):
+        raise TypeError(f"model is of type {type(model).__name__}; expected a Model")
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise TypeError(f"adapter is of type {type(adapter).__name__}; expected an Adapter, or None for the base alone")
+
+
 def check_layers(model: Model, adapter: Adapter) -> None:
     """Raises ValueError for an adapter of a network with more or fewer layers, or with pairs of no projection."""
     if len(adapter.lora) != len(model.base.layers):
@@ -172,8 +180,9 @@ def norms_of(model: Model, adapter: Adapter | None) -> Norms:
     """The clean norm scales in force: the adapter's where it trains them, else the base's.
 
     Raises:
-      ValueError: the adapter has another number of layers.
+      TypeError: not a Model and an Adapter. ValueError: the adapter has another number of layers.
     """
+    check_kinds(model, adapter)
     if adapter is not None:
         check_layers(model, adapter)
         if adapter.norms is not None:

@@ -74,7 +74,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def load_adapter(
-    path: str | os.PathLike[str], model: Model, train_norms: bool | None = None, base_name: str | None = None
+    path: str | os.PathLike[str], model: Model, *, train_norms: bool | None = None, base_name: str | None = None
 ) -> Adapter:
     """Reads a PEFT LoRA folder for `model`; all arrays become float32.
 
@@ -166,6 +166,7 @@ def save_adapter(
     adapter: Adapter,
     path: str | os.PathLike[str],
     base_name: str,
+    *,
     tokenizer_from: str | os.PathLike[str] | None = None,
     weight_format: str | None = None,
 ) -> None:

@@ -24,6 +24,7 @@ from qerl_jax.option_names import FORMATS, SAVED_FORMATS
 def save_model(
     model: Model,
     path: str | os.PathLike[str],
+    *,
     tokenizer_from: str | os.PathLike[str] | None = None,
     weight_format: str = "bf16",
 ) -> None:

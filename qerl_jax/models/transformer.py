@@ -23,7 +23,7 @@ from qerl_jax.models.attention import causal_attention, packed_attention
 from qerl_jax.models.config import MLP, QKV, ModelConfig
 from qerl_jax.models.linear import gated_mlp, linears, matmul
 from qerl_jax.models.packed_rows import PackedRows
-from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, norms_of
+from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, check_kinds, norms_of
 from qerl_jax.models.rope import rotated, rotation
 
 KV = tuple[jax.Array, jax.Array]
@@ -240,9 +240,29 @@ def head(model: Model, hidden_MD: jax.Array) -> jax.Array:
 
 
 def logits(
-    model: Model, tokens_BT: jax.Array, attention_mask: jax.Array | None = None, adapter: Adapter | None = None
+    model: Model, tokens_BT: jax.Array, *, adapter: Adapter | None = None, attention_mask: jax.Array | None = None
 ) -> jax.Array:
-    """float32 logits [B, T, V] of every position. `attention_mask` [B, T] is needed for left-padded rows only."""
+    """float32 logits [B, T, V] of every position.
+
+    Args:
+      model: the network.
+      tokens_BT: int32.
+      adapter: LoRA and trained norms; None is the base alone.
+      attention_mask: [B, T], 1 where a token is real; needed for left-padded rows only.
+
+    Raises:
+      TypeError: an argument of another kind. ValueError: tokens or a mask of another shape, or an adapter that does not
+        belong to the network.
+    """
+    check_kinds(model, adapter)
+    if not hasattr(tokens_BT, "dtype"):
+        raise TypeError(f"tokens are of type {type(tokens_BT).__name__}; expected an array [B, T] of whole numbers")
+    if tokens_BT.ndim != 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        raise ValueError(f"tokens are {tokens_BT.dtype} {list(tokens_BT.shape)}; expected whole numbers [B, T]")
+    if attention_mask is not None and jnp.shape(attention_mask) != tokens_BT.shape:
+        raise ValueError(
+            f"attention_mask is {list(jnp.shape(attention_mask))}; expected {list(tokens_BT.shape)}, as tokens are"
+        )
     hidden_BTD, _ = forward(model, adapter, tokens_BT, attention_mask_BT=attention_mask)
     B, T, D = hidden_BTD.shape
     return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)

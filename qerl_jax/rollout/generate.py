@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.params import Adapter, Model, Norms, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv, kept
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
@@ -69,8 +69,9 @@ def generate(
         lengths or places are not one for each, or lengths beyond the slots; num_generations below 1; wrong limits; or
         a prompt and its completion may be more tokens than the network has positions, where under jit prompts whose
         lengths are traced may fill all their slots.
-      ValueError: no PRNG key.
+      TypeError: not a Model and an Adapter. ValueError: no PRNG key.
     """
+    check_kinds(model, adapter)
     settings.check_ids(model.config.vocab_size)
     _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)

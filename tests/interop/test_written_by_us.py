@@ -96,20 +96,20 @@ class Written:
 
     def models_and_adapters(self):
         plain, packed = self.folder / "plain", self.folder / "nvfp4"
-        save_model(self.model, plain, self.source)
+        save_model(self.model, plain, tokenizer_from=self.source)
         self.add("plain", our_logits(self.model), plain)
-        save_model(self.quantized, packed, self.source, "nvfp4")
+        save_model(self.quantized, packed, tokenizer_from=self.source, weight_format="nvfp4")
         in_16_bits = in_bfloat16(self.quantized)
         self.add("nvfp4", our_logits(in_16_bits), packed)
         for kind, options in ADAPTERS.items():
             adapter, folder = random_adapter(self.model, **options), self.folder / kind
-            save_adapter(adapter, folder, str(plain), self.source)
+            save_adapter(adapter, folder, str(plain), tokenizer_from=self.source)
             self.add(kind, our_logits(self.model, adapter), plain, folder)
             self.add(f"nvfp4-{kind}", our_logits(in_16_bits, adapter), packed, folder)
 
     def merged(self):
         adapter, folder = random_adapter(self.model, train_norms=True), self.folder / "merged"
-        save_merged(self.quantized, adapter, folder, self.source)
+        save_merged(self.quantized, adapter, folder, tokenizer_from=self.source)
         # In float32 nothing is rounded: the very network with 4-bit weights and its adapter.
         self.add("merged", our_logits(self.quantized, adapter), folder)
 
@@ -144,7 +144,7 @@ class Written:
         """What an update of this library leaves: norms and LoRA trained on 4-bit weights."""
         folder, packed = self.folder / "trained", self.folder / "nvfp4"
         adapter = trained_adapter(self.quantized)
-        save_adapter(adapter, folder, str(packed), self.source)
+        save_adapter(adapter, folder, str(packed), tokenizer_from=self.source)
         self.add("trained", our_logits(in_bfloat16(self.quantized), adapter), packed, folder)
 
 
