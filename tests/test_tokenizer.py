@@ -67,6 +67,22 @@ def test_no_id_beyond_the_embedding(tmp_path):
         load_tokenizer(tmp_path, 21)
 
 
+def test_the_embedding_is_that_of_the_folder_where_none_is_given(tmp_path):
+    write_config(write_tokenizer(tmp_path), vocab_size=21)
+    with pytest.raises(UserError, match=r"the largest id 21 \('<eos>'\); the embedding has 21 rows"):
+        load_tokenizer(tmp_path)
+    assert len(load_tokenizer(tmp_path, 22)) == 22
+    assert len(load_tokenizer(write_config(tmp_path, vocab_size=22))) == 22
+    (tmp_path / "config.json").unlink()  # a tokenizer alone
+    assert len(load_tokenizer(tmp_path)) == 22
+
+
+@pytest.mark.parametrize("vocab_size", ["24", 24.0, -1, True])
+def test_an_embedding_of_no_number_of_rows(tmp_path, vocab_size):
+    with pytest.raises(UserError, match=f"vocab_size is {vocab_size!r}; allowed: a whole number >= 1, or None"):
+        load_tokenizer(write_tokenizer(tmp_path), vocab_size)
+
+
 def test_no_sparse_id_beyond_the_embedding(tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "b": 90}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"2 tokens, the largest id 90 \('b'\); the embedding has 24 rows"):

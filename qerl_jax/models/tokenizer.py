@@ -11,7 +11,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, is_whole
+from qerl_jax.models.fields import Fields
 from qerl_jax.models.files import files_fingerprint, read_json
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
 
@@ -27,7 +28,7 @@ class GenerationIds(NamedTuple):
     pad_token_id: int
 
 
-def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a model folder, exactly as its tokenizer.json describes it.
 
     The generic class is used whatever tokenizer_config.json names: the Qwen2 class of transformers 5 rebuilds the
@@ -35,12 +36,17 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
 
     Args:
       path: as for `load_model`.
-      vocab_size: rows of the embedding. JAX clamps an id beyond it in silence, so none may exist.
+      vocab_size: rows of the embedding. JAX clamps an id beyond it in silence, so none may exist. None takes them from
+        the folder's config.json; the tokenizer of a folder that has none is held against nothing.
 
     Raises:
-      UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks.
+      UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks; a vocab_size below 1.
     """
+    if vocab_size is not None and not (is_whole(vocab_size) and vocab_size >= 1):
+        raise UserError(f"vocab_size is {vocab_size!r}; allowed: a whole number >= 1, or None for that of {CONFIG}")
     folder = resolve(path)
+    if vocab_size is None and (folder / CONFIG).exists():
+        vocab_size = Fields(read_json(folder / CONFIG), str(folder / CONFIG)).get("vocab_size", int)
     file, *optional = (folder / name for name in TOKENIZER_FILES if name.endswith(".json"))
     if "added_tokens" not in read_json(file):
         raise UserError(f"{file}: not a valid tokenizer (added_tokens is missing)")
@@ -56,7 +62,7 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int) -> Tokenizer:
         raise UserError(f"{file}: not a valid tokenizer ({error})") from error
     tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True)
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if max(len(tokenizer), largest + 1) > vocab_size:
+    if vocab_size is not None and max(len(tokenizer), largest + 1) > vocab_size:
         raise UserError(
             f"{file}: the tokenizer has {len(tokenizer)} tokens, the largest id {largest} "
             f"({tokenizer.convert_ids_to_tokens(largest)!r}); the embedding has {vocab_size} rows, so ids must be "
