@@ -19,7 +19,8 @@ from qerl_jax import run_folder
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
-from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.data.prompts import check_prompts, encode_prompts
+from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
@@ -72,7 +73,7 @@ def evaluate(
     for mode, engine, count in _engines(config, policy):
         out = engine.rollout(adapter, batch, key, count)
         texts, ids = decode_completions(policy.tokenizer, out)
-        scores = _scores(rewards, examples, texts, ids, count, config.completions_per_rollout)
+        scores = _scores(config, rewards, examples, texts, ids, count)
         results[mode] = scores.means | {_MEAN_LENGTH: float(np.mean([len(row) for row in ids]))}
         if count > 1 and "accuracy" in scores.each:
             results[mode] |= pass_at_k(scores.each["accuracy"].reshape(-1, count))
@@ -103,18 +104,22 @@ def lowered_evaluation(config: Config, policy: Policy, adapter: Adapter, problem
 
 
 def _scores(
+    config: Config,
     rewards: RewardFunctions,
     examples: list[dict[str, Any]],
     texts: list[str],
     ids: list[list[int]],
     count: int,
-    longest_call: int,
 ) -> Scores:
     """Of `count` completions of each example, in calls no larger than training's, for which reward.timeout is made."""
-    step, parts = max(1, longest_call // count), []
+    step, parts = max(1, config.completions_per_rollout // count), []
     for low in range(0, len(examples), step):
-        rows = slice(low * count, (low + step) * count)
-        parts.append(rewards(examples[low : low + step], texts[rows], ids[rows], count))
+        some, rows = examples[low : low + step], slice(low * count, (low + step) * count)
+        try:
+            parts.append(rewards(some, texts[rows], ids[rows], count))
+        except UserError as error:
+            name, last = config.evaluation.eval_dataset, low + len(some) - 1
+            raise UserError(f"the evaluation on {name}, rows {low} to {last} (from 0): {error}") from error
     return joined(parts)
 
 
@@ -160,6 +165,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         policy = configured_policy(config)
         identity = run_folder.identity_of(run)
         adapter = trained_adapter(run, identity, config, policy)
+        check_prompts(policy.tokenizer, examples, data.where, config.data.max_prompt_length)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
         _warn_of_changed_data(run, config, identity.get("evaluation data"), of_run.fingerprint)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 
-from qerl_jax import run_folder
+from qerl_jax import evaluation, run_folder
 from qerl_jax.cli import main
 from qerl_jax.commands import generate
 from qerl_jax.data.dataset import load_dataset
@@ -206,6 +206,14 @@ def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_o
         f"{folder}: the evaluation data (arithmetic) has changed since the run: what is measured now may not "
         "compare with what it measured"
     ]
+
+
+def test_a_problem_that_is_too_long_for_the_run_is_named_by_its_line(trained, tmp_path, monkeypatch):
+    rows = [{"prompt": "2 pens", "answer": "2"}, {"prompt": " pens" * 200, "answer": "1"}]
+    data = load_dataset(str(write_rows(tmp_path / "rows.jsonl", rows)))
+    monkeypatch.setattr(evaluation, "evaluation_data", lambda *_: data)
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2: has 200 tokens; allowed: 1 to \d+"):
+        evaluation.evaluate_run(trained.folder, 3)
 
 
 def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, summary, tmp_path, caplog, monkeypatch):

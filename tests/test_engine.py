@@ -235,6 +235,13 @@ def test_until_ends_a_sample_early_and_changes_no_other():
             assert same(found[name], done)
 
 
+@pytest.mark.parametrize("told", [-1, True, 2.0, "3"])
+def test_until_says_a_number_of_tokens(told):
+    match = rf"until says {told!r} of the first \d+ tokens of sample \d of request \d; allowed: .* >= 0, or None"
+    with pytest.raises(ValueError, match=match):
+        list(engine(max_slots=3).generate(ADAPTER, requests(), KEY, until=lambda ids: told, every=5))
+
+
 def test_what_comes_out_is_distributed_as_the_network_says():
     """First tokens, and pairs of the first two: from slots that are refilled, with an adapter, under three rules."""
     rules = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.05}

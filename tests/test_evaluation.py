@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.config_files import load_config
+from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate, pass_at_k
 from qerl_jax.models.init import init_adapter
 from qerl_jax.rewards.combine import RewardFunctions
@@ -38,7 +39,11 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
     seen = []
 
     class Watched(RewardFunctions):
+        fails = False
+
         def __call__(self, examples, texts, ids, num_generations):
+            if self.fails and len(texts) == 6:
+                raise UserError("no such unit")
             seen.append((texts, num_generations))
             return super().__call__(examples, texts, ids, num_generations)
 
@@ -49,10 +54,13 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
     with Watched(config.reward) as rewards:
         several = evaluate(config, policy, adapter, rewards, examples, 0)
         single = evaluate(load_config("quickstart", words), policy, adapter, rewards, examples, 0)
+        rewards.fails = True
+        with pytest.raises(UserError, match=r"^the evaluation on arithmetic, rows 10 to 11 \(from 0\): no such unit$"):
+            evaluate(config, policy, adapter, rewards, examples, 0)
     # No call is larger than one of training, with 16 completions: 5 problems of 3, and 16 of one.
-    assert [(len(texts), count) for texts, count in seen] == [(15, 3), (15, 3), (6, 3), (12, 1), (12, 1), (12, 1)]
+    assert [(len(texts), count) for texts, count in seen[:6]] == [(15, 3), (15, 3), (6, 3), (12, 1), (12, 1), (12, 1)]
     texts = [text for part, _ in seen[:3] for text in part]
-    (greedy, _), (alone, _), (greedy_again, _) = seen[3:]
+    (greedy, _), (alone, _), (greedy_again, _) = seen[3:6]
     assert texts[::3] == alone and greedy == greedy_again
     assert len(set(texts[1::3]) - set(alone)) > 3
     assert several["sampled"].keys() - single["sampled"].keys() == {"pass@2", "pass@3"}

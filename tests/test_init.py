@@ -21,6 +21,19 @@ def test_random_weights_have_no_mean_and_the_asked_deviation(dtype):
         assert np.abs(w).max() > 3 * 0.02
 
 
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [("flot32", "'flot32'"), (3.5, "3.5"), (jnp.int8, "int8"), ("float64", "float64"), (None, "None")],
+)
+def test_a_dtype_that_no_network_has(dtype, named):
+    with pytest.raises(UserError, match=f"dtype is {named}; allowed: float32, bfloat16, float16"):
+        init_model(jax.random.key(0), CONFIG, dtype=dtype)
+
+
+def test_a_dtype_may_be_given_by_name():
+    assert init_model(jax.random.key(0), CONFIG, dtype="bfloat16").base.embed.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"lora_r": 2.0}, "lora_r is 2.0; allowed: an int from 1 on"),
     ({"lora_r": 0}, "lora_r is 0; allowed: an int from 1 on"),

@@ -8,6 +8,7 @@ import pytest
 from folders import assert_equal
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.loading import load_model
@@ -82,6 +83,8 @@ def test_a_dtype_for_the_folder_rounds_the_float32_sum(tmp_path):
     model = tiny_model()
     adapter = tiny_adapter(model)
     save_merged(model, adapter, tmp_path / "a", dtype=jnp.bfloat16)
+    with pytest.raises(UserError, match="dtype is 'bflot16'; allowed: float32, bfloat16, float16"):
+        save_merged(model, adapter, tmp_path / "b", dtype="bflot16")
     found = load_model(tmp_path / "a")
     exact = merge_adapter(model, adapter)
     assert found.base.embed.dtype == jnp.bfloat16

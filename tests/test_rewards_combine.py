@@ -34,6 +34,21 @@ def test_a_row_without_any_reward_is_an_error():
         combine({"a": [1.0, None], "b": [1.0, None]}, [1.0, 1.0])
 
 
+def test_a_completion_without_a_reward_is_told_by_its_prompt(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(completions, **columns):\n    return [len(c) or None for c in completions]\n"
+    )
+    for texts, message in (
+        (["a", "b", "c", ""], "a completion of the prompt that begins 'q' has no reward: every function"),
+        (["a", "b" * 20, "c", "d"], "a completion of the prompt that begins 'p' has the reward 2e"),
+    ):
+        with (
+            RewardFunctions(options((f"{tmp_path}/mine.py:f", 1e14))) as rewards,
+            pytest.raises(UserError, match=message),
+        ):
+            rewards(EXAMPLES, texts, [[1]] * 4, 2)
+
+
 def test_a_sum_out_of_range_is_an_error():
     with pytest.raises(
         UserError, match=r"row 1 has the reward 3e\+20, from a 3, b 1 times the weights \[1e\+20, 1.0\]"

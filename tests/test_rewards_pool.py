@@ -92,7 +92,7 @@ def test_prints_that_nobody_reads_are_no_mistake_of_the_function(tmp_path):
 
 
 def test_an_exception_comes_back_with_the_users_traceback_only(sometimes):
-    with pytest.raises(UserError, match="raised on rows 0 to 0 of the batch") as caught:
+    with pytest.raises(UserError, match="raised on 1 completion, of the prompt that begins 'p'") as caught:
         sometimes("raise")
     message = str(caught.value)
     assert "KeyError: 'no such thing'" in message and "mine.py" in message and "calling.py" not in message
@@ -134,7 +134,7 @@ def test_sys_exit_is_an_exception_like_others(sometimes):
 
 @pytest.mark.parametrize(("way", "message"), [("die", "with exit code 3"), ("killed", "by SIGKILL")])
 def test_a_dead_process_is_reported_and_replaced(sometimes, way, message):
-    with pytest.raises(UserError, match=f"its process ended {message} on rows 0 to 0"):
+    with pytest.raises(UserError, match=f"its process ended {message} on 1 completion, of"):
         sometimes(way)
     assert sometimes("fine") == [1.0]
 
@@ -148,7 +148,7 @@ def test_nan_names_function_and_prompt(sometimes):
 def test_a_hanging_call_is_killed_at_its_deadline_with_its_children(sometimes, source):
     began = time.monotonic()
     with pytest.raises(
-        UserError, match=r"(?s)took longer than 0.5 s \(reward.timeout\) on rows 0 to 0.*mine.py.* in sometimes"
+        UserError, match=r"(?s)took longer than 0.5 s \(reward.timeout\) on 1 completion, of.*mine.py.* in sometimes"
     ):
         sometimes("hang")
     assert time.monotonic() - began < 3

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
 from qerl_jax.models.config import QKV, ModelConfig
+from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.params import (
     PROJECTIONS,
     Adapter,
@@ -45,14 +46,13 @@ def _normal(key: jax.Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype
     return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def init_model(key: jax.Array, config: ModelConfig, dtype: jnp.dtype = jnp.float32, std: float = 0.02) -> Model:
+def init_model(key: jax.Array, config: ModelConfig, dtype: Any = jnp.float32, std: float = 0.02) -> Model:
     """A random network: weights N(0, std^2), norm scales 1, biases 0; projections in `dtype`, unquantized.
 
     Raises:
-      UserError: a dtype that is no floating-point one.
+      UserError: a dtype other than float32, bfloat16 and float16.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise UserError(f"dtype is {jnp.dtype(dtype).name}; allowed: a floating-point dtype")
+    dtype = network_dtype(dtype)
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     table = config.vocab_size, config.hidden_size
     keys = jax.random.split(layers_key, config.num_hidden_layers)

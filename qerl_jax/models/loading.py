@@ -18,7 +18,7 @@ import numpy as np
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import FORMATS, PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.dtypes import DTYPES
+from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.files import read_json
 from qerl_jax.models.init import SHARED_SCALE
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
@@ -182,12 +182,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         )
     if dtype is None:
         dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        raise UserError(f"dtype is {dtype!r:.60}; allowed: {', '.join(DTYPES)}") from None
-    if dtype.name not in DTYPES:
-        raise UserError(f"dtype is {dtype.name}; allowed: {', '.join(DTYPES)}")
+    dtype = network_dtype(dtype)
 
     def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:
         array = to_device(tensors[name][1], as_dtype)

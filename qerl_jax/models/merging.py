@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.formats import Weight, dequantize
+from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.loading import layer_name, named_weights
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_kinds, check_layers, check_single
 from qerl_jax.models.saving import described, write_model_folder, written_dtype
@@ -57,14 +58,14 @@ def save_merged(
     Args:
       model, adapter: as for `merge_adapter`; None writes the base alone.
       path, tokenizer_from: as for `save_model`.
-      dtype: of all tensors in the folder; None takes the embeddings', and float32 for norm scales that it would round.
-        A sum is rounded once, to this.
+      dtype: float32, bfloat16 or float16, of all tensors in the folder; None takes the embeddings', and float32 for
+        norm scales that it would round. A sum is rounded once, to this.
 
     Raises:
-      UserError: as `save_model`. TypeError, ValueError: as `merge_adapter`.
+      UserError: as `save_model`, or another dtype. TypeError, ValueError: as `merge_adapter`.
     """
     check_kinds(model, adapter)
-    target = jnp.dtype(model.base.embed.dtype if dtype is None else dtype)
+    target = model.base.embed.dtype if dtype is None else network_dtype(dtype)
     pairs: dict[str, LoRA] = {}
     if adapter is not None:
         check_layers(model, adapter)

@@ -1,13 +1,13 @@
 """All reward functions of a run as one object: scores of every function and their weighted sum."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards.calling import LARGEST, call
 from qerl_jax.rewards.functions import RewardFunction, with_parameters
 from qerl_jax.rewards.loading import RewardName, parse_name, titles
@@ -78,8 +78,11 @@ def joined(parts: Sequence[Scores]) -> Scores:
     return Scores(np.concatenate([part.total for part in parts]), each)
 
 
-def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> Scores:
-    """The weighted sum over functions, a function that returned None left out of that row's sum.
+def combine(
+    scores: dict[str, list[float | None]], weights: Sequence[float], named: Callable[[int], str] = "row {}".format
+) -> Scores:
+    """The weighted sum over functions, a function that returned None left out of that row's sum. `named` says in a
+    message which row it is about.
 
     Raises:
       UserError: no function applies to a row, or a row's sum is out of range.
@@ -92,7 +95,8 @@ def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> 
     nowhere = np.flatnonzero(np.isnan(stacked).all(axis=0))
     if nowhere.size:
         raise UserError(
-            f"row {nowhere[0]} has no reward: every function ({', '.join(each)}) returned None; at least one must apply"
+            f"{named(nowhere[0])} has no reward: every function ({', '.join(each)}) returned None; at least one must "
+            "apply"
         )
     total = np.nansum(stacked * np.asarray(weights, np.float32)[:, None], axis=0, dtype=np.float32)
     beyond = np.flatnonzero(~(np.abs(total) <= LARGEST))
@@ -100,7 +104,7 @@ def combine(scores: dict[str, list[float | None]], weights: Sequence[float]) -> 
         row = beyond[0]
         parts = ", ".join(f"{name} {values[row]:g}" for name, values in each.items())
         raise UserError(
-            f"row {row} has the reward {total[row]:g}, from {parts} times the weights {list(weights)}; allowed: "
+            f"{named(row)} has the reward {total[row]:g}, from {parts} times the weights {list(weights)}; allowed: "
             f"-{LARGEST:g} to {LARGEST:g}"
         )
     return Scores(total, each)
@@ -179,7 +183,11 @@ class RewardFunctions:
             for worker in self._workers.values():
                 worker.cancel()  # its answer would be taken for that of the next call
             raise
-        return combine({title: scores[title] for title in self._names}, self._weights)
+
+        def named(row: int) -> str:
+            return f"a completion of the prompt that begins {beginning(examples[row // num_generations]['prompt'])}"
+
+        return combine({title: scores[title] for title in self._names}, self._weights, named)
 
     def check(self, examples: Sequence[dict[str, Any]], name: str) -> None:
         """Refuses a data set that the functions cannot score, before anything is sampled: the columns by the

@@ -14,7 +14,7 @@ import tempfile
 import time
 from typing import IO, Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards import channel
 from qerl_jax.rewards.loading import RewardName, own_folder
 
@@ -126,7 +126,7 @@ class Worker:
     ) -> None:
         """Starts scoring a batch; its deadline runs from here (after the user's module has been imported)."""
         self.ready()
-        self._rows = len(completions)
+        self._scored = _told(prompts)
         self._send((self.timeout, "call", (prompts, completions, ids, columns)), self.timeout)
 
     def check(self, columns: list[str]) -> None:
@@ -161,7 +161,7 @@ class Worker:
         Raises:
           UserError: the function raised, returned something else than scores, ended its process or passed its deadline.
         """
-        return self._receive(f"on rows 0 to {self._rows - 1} of the batch")
+        return self._receive(f"on {self._scored}")
 
     def cancel(self) -> None:
         """Gives up a call in progress."""
@@ -187,6 +187,15 @@ class Worker:
         """Ends the worker; it cannot be used afterwards."""
         self._kill()
         self._stack.close()
+
+
+def _told(prompts: list[Any]) -> str:
+    """Completions by their prompts, in the order of these."""
+    count = "1 completion" if len(prompts) == 1 else f"{len(prompts)} completions"
+    first, last = beginning(prompts[0]), beginning(prompts[-1])
+    if first == last:
+        return f"{count}, of the prompt that begins {first}"
+    return f"{count}, of prompts from the one that begins {first} to the one that begins {last}"
 
 
 def _close(pipe: IO[bytes] | None) -> None:

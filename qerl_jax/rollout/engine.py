@@ -194,7 +194,7 @@ class Engine:
             after each, as far as they are.
 
         Raises:
-          ValueError: `every` below 1; something that is no request, or no PRNG key.
+          ValueError: `every` below 1; something that is no request, or no PRNG key; `until` says something else.
         """
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; allowed: 1 or more steps, or None")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.errors import is_whole
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.rollout.memory import Plan
@@ -217,6 +218,11 @@ class Batch:
         ids = sample.kept[0][:length].tolist()
         reason = None if not over else "eos" if ids[-1] in self.settings.eos_token_ids else "length"
         stop = self.until(ids) if self.until is not None else None
+        if stop is not None and not (is_whole(stop) and stop >= 0):
+            raise ValueError(
+                f"until says {stop!r:.60} of the first {length} tokens of sample {sample.index} of request "
+                f"{sample.request}; allowed: the number of tokens with which it is over, a whole one >= 0, or None"
+            )
         if stop is not None and stop <= length:
             length, ids, reason = stop, ids[:stop], "stop"
         _, logps, *truncated = (kept[:length] for kept in sample.kept)

@@ -351,7 +351,7 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     config, run = config_in(tmp_path, policy), tmp_path / "run"
     failures = [
         # What goes wrong, on which call since the process began, what is said, and the step saved by then.
-        ("raise ValueError('no such unit')", 4, "raised on rows 0 to 7 of the batch.*no such unit", 2),
+        ("raise ValueError('no such unit')", 4, "raised on 8 completions, of prompts from the one .*no such unit", 2),
         ("scores[5] = float('nan')", 2, r"returned nan \(float\) for a completion of the prompt that begins 'Ann", 4),
         ("scores = scores[1:]", 1, "returned 7 scores; expected 8", 4),
         ("scores[3] = float('inf')", 2, r"returned inf \(float\) for a completion", 6),  # evaluating
