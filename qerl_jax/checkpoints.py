@@ -11,6 +11,7 @@ The arrays pass through host memory both ways, so a checkpoint does not depend o
 """
 
 import contextlib
+import errno
 import json
 import logging
 import operator
@@ -51,6 +52,7 @@ _MISREAD = re.compile(r"[\[*?\\:]")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 # Seconds that what a failed save wrote must be absent, and after which whoever writes next removes it.
 _QUIET, _PATIENCE = 0.5, 10.0
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}  # by which nothing is removed at a second try either
 _logger = logging.getLogger(__name__)
 
 
@@ -105,6 +107,7 @@ def save_checkpoint(
     remove_partial(directory)
     final = directory / f"step_{step:08d}"
     temp = directory / (_TEMP + final.name)
+    earlier = checkpoint_steps(directory)  # while the folder can be read
 
     try:
         _write(temp, step, leaves, static_fields(tree), progress)
@@ -116,7 +119,7 @@ def save_checkpoint(
         _remove_until_gone(temp)
         failed = f"{directory}: the checkpoint of step {step} could not be written ({os.strerror(number)})"
         remedy = "Make room there, or allow writing, and"
-        if not checkpoint_steps(directory):
+        if not earlier:
             raise UserError(f"{failed}. {remedy} start again: there is no older one to go on from") from error
         raise UserError(
             f"{failed}; older ones are as they were. {remedy} continue: a run goes on from its newest checkpoint"
@@ -138,11 +141,16 @@ def save_checkpoint(
 
 def _remove_until_gone(folder: Path) -> None:
     """Removes a folder that may be made again meanwhile: orbax raises what the first of its threads raised, while
-    others still write, and make the folders that they miss."""
+    others still write, and make the folders that they miss. What the system does not let go is left."""
+    refusals: set[int | None] = set()
+
+    def note(function: Any, path: str, error: BaseException) -> None:
+        refusals.add(getattr(error, "errno", None))
+
     began = seen = time.monotonic()
-    while (now := time.monotonic()) - seen < _QUIET and now - began < _PATIENCE:
-        if folder.exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    while (now := time.monotonic()) - seen < _QUIET and now - began < _PATIENCE and refusals.isdisjoint(_FORBIDDEN):
+        if os.path.exists(folder):  # a Path's own raises where its parent may not be entered
+            shutil.rmtree(folder, onexc=note)
             seen = now
         time.sleep(0.02)
 

@@ -276,6 +276,30 @@ def test_what_a_failed_save_still_writes_is_removed(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_takes_no_writes_any_more_is_told_at_once(tmp_path, monkeypatch, number):
+    """As where a disk fails, and is mounted again for reading alone; or where the folder may not be entered."""
+
+    def refuse(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    def write(temp, *args):
+        temp.mkdir()
+        for name in ("rmdir", "stat") if number == errno.EACCES else ("rmdir",):
+            monkeypatch.setattr(os, name, refuse)
+        raise OSError(number, os.strerror(number))
+
+    save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
+    monkeypatch.setattr(checkpoints, "_write", write)
+    monkeypatch.setattr(checkpoints, "_PATIENCE", 4.0)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"{os.strerror(number)}\); older ones are as they were"):
+        save_checkpoint(tmp_path, 2, make_tree(2), PROGRESS)
+    assert time.monotonic() - began < 2
+    monkeypatch.undo()
+    assert restore_checkpoint(tmp_path, make_tree(0))[2] == 1
+
+
 @pytest.fixture
 def two(tmp_path):
     """Checkpoints 10 and 20 of different trees."""
