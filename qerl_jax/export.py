@@ -32,7 +32,7 @@ from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
 from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
-from qerl_jax.quantization.adapters import trained_format, warn_of_scaled_base
+from qerl_jax.quantization.adapters import trained_format, warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rl.assembly import model_identity
 from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.run_or_model import find_run
@@ -108,6 +108,8 @@ def export_model(
         model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
         if adapter is None:
             _refuse_another_model(found, model)
+        else:
+            warn_of_other_format(adapter, found.model, found.weight_format, option=None)
         trained = _adapter(found, model, adapter)
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 

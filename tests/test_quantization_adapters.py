@@ -43,14 +43,12 @@ def test_it_is_told_of_another_base_alone_and_of_scaled_channels_alone(
     assert (words in caplog.text) == told and len(caplog.records) == told
 
 
-def test_every_use_of_an_adapter_tells_it(scaled, tmp_path, caplog):
-    adapter = str(adapter_of(scaled, tmp_path, "plain"))
-    export_model(scaled, tmp_path / "out", "peft", adapter)
-    assert list(generate_texts(str(scaled), [], adapter=adapter)) == []
-    (tmp_path / "data.jsonl").write_text('{"prompt": "w1 w2", "answer": 3}\n')
-    data = str(tmp_path / "data.jsonl")
+def begun(base, adapter, folder):
+    """What a run on unpacked weights does before its first step."""
+    data = str(folder / "data.jsonl")
+    (folder / "data.jsonl").write_text('{"prompt": "w1 w2", "answer": 3}\n')
     sections = {
-        "model": {"model_name_or_path": str(scaled), "weight_format": "bf16"},
+        "model": {"model_name_or_path": str(base), "weight_format": "bf16"},
         "lora": {"adapter": adapter},
         "data": {"train_dataset": data, "max_prompt_length": 4},
         "generation": {"max_completion_length": 4},
@@ -60,6 +58,13 @@ def test_every_use_of_an_adapter_tells_it(scaled, tmp_path, caplog):
     config = config_from_dict(sections)
     with RewardFunctions(config.reward) as rewards:
         assemble(config, rewards)
+
+
+def test_every_use_of_an_adapter_tells_it(scaled, tmp_path, caplog):
+    adapter = str(adapter_of(scaled, tmp_path, "plain"))
+    export_model(scaled, tmp_path / "out", "peft", adapter)
+    assert list(generate_texts(str(scaled), [], adapter=adapter)) == []
+    begun(scaled, adapter, tmp_path)
     assert caplog.text.count("AWQ has scaled the channels") == 3
 
 
@@ -85,8 +90,8 @@ def bases(tmp_path):
         ("nvfp4", "nvfp4", "bf16", None),  # unpacked, the weights have the same values
         ("bf16", "bfloat16", None, None),
         ("bf16", "float32", "bf16", None),
-        ("bf16", "nvfp4", None, "the base it was trained on"),
-        ("mxfp4", "nvfp4", "bf16", "the base it was trained on"),
+        ("bf16", "nvfp4", None, "the run or the base that it was trained on"),
+        ("mxfp4", "nvfp4", "bf16", "the run or the base that it was trained on"),
         (None, "nvfp4", None, None),  # another program's
     ],
 )
@@ -101,6 +106,22 @@ def test_it_is_told_of_weights_in_another_format(bases, tmp_path, caplog, traine
             f"{tmp_path}/adapter/qerl_adapter.json: the adapter was trained on {trained} weights, and those of "
             f"{folder} are {found} here: it answers otherwise; take {remedy.format(folder)}"
         )
+
+
+def test_every_use_of_weights_in_another_format_tells_it_with_its_own_remedy(bases, tmp_path, caplog):
+    base, adapter = write_tokenizer(bases["bfloat16"]), str(tmp_path / "adapter")
+    save_adapter(tiny_adapter(load_model(base)), adapter, "base", weight_format="nvfp4")
+    export_model(base, tmp_path / "copied", "peft", adapter)  # meets no weights
+    assert not caplog.records
+    assert list(generate_texts(str(base), [], adapter=adapter)) == []
+    begun(base, adapter, tmp_path)
+    export_model(base, tmp_path / "merged", "bf16", adapter)
+    told = f"was trained on nvfp4 weights, and those of {base} are bf16 here: it answers otherwise; take "
+    assert [message.partition(told)[2] for message in caplog.messages if told in message] == [
+        f"{base} with weight_format (--weight-format) nvfp4",
+        f"{base} with model.weight_format nvfp4",
+        "the run or the base that it was trained on",
+    ]
 
 
 @pytest.mark.parametrize("text", ['{"weight_format": "fp4"}', "{}", '{"weight_format": ["nvfp4"]}'])

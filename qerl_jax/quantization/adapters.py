@@ -67,7 +67,10 @@ def trained_format(adapter: str | os.PathLike[str]) -> str | None:
 
 
 def warn_of_other_format(
-    adapter: str | os.PathLike[str], base: str | os.PathLike[str], weight_format: str | None
+    adapter: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    weight_format: str | None,
+    option: str | None = "weight_format (--weight-format)",
 ) -> None:
     """Says so where the weights of `base`, loaded as `weight_format`, are not rounded as those that the adapter was
     trained on.
@@ -75,6 +78,7 @@ def warn_of_other_format(
     Args:
       adapter: as for `load_adapter`.
       base, weight_format: as for `load_model`.
+      option: the name by which the caller's user gives a format; None where there is none.
 
     Raises:
       UserError: there is no such adapter or base, or the adapter's folder names no format.
@@ -82,12 +86,12 @@ def warn_of_other_format(
     trained, found = trained_format(adapter), rounded_to(base, weight_format)
     if trained in (None, found):
         return
-    stored_plain = rounded_to(base, None) == "bf16"
+    can_be = option is not None and rounded_to(base, None) == "bf16"
     _log.warning(
         "%s: the adapter was trained on %s weights, and those of %s are %s here: it answers otherwise; take %s",
         adapter_folder(adapter) / TRAINED_ON,
         trained,
         base,
         found,
-        f"{base} with weight_format (--weight-format) {trained}" if stored_plain else "the base it was trained on",
+        f"{base} with {option} {trained}" if can_be else "the run or the base that it was trained on",
     )

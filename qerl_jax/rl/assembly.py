@@ -25,7 +25,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_fingerprint, adapter_folder, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
 from qerl_jax.noise import NoiseSchedule
-from qerl_jax.quantization.adapters import warn_of_scaled_base
+from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
@@ -228,6 +228,9 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     if config.lora.adapter is not None:
         warn_of_scaled_base(adapter_folder(config.lora.adapter), config.model.model_name_or_path)
     policy = configured_policy(config)
+    if config.lora.adapter is not None:
+        base, weight_format = config.model.model_name_or_path, config.model.weight_format
+        warn_of_other_format(config.lora.adapter, base, weight_format, "model.weight_format")
     for _, rows, examples in read:
         check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
