@@ -49,6 +49,12 @@ def test_a_completion_without_a_reward_is_told_by_its_prompt(tmp_path):
             rewards(EXAMPLES, texts, [[1]] * 4, 2)
 
 
+def test_no_completions_have_no_scores(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    with RewardFunctions(options((f"{tmp_path}/mine.py:f", 1.0))) as rewards:
+        assert rewards([], [], [], 2).total.shape == (0,)
+
+
 def test_a_sum_out_of_range_is_an_error():
     with pytest.raises(
         UserError, match=r"row 1 has the reward 3e\+20, from a 3, b 1 times the weights \[1e\+20, 1.0\]"

@@ -191,6 +191,8 @@ class Worker:
 
 def _told(prompts: list[Any]) -> str:
     """Completions by their prompts, in the order of these."""
+    if not prompts:
+        return "no completions"
     count = "1 completion" if len(prompts) == 1 else f"{len(prompts)} completions"
     first, last = beginning(prompts[0]), beginning(prompts[-1])
     if first == last:
