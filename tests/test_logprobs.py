@@ -46,6 +46,14 @@ def test_tokens_in_chunks_are_the_softmaxs_at_the_temperature(monkeypatch, at_a_
     assert any(math.prod(shape) >= 10 * 61 for shape in shapes if 61 in shape[1:]) == (at_a_time == 100)
 
 
+@pytest.mark.parametrize(("at_a_time", "rows"), [(127, 127), (128, 128), (130, 256), (300, 300), (2**20, 300)])
+def test_chunks_that_are_not_short_are_whole_tiles_of_128(monkeypatch, at_a_time, rows):
+    monkeypatch.setattr(logprobs, "_LOGITS_BUDGET", at_a_time * CONFIG.vocab_size)
+    hidden, targets = jnp.ones((300, CONFIG.hidden_size)), jnp.zeros(300, jnp.int32)
+    program = str(jax.make_jaxpr(lambda hidden: token_logps(MODEL, hidden, targets, 1.0))(hidden))
+    assert set(re.findall(rf"f32\[(\d+),{CONFIG.vocab_size}\] = (?:dot_general|sub|exp)", program)) == {str(rows)}
+
+
 def test_chunks_behind_what_is_wanted_are_left_out(monkeypatch):
     monkeypatch.setattr(logprobs, "_LOGITS_BUDGET", 4 * CONFIG.vocab_size)
     hidden = jax.random.normal(jax.random.key(0), (10, CONFIG.hidden_size))
