@@ -187,7 +187,7 @@ def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size
 
 
 def load_prompts(name_or_path: str) -> list[Any]:
-    """The prompts of a .jsonl or .ndjson file, whatever they are, for who refuses them one by one (`check_prompt`).
+    """The prompts of a .jsonl or .ndjson file, whatever they are: the caller refuses them one by one (`check_prompt`).
 
     Raises:
       UserError: there is no such file, it has no rows, or a line that cannot be read or has no prompt, by number.
@@ -197,7 +197,7 @@ def load_prompts(name_or_path: str) -> list[Any]:
 
 
 def _row_file(name_or_path: str) -> Path:
-    """The file of that name, or why it is none and no data set."""
+    """The file of rows that the name stands for; a UserError says why it stands for none."""
     path = with_home(name_or_path)
     if path.suffix in ROW_FILES and path.is_file():
         return path

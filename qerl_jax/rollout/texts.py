@@ -178,7 +178,7 @@ def _encode(
             check_prompt(prompt)
             text = prompt_text(policy.tokenizer, prompt)
             ids = prompt_ids(policy.tokenizer, prompt)
-        except UserError as error:  # one of them: messages that the chat template refuses
+        except UserError as error:  # of messages that the chat template refuses, too
             errors[number] = str(error)
             continue
         if not 1 <= len(ids) <= room:
