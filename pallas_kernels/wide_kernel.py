@@ -41,7 +41,7 @@ from .pick import pick
 from .wide_fragments import BLOCK_BYTES, SCALES_AT
 from .wide_multiply import MultiplyWarps
 from .wide_norm import NORM_WARPS, NormWarps, joined_outs
-from .wide_plan import B_BOX, B_BOXES, CHUNK, PLAIN, STAGE, STAGES, TILE, Handover, WideConfig, WidePlan, make_plan
+from .wide_plan import B_BOX, B_BOXES, CHUNK, PLAIN, STAGE, TILE, Handover, WideConfig, WidePlan, make_plan
 from .wide_spare import SpareCtas, sums_shape
 from .wide_spare_plan import WARPS
 from .wide_split import SplitTiles
@@ -240,13 +240,15 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             maps = self.x_maps[unit.rows]
             x_maps, h_map = maps[: len(plan.segments)], maps[len(plan.segments) :]
 
-            def load(source, column, carry):
+            def load(source, column, carry, stages=1):
                 slot, parity = carry
                 full = p.add(self.x_full, p.mul(slot, 8))
                 to = p.add(p.add(self.base, p.mul(slot, plan.x_slot)), mine_to)
                 mem.barrier_wait(p.add(self.x_empty, p.mul(slot, 8)), p.xor(parity, 1))
-                mem.barrier_expect(full, p.i32(unit.rows * STAGE * 2))
-                pt.tensor_load(to, source, column, row, full, mask)
+                mem.barrier_expect(full, p.i32(unit.rows * stages * STAGE * 2))
+                for i in range(stages):
+                    at, its_column = p.add(to, i * plan.x_stage), p.add(column, i * STAGE)
+                    pt.tensor_load(at, source, its_column, row, full, mask)
                 return self.advance(slot, parity, c.x_depth)
 
             def load_h(carry):
@@ -261,12 +263,14 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                 carry = load_h(carry)
             for i, first, begin, end in self.segments(unit):
 
-                def stage(at, carry, source=x_maps[i], first=first):
+                def next_slot(at, carry, source=x_maps[i], first=first):
                     if plan.goes_through and unit.parts == 1:
                         self.ask_for_gate_and_up(at, unit.rows, r_tile, first_row)
-                    return load(source, p.mul(p.sub(at, first * STAGES), STAGE), carry)
+                    column = p.mul(p.sub(at, first * plan.slots_of_block), plan.stages_of_slot * STAGE)
+                    return load(source, column, carry, plan.stages_of_slot)
 
-                carry = p.for_range(p.mul(begin, STAGES), p.mul(end, STAGES), 1, carry, stage)
+                slots = [p.mul(block, plan.slots_of_block) for block in (begin, end)]
+                carry = p.for_range(*slots, 1, carry, next_slot)
             if plan.makes_h:
                 p.when(p.eq(unit.part, 0), self.await_h)
                 carry = load_h(carry)
@@ -279,7 +283,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         """A piece of what a tile's outputs need of gate and up, into the L2: one with each of the last slots of x, as
         all at once would hold up x."""
         pieces = rows // CHUNK * (TILE // STAGE)
-        turn = p.sub(at, self.plan.blocks * STAGES - 2 * pieces)
+        turn = p.sub(at, self.plan.blocks * self.plan.slots_of_block - 2 * pieces)
         of_gate = p.lt(turn, pieces)
         source = arith.select(of_gate, *self.gate_up_maps)
         piece = p.select(of_gate, turn, p.sub(turn, pieces))

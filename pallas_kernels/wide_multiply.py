@@ -12,9 +12,9 @@ from . import ptx_tensor as pt
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
 from .swiglu import gated, gated_back
-from .wide_fragments import BLOCK_BYTES, ForwardFragments, TransposedFragments, UnitFragments
+from .wide_fragments import BLOCK, BLOCK_BYTES, ForwardFragments, TransposedFragments, UnitFragments
 from .wide_lora import LoraWarps
-from .wide_plan import CHUNK, STAGES, SUM_STRIDE, TILE, WidePlan
+from .wide_plan import CHUNK, STAGE, SUM_STRIDE, TILE, WidePlan
 
 BOTH = 3  # the named barrier of both warpgroups; each has one of its own
 FETCHED = 2 * CHUNK  # rows whose `WayOut.fetch` is asked for before they are stored
@@ -136,28 +136,36 @@ class MultiplyWarps(LoraWarps):
         return [*state[:4], *acc]
 
     def block(self, is_first, carry):
-        """One block of weights, two slots of x: decode for a slot while the slot before is multiplied."""
+        """One block of weights: decode for a slot of x while the slot before is multiplied."""
+        plan = self.plan
         w, w_parity, x, x_parity, *acc = carry
         block = p.add(self.w_base, p.mul(w, BLOCK_BYTES))
         mem.barrier_wait(p.add(self.w_full, p.mul(w, 8)), w_parity)
-        for step in range(STAGES):
-            operands = self.fragments.decode(self.fragments.load(block, step), step)
-            mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
-            descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, self.plan.x_slot)))
-            p.wgmma_fence()
-            for k, a in enumerate(operands):
-                acc = p.wgmma_half(acc, a, p.add_64(descriptor, 2 * k))
-            p.wgmma_commit()
-            if step == STAGES - 1:
-                self.release_w(w)
-            p.wgmma_wait(1)  # the slot before is multiplied: it and its codes' registers are free
-            chain_ended = not self.plan.one_chain or not self.plan.given_h  # and has released its last slot
-            if step == 0 and chain_ended:
-                p.if_else(is_first, lambda: None, lambda x=x: self.release_x(self.before(x)))
-            else:
-                self.release_x(self.before(x))
-            x, x_parity = self.advance(x, x_parity, self.plan.config.x_depth)
-        return [*self.advance(w, w_parity, self.plan.config.w_depth), x, x_parity, *acc]
+        for slot in range(plan.slots_of_block):
+            for stage in range(plan.stages_of_slot):
+                step = slot * plan.stages_of_slot + stage
+                operands = self.fragments.decode(self.fragments.load(block, step), step)
+                if stage == 0:
+                    mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
+                    descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, plan.x_slot)))
+                p.wgmma_fence()
+                for k, a in enumerate(operands):  # a descriptor counts 16 bytes
+                    acc = p.wgmma_half(acc, a, p.add_64(descriptor, stage * plan.x_stage // 16 + 2 * k))
+                p.wgmma_commit()
+                if step == BLOCK // STAGE - 1:
+                    self.release_w(w)
+                p.wgmma_wait(1)  # the stage before is multiplied: it and its codes' registers are free
+                if stage == 0:
+                    self.release_before(x, is_first if slot == 0 else None)
+            x, x_parity = self.advance(x, x_parity, plan.config.x_depth)
+        return [*self.advance(w, w_parity, plan.config.w_depth), x, x_parity, *acc]
+
+    def release_before(self, slot, is_first=None):
+        """The slot before, but that of a chain's first block where the chain in front has released it."""
+        if is_first is None or (self.plan.one_chain and self.plan.given_h):
+            self.release_x(self.before(slot))
+        else:
+            p.if_else(is_first, lambda: None, lambda: self.release_x(self.before(slot)))
 
     def before(self, slot):
         return p.select(p.eq(slot, 0), self.plan.config.x_depth - 1, p.sub(slot, 1))

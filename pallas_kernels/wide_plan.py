@@ -13,9 +13,9 @@ from .wide_fragments import BLOCK, BLOCK_BYTES
 from .wide_spare_plan import SparePlan, check_spare
 
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
-STAGE = 64  # inputs of one slot of the ring of x: 128 bytes a row
-STAGES = BLOCK // STAGE  # slots of x to one block of weights
+STAGE = 64  # inputs of x that lie side by side in shared memory: 128 bytes a row
 LORA_STEPS = STAGE // 16  # of 16 ranks that a slot of x takes
+WHOLE_BLOCKS = 128  # rows of a tile up to which a slot of the ring of x has a block's inputs, beyond that half of them
 B_BOX = TILE * 32  # bytes of 16 ranks of B's rows
 B_BOXES = BLOCK_BYTES // B_BOX  # that a slot of weights takes
 SUM_STRIDE = (64 + 4) * 4  # bytes between rows of float32 sums in shared memory; 4 more against bank conflicts
@@ -36,7 +36,8 @@ class WideConfig:
       split: where the last wave (the only one, where all tiles fit into one) does not fill the GPU, each of its tiles
         is computed by so many CTAs, or as many as there are, which split D and add their sums at the end. Which tiles
         these are, and by how many, depends on the number of tiles, and where that depends on M, on M.
-      x_depth, w_depth: slots in the rings of x (64 inputs each) and of weight blocks (128 inputs each).
+      x_depth, w_depth: slots in the rings of x (128 inputs each, 64 in tiles of more than 128 rows) and of weight
+        blocks (128 inputs each).
       promote: the tensor core's additions truncate, the more the longer their chain is: after so many steps of 16
         inputs the sums are added to totals outside: in registers in tiles of up to 128 rows, else in memory of each
         lane's own, which takes longer chains to be cheap. A multiple of 8; 0 for never.
@@ -296,8 +297,22 @@ class WidePlan:
         return self.items * self.config.share
 
     @property
-    def x_slot(self) -> int:
+    def slots_of_block(self) -> int:
+        """Slots of x to one block of weights."""
+        return 1 if self.config.m_tile <= WHOLE_BLOCKS else BLOCK // STAGE
+
+    @property
+    def stages_of_slot(self) -> int:
+        """Stages of x in a slot, one behind the other."""
+        return BLOCK // STAGE // self.slots_of_block
+
+    @property
+    def x_stage(self) -> int:
         return self.config.m_tile * STAGE * 2
+
+    @property
+    def x_slot(self) -> int:
+        return self.stages_of_slot * self.x_stage
 
     @property
     def w_at(self) -> int:

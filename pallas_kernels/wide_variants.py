@@ -17,7 +17,7 @@ import itertools
 import json
 from collections.abc import Iterable
 
-from .wide_plan import WideConfig, WidePlan, make_plan
+from .wide_plan import WHOLE_BLOCKS, WideConfig, WidePlan, make_plan
 
 FEW_ROWS, RANGES = (32, 64), (128, 256, 512, 768, 1024, 4096)
 ONE_TILE, M_TILES = 256, (160, 192, 224, 256)  # rows that are one tile; heights of tiles of more
@@ -97,7 +97,7 @@ def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], i
     """A configuration that was measured with other rows, or what is like it but for the tiles' height and the split of
     the last wave, where that has the least estimated time, by more than 1%."""
     others = [
-        dataclasses.replace(measured, m_tile=m_tile, split=split, x_depth=_depth(m_tile), w_depth=_depth(m_tile))
+        dataclasses.replace(measured, m_tile=m_tile, split=split, **_depths(m_tile))
         for m_tile, split in itertools.product(M_TILES, (1, 2, 3, 4))
     ]
     best = next(iter(fitting(others, op, m, d, r, inputs)), None)
@@ -107,12 +107,12 @@ def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], i
 
 def cuts(m_tiles: Iterable[int]) -> list[WideConfig]:
     """Every way to share x and to split D of these tiles."""
-    return [WideConfig(m_tile, *cut, *[_depth(m_tile)] * 2) for m_tile in m_tiles for cut in _CUTS]
+    return [WideConfig(m_tile, *cut, **_depths(m_tile)) for m_tile in m_tiles for cut in _CUTS]
 
 
-def _depth(m_tile: int) -> int:
-    """Slots of either ring."""
-    return 6 if m_tile <= 128 else 4
+def _depths(m_tile: int) -> dict[str, int]:
+    """Slots of the rings: of x as many as there is room for, up to six."""
+    return {"x_depth": 6 if m_tile <= 64 else 4, "w_depth": 6 if m_tile <= WHOLE_BLOCKS else 4}
 
 
 def fitting(

@@ -75,11 +75,11 @@ def test_every_output_row_of_a_unit_is_named_once(monkeypatch):
 
 @pytest.mark.parametrize("config, m, d, r, dx, bias, wide_out", [
     (WideConfig(256, 2, 1, 4, 4), 300, 1024, (1024,), False, False, False),
-    (WideConfig(128, 1, 3, 6, 6), 100, 1024, (512, 128), False, True, True),  # one wave, D split by 3
+    (WideConfig(128, 1, 3, 4, 6), 100, 1024, (512, 128), False, True, True),  # one wave, D split by 3
     (WideConfig(256, 2, 4, 4, 4), 1024, 1024, (5120,), False, False, False),  # a wave, and 14 pairs of tiles by 4
     (WideConfig(256, 1, 1, 4, 4), 300, 1024, (1024,), True, False, False),
-    (WideConfig(128, 2, 2, 6, 6), 40, 768, (80,), True, False, True),
-    (WideConfig(128, 1, 1, 6, 6, promote=32), 100, 1024, (512, 128), False, False, True),
+    (WideConfig(128, 2, 2, 4, 6), 40, 768, (80,), True, False, True),
+    (WideConfig(128, 1, 1, 4, 6, promote=32), 100, 1024, (512, 128), False, False, True),
     (WideConfig(256, 2, 1, 4, 4, promote=32), 300, 1024, (1024,), False, True, False),
 ])  # fmt: skip
 def test_kernel_lowers_for_cuda_without_a_gpu(config, m, d, r, dx, bias, wide_out):

@@ -18,13 +18,13 @@ from pallas_kernels.wide_plan import WideConfig, make_plan
 pytestmark = pytest.mark.gpu
 
 CONFIGS = [
-    WideConfig(128, 1, 1, 6, 6),
+    WideConfig(128, 1, 1, 4, 6),
     WideConfig(256, 2, 1, 4, 4),
     WideConfig(256, 2, 4, 4, 4),
     WideConfig(160, 2, 2, 4, 4),
     WideConfig(256, 1, 3, 4, 4),
-    WideConfig(128, 4, 1, 6, 6),
-    WideConfig(128, 2, 3, 6, 6, promote=16),
+    WideConfig(128, 4, 1, 4, 6),
+    WideConfig(128, 2, 3, 4, 6, promote=16),
     WideConfig(256, 1, 2, 4, 4, promote=32),
     WideConfig(32, 1, 4, 6, 6, promote=16),
     WideConfig(64, 1, 3, 6, 6, promote=16),
@@ -33,7 +33,7 @@ CONFIGS = [
 
 SHAPES = [(300, 1024, 1000), (65, 1296, 1512), (1, 2048, 3584)]  # 1296 ends in the first half of a quad
 MAIN = CONFIGS[1]
-IN_REGISTERS, IN_MEMORY = WideConfig(128, 2, 1, 6, 6, promote=32), WideConfig(256, 2, 1, 4, 4, promote=32)
+IN_REGISTERS, IN_MEMORY = WideConfig(128, 2, 1, 4, 6, promote=32), WideConfig(256, 2, 1, 4, 4, promote=32)
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +309,7 @@ def test_gradients_with_adapters(rng, m, k, ns, ranks):
 
 
 @pytest.mark.parametrize("m, k, n, config, biased", [
-    (100, 1152, 1000, WideConfig(128, 2, 1, 6, 6), True),  # the last tile is partly beyond the end
+    (100, 1152, 1000, WideConfig(128, 2, 1, 4, 6), True),  # the last tile is partly beyond the end
     (256, 3584, 1792, WideConfig(256, 1, 4, 4, 4), False),  # 28 tiles by four parts
     (64, 3584, 640, WideConfig(64, 1, 3, 6, 6, promote=24), True),  # parts of 24, 16 and 24 rows
 ])  # fmt: skip

@@ -159,7 +159,7 @@ def test_what_ctas_without_a_tile_wait_for_is_needed(monkeypatch, name):
     monkeypatch.setattr(wide_emulator, "_make_memory", without)
 
     def wrong(seed):
-        of = WideConfig(32, 1, 1, 3, 2), 20, 512, (136,), (32,), True
+        of = WideConfig(32, 1, 1, 2, 2), 20, 512, (136,), (32,), True
         try:
             (y,), (true,), (bound,) = products(*of, makes_h=True, seed=seed)
         except wide_emulator.Unordered:
