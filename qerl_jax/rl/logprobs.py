@@ -29,8 +29,8 @@ def token_logps(
     """log_softmax(logits / temperature)[target] and the entropy of that distribution, float32 [M]; only the former have
     a gradient, with respect to `hidden_MD` alone.
 
-    The vocabulary's logits exist for one chunk of tokens at a time, in the backward pass too; where there are several,
-    those behind the first `wanted` tokens are left out, and zeros.
+    The vocabulary's logits exist for one chunk of tokens at a time, in the forward pass alone; where there are several
+    chunks, those behind the first `wanted` tokens are left out, and zeros.
     """
     M = targets_M.shape[0]
     rows = _LOGITS_BUDGET // model.config.vocab_size
