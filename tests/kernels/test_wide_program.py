@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import wide_emulator
+from emulated_products import Overwritten, Products
 from random_weights import random_matrix
 
 from pallas_kernels import inputs_kernel, repack, wide, wide_plan, wide_spare
@@ -167,6 +168,18 @@ def test_what_ctas_without_a_tile_wait_for_is_needed(monkeypatch, name):
         return not (np.abs(y - true) <= bound).all()  # not a number, where memory has not been written
 
     assert any(wrong(seed) for seed in range(4))
+
+
+@pytest.mark.parametrize("registers", [True, False])
+@pytest.mark.parametrize("config", [WideConfig(64, 1, 1, 3, 2), WideConfig(256, 2, 1, 3, 2)])
+def test_what_products_read_is_left_alone_until_they_are_waited_for(monkeypatch, config, registers):
+    """With one group more under way than the kernel allows, codes would be written to `registers`, or, were there
+    enough of these, x to slots that products still read."""
+    wait, decoding = Products.wait, Products.decoding
+    monkeypatch.setattr(Products, "wait", lambda self, pending: wait(self, pending + 1))
+    monkeypatch.setattr(Products, "decoding", decoding if registers else lambda self, f: f)
+    with pytest.raises(Overwritten):
+        products(config, 300, 1024, (128, 128), (16, 0), False, seed=3)
 
 
 def test_x_at_by_ctas_without_a_tile_with_swiglu(monkeypatch):

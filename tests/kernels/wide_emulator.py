@@ -1,12 +1,13 @@
 """Runs the wide kernel's program in NumPy, as emulator.py does the streaming kernel's: warps in random order,
 barriers, tensor copies into swizzled slots of one or several CTAs, sums that CTAs add together. A load from shared
-memory is under way until the warp's next wgmma, whose operands must have come: an arrival does not wait for it. Not
-modelled: time, and that wgmma reads its operands late."""
+memory is under way until the warp's next wgmma, whose operands must have come: an arrival does not wait for it; a wgmma
+until the warp has waited for its group (emulated_products.py). Not modelled: time."""
 
 import types
 
 import numpy as np
 from emulated_instructions import NUMBERS, make_decoding, make_memory, make_ptx
+from emulated_products import Overwritten, Products
 from emulator import ARITH, Machine, replaced
 
 from pallas_kernels import (
@@ -32,10 +33,6 @@ MOST_ROWS = 256  # of a tile
 
 class Unordered(AssertionError):
     """The copy engine loads what may not have reached it: a store without `fence_async` behind it, or a wait."""
-
-
-class Overwritten(AssertionError):
-    """The copy engine writes where a load is under way."""
 
 
 class Ref(int):
@@ -103,8 +100,10 @@ def _make_ptx(m):
         low_mask = U32(DECODINGS[m.dtype].turned_mask(0))
         return [scaled(rotated(word, low_turn) & low_mask, low), scaled(b, high)]
 
-    p.wgmma_half, p.ptx, p.i32_t = wgmma, ptx, lambda: None
+    p.wgmma_half, p.i32_t = wgmma, lambda: None
     p.wgmma_fence = lambda: m.loads.pop(m.now, None)
+    m.products = Products(m, p)
+    p.ptx = m.products.decoding(ptx)
     return p
 
 
@@ -180,6 +179,7 @@ def _make_tensor(m, mem):
         for cta in ctas:
             if any(warp.cta == cta and _overlap(loads, to, to + data.size) for warp, loads in m.loads.items()):
                 raise Overwritten
+            m.products.check_copy(cta, to, to + data.size)
             m.shared[cta][to + place] = data
             m.barriers[cta][int(barrier[0])].arrive(0, -data.size)
 
@@ -232,7 +232,8 @@ def _transpose_8x8(value):
 def _emulated(m):
     mem = _make_memory(m)
     names = {"p": _make_ptx(m), "mem": mem, "pt": _make_tensor(m, mem), "arith": ARITH}
-    names |= make_decoding(m) | {"transpose_8x8": _transpose_8x8}
+    writers = make_decoding(m) | {"transpose_8x8": _transpose_8x8}
+    names |= writers | {name: m.products.decoding(writers[name]) for name in ("decode_codes", "transpose_8x8")}
     kernels = wide_kernel, wide_multiply, wide_norm, wide_lora, wide_spare, wide_split, wide_fragments
     modules = *kernels, fragment_order, hidden, pick, swiglu
     return replaced(modules, names)
