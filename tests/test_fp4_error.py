@@ -71,7 +71,7 @@ def test_the_fastest_that_is_right_takes_the_place_of_a_table_entry_that_is_not(
 
 
 def test_chains_of_the_wide_kernel_that_are_short_already_are_not_tried():
-    config = WideConfig(128, 1, 4, 6, 6)  # 56 steps
+    config = WideConfig(128, 1, 4, 4, 6)  # 56 steps
     assert fp4_error.promoted(config, 32, 128, 3584, 3584).promote == 32
     assert fp4_error.promoted(config, 64, 128, 3584, 3584) is None
     assert fp4_error.promoted(config, 0, 128, 3584, 3584) == config
