@@ -136,7 +136,7 @@ class MultiplyWarps(LoraWarps):
         return [*state[:4], *acc]
 
     def block(self, is_first, carry):
-        """One block of weights: decode for a slot of x while the slot before is multiplied."""
+        """One block of weights: decode for a stage of x while the stage before is multiplied."""
         plan = self.plan
         w, w_parity, x, x_parity, *acc = carry
         block = p.add(self.w_base, p.mul(w, BLOCK_BYTES))

@@ -14,7 +14,7 @@ from .wide_spare_plan import SparePlan, check_spare
 
 TILE = 128  # outputs of a CTA: two warpgroups with 64 each
 STAGE = 64  # inputs of x that lie side by side in shared memory: 128 bytes a row
-LORA_STEPS = STAGE // 16  # of 16 ranks that a slot of x takes
+LORA_STEPS = STAGE // 16  # of 16 ranks that a slot of x takes, in its first stage
 WHOLE_BLOCKS = 128  # rows of a tile up to which a slot of the ring of x has a block's inputs, beyond that half of them
 B_BOX = TILE * 32  # bytes of 16 ranks of B's rows
 B_BOXES = BLOCK_BYTES // B_BOX  # that a slot of weights takes

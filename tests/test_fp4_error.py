@@ -57,7 +57,7 @@ def test_more_rows_are_the_wide_kernels_and_some_of_many_are_compared(monkeypatc
 
 def test_the_fastest_that_is_right_takes_the_place_of_a_table_entry_that_is_not(tmp_path):
     def row(m, promote, ratio, us, k=3584):
-        config = [128, 1, 1, 6, 6, promote]
+        config = [128, 1, 1, 4, 6, promote]
         return {"k": k, "n": 3584, "m": m, "config": config, "table": not promote, "ratio": ratio, "us": us}
 
     rows = [row(128, 0, 2.0, 9.0), row(128, 32, 1.1, 10.0), row(128, 64, 1.1, 9.5), row(128, 128, 1.2, 9.1)]
