@@ -1,5 +1,5 @@
-"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 8 rows, from 17
-rows on by one or two for each matmul.
+"""between_attentions: what a decode step computes between two attentions, by one kernel for up to 16 rows, for
+more by one or two for each matmul.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight, R LoRA's rank.
 """
@@ -69,11 +69,11 @@ def between_attentions(
     """residual + o(x); + down(silu(gate(h)) * up(h)) of its norm h; and q, k, v of the norm of that.
 
     Products are in the weights' dtype, with float32 sums. Not rounded in between: what joins the residual stream. Up to
-    8 rows all of it is one kernel, in which neither gate and up are rounded, nor the norm before the division by the
-    root of the mean square, which follows the products; from 17 rows on one or two for each matmul (layer_calls.py).
+    16 rows all of it is one kernel, in which neither gate and up are rounded, nor the norm before the division by the
+    root of the mean square, which follows the products; with more one or two for each matmul (layer_calls.py).
 
     Args:
-      x: [M, K] in that dtype, the attention's output, M up to 8 or from 17 to 256.
+      x: [M, K] in that dtype, the attention's output, M up to 256.
       residual: float32 [M, D].
       layer: the projections.
       norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.

@@ -13,6 +13,7 @@ from .layout import CODE_BYTES, COLS, QUAD_BYTES
 from .pick import pick
 
 UNITS = 4  # of an item
+CHAINS = 4  # of additions, of all panels together: a product waits for the one before it in its chain
 
 
 class ComputeWarps(OutputTiles):
@@ -23,20 +24,19 @@ class ComputeWarps(OutputTiles):
         self.table = p.add(self.table_base, p.mul(self.warp, 8 * plan.items_warp))
         ring = p.add(self.ring_base, p.mul(self.warp, plan.depth * QUAD_BYTES))
         self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
-        self.sums_warp = p.add(self.sums_base, p.mul(self.warp, plan.runs * 512))
         first_parts = plan.parts_at_first  # the others' addresses have time
         early = self.fill_table(p.i32(0), range(first_parts))
         p.warp_sync()
         for d in range(plan.depth - 1):
-            p.when(p.lt(d, early), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
+            p.when(p.lt(d, early), lambda d=d: self.fetch(p.i32(d), p.i32(d * QUAD_BYTES)))
             mem.copy_commit()
-        runs = [self.run_of(share, self.warp) for share in self.shares]
+        runs = [self.run_of(share.items, self.warp) for share in self.shares]
         self.all_items = functools.reduce(p.add, [p.sub(end, begin) for begin, end in runs])
         self.barriers_seen()
-        item, slot = p.i32(0), p.i32(0)
+        item, slots = p.i32(0), (p.i32(0), p.i32((plan.depth - 1) * QUAD_BYTES))
         for i in range(len(plan.parts)):
-            needs = self.early_needs(i)  # under way while x is
-            item, slot = self.multiply(i, item, slot)
+            needs = self.needs_of(i, self.warp)  # under way while x is
+            item, slots = self.multiply(i, item, slots)
             self.finish(i, needs)
             if i == 0:
                 self.fill_table(early, range(first_parts, len(plan.parts)))
@@ -46,7 +46,7 @@ class ComputeWarps(OutputTiles):
         """Addresses of this warp's items of some parts, behind `filled`; returns how many there are then."""
         for i in parts:
             part, share, weights = self.plan.parts[i], self.shares[i], self.weights[i]
-            begin, end = self.run_of(share, self.warp)
+            begin, end = self.run_of(share.items, self.warp)
 
             def one(index, _, part=part, share=share, weights=weights, begin=begin, filled=filled):
                 item = p.add(begin, index)
@@ -67,10 +67,9 @@ class ComputeWarps(OutputTiles):
         return filled
 
     def fetch(self, item, slot):
-        """Start the copies of this lane's part of an item into a slot of its ring."""
+        """Start the copies of this lane's part of an item into a slot of its ring, which is where that begins."""
         source = mem.load_shared_address(p.add(self.table, p.mul(item, 8)))
-        to = p.mul(slot, QUAD_BYTES)
-        to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
+        to_codes, to_scales = p.add(self.code_lane, slot), p.add(self.scale_lane, slot)
         codes, scales = mem.offset(source, p.mul(self.lane, 16)), mem.offset(source, p.mul(self.lane, 4))
         for unit in range(UNITS):
             mem.copy_async_16(to_codes, codes, unit * 512, unit * 512)
@@ -78,81 +77,85 @@ class ComputeWarps(OutputTiles):
             at = CODE_BYTES + pair * 128
             mem.copy_async_4(to_scales, scales, at, at)
 
-    def multiply(self, i: int, first_item, first_slot):
-        """This warp's items of part i; leaves their sums in shared memory. Returns the next item and slot.
+    def multiply(self, i: int, first_item, first_slots):
+        """This warp's items of part i; leaves their sums where tiles are finished. Returns the next item and its slots.
 
-        Of the first item what registers hold is decoded before x is there.
+        Of the first item what registers hold is decoded before x is there. An item's `slots` are its own and that of
+        the item before it, which is filled again.
         """
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        begin, end = self.run_of(share, self.warp)
+        begin, end = self.run_of(share.items, self.warp)
         last_item = p.add(first_item, p.sub(end, begin))
-        x_row = p.add(self.x_base, p.add(p.mul(self.row_in_x, plan.x_stride(part)), p.mul(self.t, 32)))
+        x = [p.add(self.x_base, p.add(p.mul(row, plan.x_stride(part)), p.mul(self.t, 32))) for row in self.rows_in_x]
 
-        def await_item(item, slot):
+        def await_item(item, spare):
             mem.copy_wait(plan.depth - 2)
             ahead = p.add(item, plan.depth - 1)
-            spare = p.select(p.eq(slot, 0), plan.depth - 1, p.sub(slot, 1))
             p.when(p.lt(ahead, self.all_items), lambda: self.fetch(ahead, spare))
             mem.copy_commit()
 
         def add_item(item, fragments, carry):
-            slot, quad, run, *acc = carry
-            acc = self.quad(fragments, p.add(x_row, p.mul(quad, COLS * 2)), acc)
+            slot, _, quad, tile, *acc = carry
+            at = p.mul(quad, COLS * 2)
+            acc = self.quad(fragments, [p.add(row, at) for row in x], acc)
             is_end = p.eq(p.add(quad, 1), share.quads)
             is_last = p.eq(p.add(item, 1), last_item)
-            to = p.add(p.add(self.sums_warp, p.mul(run, 512)), p.mul(self.lane, 16))
-            p.when(arith.ori(is_end, is_last), lambda: mem.store_shared_f32x4(to, acc, 0))
-            acc = [arith.select(is_end, p.f32(0.0), v) for v in acc]
-            slot = p.select(p.eq(slot, plan.depth - 1), 0, p.add(slot, 1))
-            return [slot, p.select(is_end, 0, p.add(quad, 1)), p.select(is_end, p.add(run, 1), run), *acc]
+
+            def leave():
+                self.leave_sums(tile, acc)
+                return [p.opaque_zero() for _ in acc]
+
+            acc = p.if_values(arith.ori(is_end, is_last), leave, acc)
+            after = p.select(p.eq(slot, (plan.depth - 1) * QUAD_BYTES), 0, p.add(slot, QUAD_BYTES))
+            return [after, slot, p.select(is_end, 0, p.add(quad, 1)), p.select(is_end, p.add(tile, 1), tile), *acc]
 
         def decode_early():
-            await_item(first_item, first_slot)
-            made = self.fragments(first_slot, range(plan.early_units), in_place=True)
+            await_item(first_item, first_slots[1])
+            made = self.fragments(first_slots[0], range(plan.early_units), in_place=True)
             return list(itertools.chain.from_iterable(made))
 
         def add_first():
             words = iter(decoded)
             made = zip(*[words] * 4, strict=True)
-            rest = self.fragments(first_slot, range(plan.early_units, UNITS))
+            rest = self.fragments(first_slots[0], range(plan.early_units, UNITS))
             return add_item(first_item, itertools.chain(made, rest), carry)
 
         def step(item, carry):
-            await_item(item, carry[0])
+            await_item(item, carry[1])
             return add_item(item, self.fragments(carry[0], range(UNITS)), carry)
 
         has_items, next_item = p.lt(first_item, last_item), first_item
         if plan.early_units:
             decoded = p.if_values(has_items, decode_early, [p.i32(0)] * (16 * plan.early_units))
         mem.barrier_wait(self.x_full, p.i32(i % 2))
-        carry = [first_slot, p.rem(begin, share.quads), p.i32(0), *[p.f32(0.0)] * 4]
+        carry = [*first_slots, p.rem(begin, share.quads), p.div(begin, share.quads), *[p.f32(0.0)] * (4 * CHAINS)]
         if plan.early_units:
             carry, next_item = p.if_values(has_items, add_first, carry), p.add(first_item, 1)
-        slot, *_ = p.for_range(next_item, last_item, 1, carry, step)
-        return last_item, slot
+        slot, spare, *_ = p.for_range(next_item, last_item, 1, carry, step)
+        if plan.panels > 1:
+            self.say_that_sums_are_left()
+        return last_item, (slot, spare)
 
     def fragments(self, slot, units: range, in_place: bool = False):
         """The left operands of the m16n8k16 steps of an item's units, four registers each, one after the other."""
-        at = p.mul(slot, QUAD_BYTES)
         for u in units:
-            words = mem.load_shared_v4(p.add(self.code_lane, at), u * 512)
+            words = mem.load_shared_v4(p.add(self.code_lane, slot), u * 512)
             if u % 2 == 0:
-                scale_word = mem.load_shared_b32(p.add(self.scale_lane, at), CODE_BYTES + u // 2 * 128)
+                scale_word = mem.load_shared_b32(p.add(self.scale_lane, slot), CODE_BYTES + u // 2 * 128)
             scales = decode_scales(scale_word, p.i32(0x4342 if u % 2 else 0x4140))
             for word in words:
                 yield decode_codes(word, scales, in_place)
 
-    def quad(self, fragments, x_at, total):
-        """total + one item: 16 m16n8k16 steps, those of a unit in a chain of their own."""
-        sums = []
+    def quad(self, fragments, rows, acc):
+        """acc + one item: 16 m16n8k16 steps for each panel, whose units take turns in its chains. `rows` are where this
+        lane's rows of x begin."""
+        chains = [acc[n : n + 4] for n in range(0, len(acc), 4)]
         for u in range(UNITS):
-            acc = [p.f32(0.0)] * 4
             for half in range(2):
-                x = mem.load_shared_v4(x_at, u * 128 + 16 * half)
+                xs = [mem.load_shared_v4(row, u * 128 + 16 * half) for row in rows]
                 for j in range(2):
-                    acc = p.mma_half(acc, next(fragments), x[2 * j], x[2 * j + 1])
-            sums.append(acc)
-        return [
-            arith.addf(old, arith.addf(arith.addf(a, b), arith.addf(c, d)))
-            for old, a, b, c, d in zip(total, *sums, strict=True)
-        ]
+                    left = next(fragments)
+                    for panel, x in enumerate(xs):
+                        n = (u * len(rows) + panel) % CHAINS
+                        chains[n] = p.mma_half(chains[n], left, x[2 * j], x[2 * j + 1])
+        return list(itertools.chain.from_iterable(chains))

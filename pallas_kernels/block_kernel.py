@@ -1,7 +1,7 @@
-"""What one decode step computes between two attentions, for few rows (M <= 8), as one kernel.
+"""What one decode step computes between two attentions, for few rows (M <= 16), as one kernel.
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight; row tiles of 16 outputs, quads of 256 inputs (see
-layout.py), items of one tile and one quad.
+layout.py), items of one tile and one quad, panels of 8 rows.
 
 The output projection, the residual stream, RMSNorm, gate, up and SwiGLU, down, and the next layer's RMSNorm and q, k, v
 are *parts* that follow each other in one grid of CTAs, one a multiprocessor. Every CTA waits for all others between two
@@ -17,6 +17,8 @@ next parts, as far as their rings reach, so the memory does not rest.
     through the L2, and the CTAs of a group finish the tiles between them (block_outputs.py).
   * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py). With two
     rows and more two CTAs are a cluster, and each copies half of x to both.
+  * Panels: with more than 8 rows the CTAs of a cluster have the same tiles, and each half of K for all rows, so that x
+    takes no more room. A warp sends the sums of each panel to the CTA that finishes it, which is then as with 8 rows.
   * RMSNorm: who writes the residual stream also writes its product with the norm's scale in 16 bits, and its tile's
     squares; the division by the root of their mean happens to the next part's sums.
 
@@ -35,7 +37,7 @@ from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_compute import ComputeWarps
-from .block_plan import MAX_ROWS, BlockPlan, Part
+from .block_plan import PANEL, BlockPlan, Part
 from .block_service import ServiceWarps
 from .layer_part import Weight
 from .layout import ROWS
@@ -54,7 +56,8 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a CTA does of a part: its group, its slice, entries and quads from the first on, items."""
+    """What a CTA does of a part: its group, its slice, entries and quads from the first on, and how many quads each
+    cut of the slice has; tiles, items."""
 
     group: Any
     slice: Any
@@ -62,6 +65,7 @@ class Share:
     entries: Any
     first_quad: Any
     quads: Any
+    quads_of: tuple[Any, ...]
     tiles: Any
     items: Any
 
@@ -83,13 +87,15 @@ class _Kernel(ComputeWarps, ServiceWarps):
         self.is_lane_0 = p.eq(self.lane, 0)
         self.g, self.t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         self.cta = p.sreg("ctaid.x")
-        self.rank = p.rem(self.cta, plan.share)
-        self.x_full, self.h_full = base, p.add(base, 8)
+        self.rank = p.rem(self.cta, plan.cluster)
+        self.panel = self.rank if plan.panels > 1 else p.i32(0)  # that it finishes, and which cut of K it has
+        self.x_full, self.h_full, self.sums_full = (p.add(base, 8 * n) for n in range(3))
         self.inverse_base, self.squares_base = p.add(base, 64), p.add(base, 128)
         self.table_base, self.sums_base = p.add(base, plan.table_at), p.add(base, plan.sums_at)
         self.h_base, self.x_base = p.add(base, plan.h_at), p.add(base, plan.x_at)
         self.ring_base = p.add(base, plan.ring_at)
-        self.row_in_x = p.minimum(self.g, plan.m - 1)
+        # of each panel this lane's
+        self.rows_in_x = [p.minimum(p.add(self.g, PANEL * n), plan.m - 1) for n in range(plan.panels)]
         self.shares = [self.share(part) for part in plan.parts]
         # what a part reads, and the residual stream, its norm's scale and where its squares lie
         self.x_of, self.flows, residual, norms = [operands.x], [], operands.residual, list(operands.norms)
@@ -104,7 +110,8 @@ class _Kernel(ComputeWarps, ServiceWarps):
             self.x_of.append(self.outs.get(f"x{i + 1}"))
 
     def share(self, part: Part) -> Share:
-        group, in_slice = p.rem(self.cta, part.groups), p.div(self.cta, part.groups)
+        place = p.div(self.cta, part.cuts)
+        group, in_slice = p.rem(place, part.groups), p.div(place, part.groups)
         has, in_slice = p.lt(in_slice, part.slices), p.minimum(in_slice, part.slices - 1)
 
         def run(index, of, total):
@@ -115,10 +122,13 @@ class _Kernel(ComputeWarps, ServiceWarps):
         first_quad, quads = run(in_slice, part.slices, part.quads)
         entries = p.select(has, entries, 0)  # the CTAs beyond groups x slices have none
         tiles = p.mul(entries, 2) if part.paired else entries
-        return Share(group, in_slice, first, entries, first_quad, quads, tiles, p.mul(tiles, quads))
+        quads_of = tuple(run(p.i32(n), part.cuts, quads)[1] for n in range(part.cuts))
+        before, quads = run(self.panel, part.cuts, quads)
+        first_quad = p.add(first_quad, before)
+        return Share(group, in_slice, first, entries, first_quad, quads, quads_of, tiles, p.mul(tiles, quads))
 
     def run(self):
-        if self.plan.share > 1:
+        if self.plan.cluster > 1:
             self.make_cluster_barriers()
         p.if_else(p.lt(self.warp, self.plan.warps), self.compute, self.serve)
 
@@ -132,9 +142,9 @@ class _Kernel(ComputeWarps, ServiceWarps):
         before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), p.i32(waiting - 1))
         p.when(p.eq(before, waiting - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
 
-    def run_of(self, share: Share, warp):
-        """First item of a warp's run, and the first after it."""
-        return tuple(p.div(p.mul(share.items, w), self.plan.warps) for w in (warp, p.add(warp, 1)))
+    def run_of(self, items, warp):
+        """First of a CTA's items that a warp has, and the first after them."""
+        return tuple(p.div(p.mul(items, w), self.plan.warps) for w in (warp, p.add(warp, 1)))
 
 
 def block_outs(plan: BlockPlan, dtype: str = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
@@ -153,15 +163,15 @@ def block_outs(plan: BlockPlan, dtype: str = "bfloat16") -> dict[str, jax.ShapeD
             outs[f"residual{i}"] = f32(plan.m, plan.hidden)
         if part.joins and i < last:
             outs[f"x{i + 1}"] = half(plan.m, plan.hidden)
-            outs[f"squares{i}"] = f32(plan.hidden // ROWS, MAX_ROWS)
+            outs[f"squares{i}"] = f32(plan.panels, plan.hidden // ROWS, PANEL)
         if part.paired:
             outs[f"x{i + 1}"] = half(plan.m, part.n[0])
         if not part.joins and not part.paired:
             outs |= {f"y{w}": half(plan.m, n) for w, n in enumerate(part.n)}
         if part.slices > 1:
-            outs[f"sums{i}"] = f32(part.slices * part.entries * 128)
+            outs[f"sums{i}"] = f32(part.slices * plan.panels * part.entries * 128)
         if any(part.ranks):
-            outs[f"hidden{i}"] = f32(part.lora_units * 128)
+            outs[f"hidden{i}"] = f32(part.lora_units * plan.panels * 128)
     return outs
 
 
@@ -184,9 +194,9 @@ def build(plan: BlockPlan, eps: float, dtype: str = "bfloat16"):
             nvfp4_block,
             [outs[name] for name in names],
             dtype,
-            grid=plan.ctas // plan.share,
+            grid=plan.ctas // plan.cluster,
             warps=plan.threads // 32,
-            cluster=plan.share,
+            cluster=plan.cluster,
             shared=plan.total,
         )
         return dict(zip(names, call(*leaves), strict=True))

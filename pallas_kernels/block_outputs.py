@@ -1,7 +1,7 @@
 """The end of each of the block kernel's parts (block_kernel.py): sums of tiles to outputs, by the compute warps.
 
-A tile's outputs are held as a product leaves them: lane (g, t) has rows 2 t (elements 0, 2) and 2 t + 1 (1, 3) of
-outputs g (0, 1) and g + 8 (2, 3).
+A tile's outputs of a panel are held as a product leaves them: lane (g, t) has rows 2 t (elements 0, 2) and 2 t + 1 (1,
+3) of outputs g (0, 1) and g + 8 (2, 3). A CTA finishes those of one panel.
 """
 
 import types
@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_plan import MAX_ROWS, BlockPlan, Part
+from .block_plan import PANEL, BlockPlan, Part
 from .layout import EPILOGUE_FACTOR, ROWS
 from .pick import pick
 
@@ -27,26 +27,26 @@ class OutputTiles:
         slices = self.plan.parts[i].slices
         return n if slices == 1 else p.add(p.mul(n, slices), self.shares[i].slice)
 
-    def early_needs(self, i: int):
-        """`needs` of this warp's first entry, or, where it has none, of any."""
+    def needs_of(self, i: int, n):
+        """`needs` of the n-th entry that this CTA finishes, or, where it has none, of any."""
         part, share = self.plan.parts[i], self.shares[i]
-        return self.needs(i, p.minimum(p.add(share.first, self.place(i, self.warp)), part.entries - 1))
+        return self.needs(i, p.minimum(p.add(share.first, self.place(i, n)), part.entries - 1))
 
     def finish(self, i: int, early):
         """Tiles' sums to outputs, and a word to all CTAs when this one's are stored. `early` is `early_needs`."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
         count = p.div(p.sub(p.add(share.entries, part.slices - 1), share.slice), part.slices)
-        p.named_sync(FINISHED, 32 * plan.warps)
+        most = -(-part.most_entries // part.slices)
+        needs = [early, *(self.needs_of(i, p.add(self.warp, first)) for first in range(plan.warps, most, plan.warps))]
+        if plan.panels > 1:
+            mem.barrier_wait_for_cluster(self.sums_full, p.i32(i % 2))
+        else:
+            p.named_sync(FINISHED, 32 * plan.warps)
         if part.slices > 1:
             self.each(share.tiles, part.most_tiles, lambda tile, _: self.leave_slice(i, tile))
             self.await_slices(i)
         mem.barrier_wait(self.h_full, p.i32(i % 2))
-
-        def one(n, first):
-            entry = self.place(i, n)
-            self.entry(i, entry, early if first else self.needs(i, p.add(share.first, entry)))
-
-        self.each(count, -(-part.most_entries // part.slices), one)
+        self.each(count, most, lambda n, turn: self.entry(i, self.place(i, n), needs[turn]))
         if i + 1 < len(plan.parts):
             p.named_sync(FINISHED, 32 * plan.warps)
 
@@ -57,43 +57,79 @@ class OutputTiles:
             p.when(p.eq(self.tid, 0), arrive)
 
     def each(self, count, most: int, body):
-        """body(n, whether it is this warp's first) for n < count, warp after warp."""
-        for first in range(0, most, self.plan.warps):
+        """body(n, which of this warp's it is) for n < count, warp after warp."""
+        for turn, first in enumerate(range(0, most, self.plan.warps)):
             n = p.add(self.warp, first)
-            p.when(p.lt(n, count), lambda n=n, first=first: body(n, first == 0))
+            p.when(p.lt(n, count), lambda n=n, turn=turn: body(n, turn))
+
+    def sums_at(self, cut, tile, warp):
+        """Where a warp's sum of a tile lies in the CTA that finishes it; `cut` is the place in the pair of its own."""
+        n = p.add(p.mul(cut, self.plan.sums), p.add(tile, warp))
+        return p.add(self.sums_base, p.add(p.mul(n, 512), p.mul(self.lane, 16)))
+
+    def leave_sums(self, tile, acc):
+        """A tile's sums of this warp, of chains that the panels take turns in, to the CTA that finishes a panel."""
+        panels, chains = self.plan.panels, [acc[n : n + 4] for n in range(0, len(acc), 4)]
+        sums = [p.total(chains[panel::panels]) for panel in range(panels)]
+        at, own = self.sums_at(self.panel, tile, self.warp), sums[0]
+        if panels > 1:
+            is_first = p.eq(self.panel, 0)
+            own = [arith.select(is_first, a, b) for a, b in zip(*sums, strict=True)]
+            others = [arith.select(is_first, b, a) for a, b in zip(*sums, strict=True)]
+            mem.store_cluster_f32x4(mem.map_rank(at, p.xor(self.rank, 1)), others)
+        mem.store_shared_f32x4(at, own, 0)
+
+    def say_that_sums_are_left(self):
+        """To each CTA of the pair."""
+        p.warp_sync()
+
+        def say():
+            for rank in range(self.plan.cluster):
+                mem.barrier_arrive_in_cluster(mem.map_rank(self.sums_full, p.i32(rank)))
+
+        p.when(self.is_lane_0, say)
 
     def tile_sum(self, i: int, tile):
-        """A tile's sum over this CTA's quads."""
-        plan, share = self.plan, self.shares[i]
+        """A tile's sum over the quads of this CTA, or of the pair."""
+        acc, share = [p.f32(0.0)] * 4, self.shares[i]
+        for cut, quads in enumerate(share.quads_of):
+            acc = self.add_warps(tile, cut, quads, p.mul(share.tiles, quads), acc)
+        return acc
+
+    def add_warps(self, tile, cut: int, quads, items, acc):
+        """acc + the sums of a tile that warps of one CTA left, of whose items each tile has so many quads."""
 
         def warp_of(item):
-            return p.div(p.sub(p.mul(p.add(item, 1), plan.warps), 1), share.items)
+            return p.div(p.sub(p.mul(p.add(item, 1), self.plan.warps), 1), items)
 
-        first = p.mul(tile, share.quads)
-        last = p.sub(p.add(first, share.quads), 1)
+        first = p.mul(tile, quads)
+        last = p.sub(p.add(first, quads), 1)
 
         def add(warp, acc):
-            begin, end = self.run_of(share, warp)
-            run = p.sub(tile, p.div(begin, share.quads))
-            at = p.add(p.mul(p.add(p.mul(warp, plan.runs), run), 512), p.mul(self.lane, 16))
-            here = mem.load_shared_f32x4(p.add(self.sums_base, at), 0)
+            begin, end = self.run_of(items, warp)
+            here = mem.load_shared_f32x4(self.sums_at(p.i32(cut), tile, warp), 0)
             has = p.lt(begin, end)
             return [arith.addf(a, arith.select(has, v, p.f32(0.0))) for a, v in zip(acc, here, strict=True)]
 
-        return p.for_range(warp_of(first), p.add(warp_of(last), 1), 1, [p.f32(0.0)] * 4, add)
+        return p.for_range(warp_of(first), p.add(warp_of(last), 1), 1, acc, add)
+
+    def slice_at(self, i: int, slice_, tile):
+        """Where the sums of a slice's tile of this CTA's panel lie."""
+        part = self.plan.parts[i]
+        panel = p.add(p.mul(slice_, self.plan.panels), self.panel)
+        at = p.add(p.mul(panel, part.entries), p.add(self.shares[i].first, tile))
+        return mem.offset(mem.wide_offset(self.outs[f"sums{i}"], at, 512), p.mul(self.lane, 16))
 
     def leave_slice(self, i: int, tile):
-        part, share = self.plan.parts[i], self.shares[i]
-        at = p.add(p.mul(share.slice, part.entries), p.add(share.first, tile))
-        to = mem.offset(mem.wide_offset(self.outs[f"sums{i}"], at, 512), p.mul(self.lane, 16))
-        mem.store_global_f32x4(to, self.tile_sum(i, tile), 0)
+        mem.store_global_f32x4(self.slice_at(i, self.shares[i].slice, tile), self.tile_sum(i, tile), 0)
 
     def await_slices(self, i: int):
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
         p.named_sync(FINISHED, 32 * plan.warps)
 
         def wait():
-            counter = mem.offset(self.counter(plan.summed(i, 0)), p.mul(share.group, 8))
+            which = p.add(p.mul(share.group, plan.panels), self.panel)
+            counter = mem.offset(self.counter(plan.summed(i)), p.mul(which, 8))
             mem.fence()
             mem.count(counter)
             mem.await_count(counter, p.i32(part.slices))
@@ -104,11 +140,9 @@ class OutputTiles:
 
     def all_slices(self, i: int, tile):
         """A tile's sum over the slices of K."""
-        part = self.plan.parts[i]
-        at = mem.wide_offset(self.outs[f"sums{i}"], p.add(self.shares[i].first, tile), 512)
-        at = mem.offset(at, p.mul(self.lane, 16))
-        parts = [mem.load_fresh_f32x4(at, n * part.entries * 512) for n in range(part.slices)]
-        return p.total(parts)
+        part, at = self.plan.parts[i], self.slice_at(i, p.i32(0), tile)
+        size = self.plan.panels * part.entries * 512
+        return p.total([mem.load_fresh_f32x4(at, n * size) for n in range(part.slices)])
 
     def needs(self, i: int, at):
         """What the outputs of tile (or pair of tiles) `at` need besides sums: of each of its weights, and in the
@@ -129,7 +163,7 @@ class OutputTiles:
         part, weight = self.plan.parts[i], self.weights[i][w]
         out = self.outs.get(f"y{w}" if i + 1 == len(self.plan.parts) and not part.joins else f"x{i + 1}", weight.scale)
         optional = [weight.scale if v is None else v for v in (weight.bias, weight.b, weight.lora_scale)]
-        numbers = sum(part.rank_tiles[:w]) * MAX_ROWS * ROWS * 2, part.rank_tiles[w], int(part.biased[w]), part.n[w]
+        numbers = sum(part.rank_tiles[:w]) * PANEL * ROWS * 2, part.rank_tiles[w], int(part.biased[w]), part.n[w]
         return [weight.scale, *optional, out, *map(p.i32, numbers)]
 
     def loaded(self, part: Part, values, tile):
@@ -161,7 +195,7 @@ class OutputTiles:
     def flow_at(self, i: int, tile):
         """Of this lane's elements of a tile: the residual stream, its places, the next norm's scale."""
         flow, D = self.flows[i], self.plan.hidden
-        rows = [p.minimum(p.add(p.mul(self.t, 2), e % 2), self.plan.m - 1) for e in range(4)]
+        rows = [p.minimum(self.row(e), self.plan.m - 1) for e in range(4)]
         columns = [p.add(p.mul(tile, ROWS), p.add(self.g, 8 * (e // 2))) for e in range(4)]
         at = [p.mul(p.add(p.mul(row, D), column), 4) for row, column in zip(rows, columns, strict=True)]
         old, scale = [mem.load_fresh_f32(mem.offset(flow.before, a)) for a in at], None
@@ -197,7 +231,7 @@ class OutputTiles:
         if any(part.ranks):
             lora, h = [p.f32(0.0)] * 4, p.add(weight.h, p.add(p.mul(self.g, ROWS * 2), p.mul(self.t, 8)))
             for j, b in enumerate(weight.b):
-                here = mem.load_shared_v2(h, j * MAX_ROWS * ROWS * 2)
+                here = mem.load_shared_v2(h, j * PANEL * ROWS * 2)
                 # beyond the adapter's ranks lies another's x A^T or old bytes, which may be NaN
                 here = [p.select(p.lt(j, weight.rank_tiles), v, 0) for v in here]
                 lora = p.mma_half(lora, b, *here)
@@ -209,12 +243,16 @@ class OutputTiles:
         inverse = mem.load_shared_f32x2(p.add(self.inverse_base, p.mul(self.t, 8)))
         return [arith.mulf(v, inverse[e % 2]) for e, v in enumerate(values)]
 
+    def row(self, e: int):
+        """Of an element."""
+        return p.add(p.mul(self.panel, PANEL), p.add(p.mul(self.t, 2), e % 2))
+
     def each_element(self, tile, body):
         """body(e, row, column) of this lane's elements of a tile, whose row exists."""
         for e in range(4):
-            row = p.add(p.mul(self.t, 2), e % 2)
+            row = self.row(e)
             column = p.add(p.mul(tile, ROWS), p.add(self.g, 8 * (e // 2)))
-            if self.plan.m == MAX_ROWS:
+            if self.plan.m % PANEL == 0:
                 body(e, row, column)
             else:
                 p.when(p.lt(row, self.plan.m), lambda e=e, row=row, column=column: body(e, row, column))
@@ -236,5 +274,5 @@ class OutputTiles:
         self.store_rows(flow.normed, self.plan.hidden, tile, normed)
         squares = [arith.mulf(v, v) for v in new]
         pair = [p.over_lanes(arith.addf, arith.addf(squares[row], squares[row + 2]), (4, 8, 16)) for row in range(2)]
-        to = mem.offset(flow.squares, p.add(p.mul(tile, MAX_ROWS * 4), p.mul(self.t, 8)))
+        to = mem.offset(self.squares_at(i), p.add(p.mul(tile, PANEL * 4), p.mul(self.t, 8)))
         p.when(p.eq(self.g, 0), lambda: mem.store_global_f32x2(to, *pair))

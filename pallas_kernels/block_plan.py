@@ -1,7 +1,8 @@
 """How the block kernel (block_kernel.py) divides its matmuls among CTAs and warps, and its memory.
 
 Letters: M rows, K inputs, N outputs, D hidden size; row tiles of 16 outputs and quads of 256 inputs as in layout.py. An
-*item* is one quad of one row tile: 2304 bytes of weights, the step of the main loop.
+*item* is one quad of one row tile: 2304 bytes of weights, the step of the main loop. A *panel* is 8 rows of x, those of
+a product of tensor cores.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import functools
 from .layout import COLS, QUAD_BYTES, ROWS
 from .stream_plan import SMEM_LIMIT
 
-MAX_ROWS = 8
+PANEL, MAX_ROWS = 8, 16
 WARPS = 12
 # With more of them decoding waits less for itself, but each has a shorter ring and fewer registers: measured, it pays
 # where the streams are long (32B, 82 items a warp: 97.4 -> 92.6 us; 14B, 48: 63.5 -> 64.5).
@@ -20,8 +21,8 @@ SERVICE_WARPS = 4
 LORA_SLICES = 24
 # An exchange of sums between CTAs takes about as long as so many items of each.
 EXCHANGE_ITEMS = 30
-HEADER = 512  # barriers, 1 / rms of the rows, and the warps' parts of it
-# CTAs that share what each copies of x, and the rows from which they do: one row is sooner there without the other CTA.
+HEADER = 512  # barriers, 1 / rms of a panel's rows, and the warps' parts of it
+# CTAs of a cluster, and the rows from which they share the copying of x: one row is sooner there without the other CTA.
 PAIR, PAIRED_ROWS = 2, 2
 
 
@@ -36,7 +37,8 @@ class Part:
       paired: two weights, gate and up, whose outputs are joined to silu(gate) * up.
       normed: x comes without its division by the root of the mean square, which is made up for at the end.
       joins: the output is added to the residual stream.
-      groups, slices: CTAs that share the row tiles, and those that share K; each CTA is one of groups x slices.
+      groups, slices, cuts: CTAs that share the row tiles, those that share K, and those of a pair that share a slice;
+        each CTA is one of groups x slices x cuts.
     """
 
     k: int
@@ -48,6 +50,7 @@ class Part:
     joins: bool = False
     groups: int = 1
     slices: int = 1
+    cuts: int = 1
 
     @property
     def quads(self) -> int:
@@ -72,7 +75,7 @@ class Part:
 
     @property
     def most_quads(self) -> int:
-        return -(-self.quads // self.slices)
+        return -(-self.quads // self.slices // self.cuts)
 
     @property
     def most_items(self) -> int:
@@ -80,9 +83,9 @@ class Part:
 
     def fewest_items(self, ctas: int) -> int:
         """Of any of so many CTAs."""
-        if self.groups * self.slices < ctas:
+        if self.groups * self.slices * self.cuts < ctas:
             return 0
-        return self.entries // self.groups * (2 if self.paired else 1) * (self.quads // self.slices)
+        return self.entries // self.groups * (2 if self.paired else 1) * (self.quads // self.slices // self.cuts)
 
     @property
     def rank_tiles(self) -> tuple[int, ...]:
@@ -90,12 +93,12 @@ class Part:
 
     @property
     def lora_chunks(self) -> int:
-        """Parts of a slice of K in LoRA's first product."""
-        return min(self.most_quads, max(1, LORA_SLICES // self.slices))
+        """Parts of a CTA's K in LoRA's first product."""
+        return min(self.most_quads, max(1, LORA_SLICES // (self.slices * self.cuts)))
 
     @property
     def lora_parts(self) -> int:
-        return self.slices * self.lora_chunks
+        return self.slices * self.cuts * self.lora_chunks
 
     @property
     def lora_units(self) -> int:
@@ -106,17 +109,18 @@ class Part:
 def divided(part: Part, ctas: int, most_quads: int) -> Part:
     """The part with the groups and slices that make the busiest CTA's share least, whose x has no more quads."""
 
-    def cut(slices: int) -> Part:
-        groups = min(ctas // slices, part.entries)
-        # a pair of CTAs reads the same slice
-        return dataclasses.replace(part, slices=slices, groups=groups if slices == 1 else groups // PAIR * PAIR)
+    def with_slices(slices: int) -> Part:
+        groups = min(ctas // part.cuts // slices, part.entries)
+        if slices > 1 and part.cuts == 1:  # a pair of CTAs reads the same slice
+            groups = groups // PAIR * PAIR
+        return dataclasses.replace(part, slices=slices, groups=groups)
 
-    cuts = [cut(slices) for slices in range(1, min(ctas, part.quads) + 1)]
-    # only sums that join the residual stream are added over CTAs
-    cuts = [c for c in cuts if c.most_quads <= most_quads and (c.slices == 1 or (part.joins and c.groups))]
-    if not cuts:
+    ways = [with_slices(slices) for slices in range(1, min(ctas, part.quads) // part.cuts + 1)]
+    # only sums that join the residual stream are added over slices
+    ways = [way for way in ways if way.most_quads <= most_quads and (way.slices == 1 or (part.joins and way.groups))]
+    if not ways:
         raise ValueError(f"K = {part.k} does not fit in {most_quads} quads of shared memory")
-    return min(cuts, key=lambda c: (c.most_items + EXCHANGE_ITEMS * (c.slices > 1), c.slices))
+    return min(ways, key=lambda way: (way.most_items + EXCHANGE_ITEMS * (way.slices > 1), way.slices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,28 +143,28 @@ class BlockPlan:
         return 32 * SERVICE_WARPS
 
     @property
-    def share(self) -> int:
-        """CTAs of a cluster, each of which copies a part of x to all of them."""
+    def panels(self) -> int:
+        """With two, the CTAs of a pair share K, and each finishes the outputs of one panel."""
+        return -(-self.m // PANEL)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster. With one panel each copies a part of x to all of them."""
         return PAIR if self.m >= PAIRED_ROWS else 1
 
     @property
     def early_units(self) -> int:
         """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for. One row
         is there too soon."""
-        if self.share == 1:
+        if self.cluster == 1 or self.panels > 1:
             return 0
         return 4 if self.warps == WARPS else 2
 
     @functools.cached_property
-    def runs(self) -> int:
-        """Row tiles that a warp's items of one part touch at most."""
-
-        def touched(part: Part) -> int:
-            items = -(-part.most_items // self.warps)
-            fewest_quads = part.quads // part.slices
-            return min(part.most_tiles, -(-max(items - 1, 0) // fewest_quads) + 1)
-
-        return max(map(touched, self.parts))
+    def sums(self) -> int:
+        """Sums of a panel that the warps of a CTA leave of one part at most: each run of items ends within a tile, so
+        that those of tile n by warp w can be the (n + w)-th."""
+        return max(part.most_tiles for part in self.parts) + self.warps - 1
 
     @property
     def items_warp(self) -> int:
@@ -189,11 +193,11 @@ class BlockPlan:
 
     @property
     def h_at(self) -> int:
-        return self.sums_at + self.warps * self.runs * 512
+        return self.sums_at + self.panels * self.sums * 512
 
     @property
     def x_at(self) -> int:
-        return self.h_at + max(sum(part.rank_tiles) for part in self.parts) * MAX_ROWS * ROWS * 2
+        return self.h_at + max(sum(part.rank_tiles) for part in self.parts) * PANEL * ROWS * 2
 
     @property
     def ring_at(self) -> int:
@@ -214,13 +218,14 @@ class BlockPlan:
         """Units of LoRA's first product that are stored."""
         return 4 * part + 2
 
-    def summed(self, part: int, group: int) -> int:
-        """Slices of a group's sums that are stored; each counter is followed by that of those who have seen it."""
-        return 4 * len(self.parts) + 2 * (sum(p.groups for p in self.parts[:part] if p.slices > 1) + group)
+    def summed(self, part: int) -> int:
+        """The first of the counters, one for each group and panel, of slices whose sums are stored; each is followed by
+        that of those who have seen it."""
+        return 4 * len(self.parts) + 2 * self.panels * sum(p.groups for p in self.parts[:part] if p.slices > 1)
 
     @property
     def sync_words(self) -> int:
-        return self.summed(len(self.parts), 0) + 1
+        return self.summed(len(self.parts)) + 1
 
 
 def make_block_plan(
@@ -235,16 +240,20 @@ def make_block_plan(
         raise ValueError(f"M must be in 1..{MAX_ROWS}, got {m}")
     if ctas % PAIR:
         raise ValueError(f"CTAs come in pairs, got {ctas}")
+    panels = -(-m // PANEL)
     for part in parts:
         if part.k % COLS or any(n % ROWS for n in part.n):
             raise ValueError(f"K must be a multiple of {COLS} and N of {ROWS}, got K = {part.k}, N = {part.n}")
+        if part.k < panels * COLS:
+            raise ValueError(f"K must be at least {panels * COLS} for {m} rows, got {part.k}")
         if any(r % ROWS for r in part.ranks):
             raise ValueError(f"ranks must be multiples of {ROWS}, got {part.ranks}")
         if part.paired and (len(part.n) != 2 or part.n[0] != part.n[1]):
             raise ValueError(f"gate and up must have the same outputs, got {part.n}")
         if part.joins and part.n != (hidden,):
             raise ValueError(f"what joins the residual stream must have {hidden} outputs, got {part.n}")
-    widest = max((part.quads for part in parts if not part.joins), default=1)
+    parts = tuple(dataclasses.replace(part, cuts=panels) for part in parts)
+    widest = max((part.most_quads for part in parts if not part.joins), default=1)
     parts = tuple(divided(part, ctas, widest) for part in parts)
 
     def with_warps(count: int, rows: int) -> BlockPlan:
@@ -255,8 +264,8 @@ def make_block_plan(
     if warps is None:
         is_long = with_warps(WARPS, m).items_warp > LONG_STREAM
         few_ranks = all(rank <= MOST_RANKS for part in parts for rank in part.ranks)
-        # asked for the most rows: a row's sums, which are added by warps, must not depend on M
-        has_room = with_warps(MORE_WARPS, MAX_ROWS).depth > 2
+        # asked for all rows of the panels: a row's sums, which are added by warps, must not depend on M
+        has_room = with_warps(MORE_WARPS, panels * PANEL).depth > 2
         warps = MORE_WARPS if is_long and few_ranks and has_room else WARPS
     plan = with_warps(warps, m)
     if plan.total > SMEM_LIMIT:

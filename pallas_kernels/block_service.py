@@ -5,11 +5,13 @@ ranks and a part of K, leave float32 sums in global memory, and every CTA adds t
 owns, in order, and rounds x A^T to 16 bits.
 """
 
+import itertools
+
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_plan import MAX_ROWS, SERVICE_WARPS, BlockPlan
+from .block_plan import PANEL, SERVICE_WARPS, BlockPlan
 from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
@@ -28,9 +30,11 @@ class ServiceWarps:
     # ---- the CTA's barriers: made by thread 0 and seen by way of the cluster's own, or alone by the service warps
 
     def make_barriers(self):
-        threads = self.plan.service_threads
-        mem.barrier_init(self.x_full, 1 if self.plan.share > 1 else threads)
+        plan, threads = self.plan, self.plan.service_threads
+        mem.barrier_init(self.x_full, 1 if plan.cluster > 1 else threads)
         mem.barrier_init(self.h_full, threads)
+        if plan.panels > 1:
+            mem.barrier_init(self.sums_full, plan.cluster * plan.warps)
         mem.fence_barrier_init()
 
     def make_cluster_barriers(self):
@@ -41,7 +45,7 @@ class ServiceWarps:
 
     def barriers_served(self, asks):
         """The service warps, first of all."""
-        if self.plan.share > 1:
+        if self.plan.cluster > 1:
             p.cluster_wait()
         else:
             p.when(asks, self.make_barriers)
@@ -50,7 +54,7 @@ class ServiceWarps:
 
     def barriers_seen(self):
         """The compute warps, before they wait at one."""
-        if self.plan.share > 1:
+        if self.plan.cluster > 1:
             p.cluster_wait()
         else:
             p.named_sync(PREPARED, 32 * (self.plan.warps + 1))
@@ -92,10 +96,11 @@ class ServiceWarps:
         p.when(asks, lambda: self.leave(counter, self.plan.ctas))
 
     def load_x(self, i: int):
-        """This CTA's columns of x. In a cluster each CTA copies a part of them to all."""
+        """This CTA's columns of x. In a cluster whose CTAs have the same, each copies a part of them to all."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        size = p.mul(share.quads, COLS * 2 // plan.share)
-        begin = p.mul(self.rank, size)
+        sharers = plan.cluster // part.cuts
+        size = p.mul(share.quads, COLS * 2 // sharers)
+        begin = p.mul(self.rank, size) if sharers > 1 else p.i32(0)
         source = mem.offset(self.x_of[i], p.add(p.mul(share.first_quad, COLS * 2), begin))
         to = p.add(self.x_base, begin)
 
@@ -105,38 +110,46 @@ class ServiceWarps:
                 mem.copy_async_16(p.add(to, at), mem.offset(source, at), row * plan.x_stride(part), row * part.k * 2)
             return []
 
-        def copy_to_all():
+        def copy_rows():
             row = p.mul(self.lane, plan.x_stride(part)), p.mul(self.lane, part.k * 2)
             mem.fence_async_proxy()
-            p.when(self.is_lane_0, lambda: mem.barrier_expect(self.x_full, p.mul(size, plan.share * plan.m)))
+            p.when(self.is_lane_0, lambda: mem.barrier_expect(self.x_full, p.mul(size, sharers * plan.m)))
             p.warp_sync()
-            places = p.add(to, row[0]), mem.offset(source, row[1])
-            p.when(p.lt(self.lane, plan.m), lambda: mem.bulk_load_to_all(*places, size, self.x_full, plan.share))
+            copied = p.add(to, row[0]), mem.offset(source, row[1]), size, self.x_full
+            if sharers == 1:
+                p.when(p.lt(self.lane, plan.m), lambda: mem.bulk_load(*copied))
+            else:
+                p.when(p.lt(self.lane, plan.m), lambda: mem.bulk_load_to_all(*copied, sharers))
 
-        if plan.share == 1:
+        if plan.cluster == 1:
             p.for_range(self.place, p.div(size, 16), plan.service_threads, [], copy)
             mem.copy_arrive(self.x_full)
         else:
-            p.when(self.is_first, copy_to_all)
+            p.when(self.is_first, copy_rows)
+
+    def squares_at(self, i: int):
+        """Where the squares of this CTA's panel lie that part i leaves."""
+        return mem.offset(self.flows[i].squares, p.mul(self.panel, self.plan.hidden // ROWS * PANEL * 4))
 
     def invert(self, i: int):
-        """1 / sqrt(mean of the squares + eps) of each row, from the squares of all row tiles in a fixed order."""
+        """1 / sqrt(mean of the squares + eps) of each row of this CTA's panel, from the squares of all row tiles in a
+        fixed order."""
         plan, tiles = self.plan, self.plan.hidden // ROWS
-        squares = self.flows[i - 1].squares
+        squares = self.squares_at(i - 1)
         half, first = p.and_(self.place, 1), p.shr(self.place, 1)
         lanes = plan.service_threads // 2
         loaded = []
         for start in range(0, tiles, lanes):
             tile = p.add(first, start)
             known = p.minimum(tile, tiles - 1)
-            at = mem.offset(squares, p.add(p.mul(known, MAX_ROWS * 4), p.mul(half, 16)))
+            at = mem.offset(squares, p.add(p.mul(known, PANEL * 4), p.mul(half, 16)))
             values = mem.load_fresh_f32x4(at, 0)
             loaded.append([arith.select(p.lt(tile, tiles), v, p.f32(0.0)) for v in values])
         sums = loaded[0]
         for values in loaded[1:]:
             sums = [arith.addf(a, b) for a, b in zip(sums, values, strict=True)]
         sums = [p.over_lanes(arith.addf, v, (2, 4, 8, 16)) for v in sums]
-        to = p.add(self.squares_base, p.add(p.mul(self.mine, MAX_ROWS * 4), p.mul(half, 16)))
+        to = p.add(self.squares_base, p.add(p.mul(self.mine, PANEL * 4), p.mul(half, 16)))
         p.when(p.lt(self.lane, 2), lambda: mem.store_shared_f32x4(to, sums, 0))
         self.served()
 
@@ -144,37 +157,40 @@ class ServiceWarps:
             at = p.mul(self.place, 4)
             total = mem.load_shared_f32(p.add(self.squares_base, at), 0)
             for warp in range(1, SERVICE_WARPS):
-                total = arith.addf(total, mem.load_shared_f32(p.add(self.squares_base, at), warp * MAX_ROWS * 4))
+                total = arith.addf(total, mem.load_shared_f32(p.add(self.squares_base, at), warp * PANEL * 4))
             mean = arith.addf(p.divide(total, p.f32(float(plan.hidden))), p.f32(self.eps))
             mem.store_shared_f32(p.add(self.inverse_base, at), p.rsqrt(mean), 0)
 
-        p.when(p.lt(self.place, MAX_ROWS), row)
+        p.when(p.lt(self.place, PANEL), row)
         self.served()
 
     def multiply_by_a(self, i: int, early):
         """This CTA's units: x A^T of 16 ranks over a part of its columns. `early` is `first_of_a`."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        x = p.add(self.x_base, p.add(p.mul(self.row_in_x, plan.x_stride(part)), p.mul(self.t, 16)))
+        x = [p.add(self.x_base, p.add(p.mul(row, plan.x_stride(part)), p.mul(self.t, 16))) for row in self.rows_in_x]
 
         def product(acc, a, half):
-            at = p.add(x, p.mul(half, COLS))
-            acc = list(acc)
+            panels, at = [acc[4 * n : 4 * n + 4] for n in range(plan.panels)], p.mul(half, COLS)
             for n, (low, high) in enumerate(a):
-                right = mem.load_shared_v4(at, n * 64)
-                acc = add_products(acc, low, high, right)
-            return acc
+                for panel, row in enumerate(x):
+                    right = mem.load_shared_v4(p.add(row, at), n * 64)
+                    panels[panel] = add_products(panels[panel], low, high, right)
+            return list(itertools.chain.from_iterable(panels))
 
         def unit(index, early):
             a, first, last, tile, chunk = self.rows_of_a(i, index)
-            acc = [p.f32(0.0)] * 4
+            acc = [p.f32(0.0)] * (4 * plan.panels)
             for n, values in enumerate(early):
                 half = p.add(first, n)
                 acc = p.if_values(p.lt(half, last), lambda a=values, h=half, acc=acc: product(acc, a, h), acc)
             start = p.add(first, len(early))
             acc = p.for_range(start, last, 1, acc, lambda half, acc: product(acc, self.load_a(a, half, part.k), half))
-            where = p.add(p.mul(p.add(p.mul(share.slice, part.lora_chunks), chunk), sum(part.rank_tiles)), tile)
-            to = mem.offset(mem.wide_offset(self.outs[f"hidden{i}"], where, 512), p.mul(self.lane, 16))
-            mem.store_global_f32x4(to, acc, 0)
+            cut = p.add(p.mul(share.slice, part.cuts), self.panel)
+            where = p.add(p.mul(p.add(p.mul(cut, part.lora_chunks), chunk), sum(part.rank_tiles)), tile)
+            to = mem.wide_offset(self.outs[f"hidden{i}"], where, 512 * plan.panels)
+            to = mem.offset(to, p.mul(self.lane, 16))
+            for panel in range(plan.panels):
+                mem.store_global_f32x4(to, acc[4 * panel : 4 * panel + 4], 512 * panel)
             p.warp_sync()
 
             def count():
@@ -230,7 +246,7 @@ class ServiceWarps:
     def add_hidden(self, i: int):
         """x A^T of the adapters whose outputs this CTA owns, from all parts of K to shared memory, in 16 bits."""
         part, share = self.plan.parts[i], self.shares[i]
-        stride = sum(part.rank_tiles) * 512
+        stride = sum(part.rank_tiles) * 512 * self.plan.panels
         first_tile, first_rank_tile = 0, 0
         for w, (tiles, rank_tiles) in enumerate(zip(part.tiles_of, part.rank_tiles, strict=True)):
             last = p.add(share.first, share.entries)
@@ -249,7 +265,8 @@ class ServiceWarps:
 
     def one_hidden(self, i: int, tile, stride: int):
         part = self.plan.parts[i]
-        source = mem.offset(mem.wide_offset(self.outs[f"hidden{i}"], tile, 512), p.mul(self.lane, 16))
+        which = p.add(p.mul(tile, self.plan.panels), self.panel)
+        source = mem.offset(mem.wide_offset(self.outs[f"hidden{i}"], which, 512), p.mul(self.lane, 16))
         acc = [p.f32(0.0)] * 4
         for start in range(0, part.lora_parts, BATCH):
             parts = range(start, min(start + BATCH, part.lora_parts))
@@ -258,7 +275,7 @@ class ServiceWarps:
         if part.normed:
             acc = self.times_inverse(acc)
         # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)
-        to = p.add(p.add(self.h_base, p.mul(tile, MAX_ROWS * ROWS * 2)), p.add(p.mul(self.t, 64), p.mul(self.g, 2)))
+        to = p.add(p.add(self.h_base, p.mul(tile, PANEL * ROWS * 2)), p.add(p.mul(self.t, 64), p.mul(self.g, 2)))
         for e in range(4):
             mem.store_shared_half(to, acc[e], (e % 2) * ROWS * 2 + (e // 2) * 16)
         return []

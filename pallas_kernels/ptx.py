@@ -126,6 +126,11 @@ def sreg(name: str) -> ir.Value:
     return ptx(f"mov.u32 $0, %{name};", results=[i32_t()])[0]
 
 
+def opaque_zero() -> ir.Value:
+    """A float32 zero that LLVM does not see through: where only one branch needs it, it is made there."""
+    return ptx("mov.f32 $0, 0f00000000;", results=[f32_t()])[0]
+
+
 def opaque(value: int | ir.Value) -> ir.Value:
     """A number that LLVM does not see through."""
     if isinstance(value, int):

@@ -48,10 +48,24 @@ def barrier_arrive(address: ir.Value):
     ptx("mbarrier.arrive.shared::cta.b64 _, [$0];", address)
 
 
+def barrier_arrive_in_cluster(address: ir.Value):
+    """At a barrier of a CTA of the cluster (see `map_rank`): what is stored before, it sees behind
+    `barrier_wait_for_cluster`."""
+    ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", address)
+
+
 def barrier_wait(address: ir.Value, parity: ir.Value):
+    _wait_at_barrier("", address, parity)
+
+
+def barrier_wait_for_cluster(address: ir.Value, parity: ir.Value):
+    _wait_at_barrier(".acquire.cluster", address, parity)
+
+
+def _wait_at_barrier(order: str, address: ir.Value, parity: ir.Value):
     ptx(
         "{ .reg .pred done;\nagain_${:uid}:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n@!done bra again_${:uid};\n}",
+        f"mbarrier.try_wait.parity{order}.shared::cta.b64 done, [$0], $1;\n@!done bra again_${{:uid}};\n}}",
         address,
         parity,
         convergent=True,
@@ -175,6 +189,10 @@ def load_shared_v2(address, byte_offset: int):
 
 def store_shared_f32x2(address, values):
     ptx("st.shared.v2.f32 [$0], {$1, $2};", address, *values)
+
+
+def store_cluster_f32x4(address, values):
+    ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
 def load_cluster_f32x2(address):

@@ -117,7 +117,7 @@ def make_ptx(m):
     p.over_lanes, p.over_quad = over_lanes, lambda join, x: over_lanes(join, x, (1, 2))
     p.any_lane = lambda condition: np.broadcast_to(np.any(condition), (32,))
     p.sreg = lambda name: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[name]
-    p.opaque = _lanes
+    p.opaque, p.opaque_zero = _lanes, lambda: p.f32(0.0)
     p.uniform = lambda v: _lanes(v[0])
     p.cta_sync = lambda: m.meet((m.now.cta, 0), 32 * m.warps_of_cta)
     p.named_sync = lambda which, threads: m.meet((m.now.cta, int(np.unique(which).item())), threads)
@@ -289,6 +289,7 @@ def make_memory(m):
     mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
+    mem.store_cluster_f32x4 = lambda a, values: store_shared(a, bytes_of(values, F32), 0, remote=True)
     mem.store_shared_f32x2 = lambda a, values: store_shared(a, bytes_of(values, F32), 0)
     mem.store_shared_f32 = lambda a, v, o: store_shared(a, bytes_of((v,), F32), o)
 
@@ -332,21 +333,28 @@ def make_memory(m):
     mem.barrier_arrive = lambda address: barrier(address).arrive(int(m.now.mask.sum()))
     mem.barrier_expect = lambda address, n: barrier(address).arrive(1, int(_lanes(n)[0]))
 
-    def bulk_load(to, source, n_bytes, full):
-        to, source, size = int(_lanes(to)[0]), int(source[0]), int(_lanes(n_bytes)[0])
-        assert source + size <= m.end
-        m.shared[m.now.cta][to : to + size] = m.memory[source : source + size]
-        barrier(full).arrive(0, -size)
+    def barrier_arrive_in_cluster(address):
+        (lane,) = LANES[m.now.mask]
+        cta, byte = (int(v[lane]) for v in _where_shared(m, address))
+        m.barriers[cta][byte].arrive(1)
 
-    def bulk_load_to_all(to, source, n_bytes, full, count):
+    mem.barrier_arrive_in_cluster, mem.barrier_wait_for_cluster = barrier_arrive_in_cluster, barrier_wait
+
+    def bulk_copy(to, source, n_bytes, full, ctas):
         to, source, size, full = map(_lanes, (to, source, n_bytes, full))
-        first = m.now.cta // m.cluster * m.cluster
         for lane in LANES[m.now.mask]:
             at, from_, bytes_ = int(to[lane]), int(source[lane]), int(size[lane])
             assert from_ + bytes_ <= m.end and at % 16 == from_ % 16 == bytes_ % 16 == 0
-            for cta in range(first, first + count):
+            for cta in ctas:
                 m.shared[cta][at : at + bytes_] = m.memory[from_ : from_ + bytes_]
                 m.barriers[cta][int(full[lane])].arrive(0, -bytes_)
+
+    def bulk_load(to, source, n_bytes, full):
+        bulk_copy(to, source, n_bytes, full, [m.now.cta])
+
+    def bulk_load_to_all(to, source, n_bytes, full, count):
+        first = m.now.cta // m.cluster * m.cluster
+        bulk_copy(to, source, n_bytes, full, range(first, first + count))
 
     def copy_async(size):
         def copy(to, source, to_offset=0, source_offset=0):

@@ -256,7 +256,7 @@ def run_block(plan, eps, operands, *, seed=0, calls=1):
             def program():
                 block_kernel._Kernel(plan, eps, given, made, None).run()
 
-            m.launch(plan.ctas, plan.share, plan.threads // 32, plan.total, program)
+            m.launch(plan.ctas, plan.cluster, plan.threads // 32, plan.total, program)
             results.append({name: m.get(made[name], s.shape, s.dtype) for name, s in shapes.items()})
     return results
 

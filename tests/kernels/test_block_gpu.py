@@ -32,7 +32,8 @@ def inputs(rng, m, layer):
 
 
 @pytest.mark.parametrize("name, rank, m", [
-    ("7B", 32, 8), ("32B", 32, 8), ("small", 0, 1), ("small", 128, 3), ("few tiles", 16, 5)
+    ("7B", 32, 8), ("32B", 32, 8), ("small", 0, 1), ("small", 128, 3), ("few tiles", 16, 5),
+    ("7B", 32, 16), ("14B", 128, 9), ("32B", 32, 13), ("small", 0, 16), ("small", 128, 11),
 ])  # fmt: skip
 def test_against_the_reference(rng, name, rank, m):
     x, residual = inputs(rng, m, layer_of(name, rank)[0])
@@ -48,20 +49,23 @@ def test_against_the_reference(rng, name, rank, m):
         assert np.sqrt(((a - b) ** 2).mean()) < 0.006 * np.sqrt((b**2).mean())
 
 
-@pytest.mark.parametrize("name", ["7B", "few tiles"])
-def test_bitwise_the_same_again_and_beside_fewer_rows(rng, name):
-    x, residual = inputs(rng, 8, layer_of(name, 32)[0])
+@pytest.mark.parametrize("name, all_rows", [
+    ("7B", (8, 5, 1)), ("few tiles", (8, 5, 1)), ("7B", (16, 13, 9)), ("small", (16, 9))
+])  # fmt: skip
+def test_bitwise_the_same_again_and_beside_fewer_rows(rng, name, all_rows):
+    x, residual = inputs(rng, all_rows[0], layer_of(name, 32)[0])
     first = run(between_attentions, x, residual, name, 32)
-    for rows in (8, 5, 1):
+    for rows in all_rows:
         again = run(between_attentions, x[:rows], residual[:rows], name, 32)
         for a, b in zip(again, first, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[:rows])
 
 
-def test_in_a_captured_loop(rng):
+@pytest.mark.parametrize("m", [8, 16])
+def test_in_a_captured_loop(rng, m):
     """300 turns, each from the last one's queries: bit for bit as the same calls one after the other."""
     layer, norms = layer_of("7B", 32)
-    x, residual = inputs(rng, 8, layer)
+    x, residual = inputs(rng, m, layer)
 
     def turn(x, residual):
         return between_attentions(x, residual, layer, norms, EPS)[1][0]

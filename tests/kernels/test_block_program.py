@@ -89,13 +89,15 @@ class Case:
         return emulator.run_block(self.plan, EPS, self.operands, **options)
 
 
-@pytest.mark.parametrize("m, D, F, heads, ctas, warps, ranks", [
-    (8, 256, 512, 512, 6, 2, (16, 32, 16, 48)),  # K of o and down in two slices, of which two CTAs have no share
-    (3, 512, 256, 256, 2, 3, (0, 0, 0, 0)),
+@pytest.mark.parametrize("m, D, F, heads, ctas, warps, ranks, slices", [
+    (8, 256, 512, 512, 6, 2, (16, 32, 16, 48), {1, 2}),  # K of o and down in two slices, two CTAs have no share of them
+    (3, 512, 256, 256, 2, 3, (0, 0, 0, 0), {1}),
+    (16, 512, 512, 512, 6, 2, (16, 32, 16, 48), {1}),
+    (11, 768, 1280, 512, 4, 3, (0, 0, 0, 0), {1, 2}),  # cuts of two quads and of one
 ])  # fmt: skip
-def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks):
-    case = Case(m, parts_of(D, F, heads, 16, ranks, biased=m == 3), D, ctas, warps)
-    assert {part.slices for part in case.plan.parts} == ({1, 2} if m == 8 else {1})
+def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks, slices):
+    case = Case(m, parts_of(D, F, heads, 16, ranks, biased=m in (3, 11)), D, ctas, warps)
+    assert {part.slices for part in case.plan.parts} == slices
     first, second = case.run(calls=2)  # the second finds the counters as the first left them
     assert case.error(first) < 0.04
     for name in case.expected():
@@ -125,6 +127,14 @@ def test_the_emulator_sees_what_nobody_waits_for(monkeypatch, name):
     assert not case.error(written) < 0.04
 
 
+def test_the_emulator_sees_sums_that_nobody_waits_for(monkeypatch):
+    """Those that the other CTA of a pair sends, and this one's other warps leave."""
+    case = Case(9, parts_of(512, 512, 512, 16, (0, 0, 0, 0), whole=False), 512, 2, 2)
+    assert case.error(case.run()[0]) < 0.04
+    emulator.without(monkeypatch, "barrier_wait_for_cluster")
+    assert not case.error(case.run()[0]) < 0.04
+
+
 def test_the_emulator_sees_a_cluster_that_nobody_waits_for(monkeypatch):
     """What one CTA copies to another that has no barrier yet."""
     emulator.without(monkeypatch, "cluster_wait", "make_ptx")
@@ -132,10 +142,11 @@ def test_the_emulator_sees_a_cluster_that_nobody_waits_for(monkeypatch):
         Case(2, parts_of(256, 256, 256, 16, (0, 0, 0, 0), whole=False), 256, 2, 1).run()
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
-    few, many = (Case(m, parts_of(256, 256, 256, 16, whole=False), 256, 2, 2) for m in (1, 4))
+@pytest.mark.parametrize("few, many, D", [(1, 4, 256), (9, 12, 512)])
+def test_a_row_does_not_depend_on_the_rows_beside_it(few, many, D):
+    one, other = (Case(m, parts_of(D, D, D, 16, whole=False), D, 2, 2) for m in (few, many))
     rows = dataclasses.replace  # the same weights
-    operands = many.operands._replace(x=many.x[:1], residual=many.residual[:1])
-    alone = emulator.run_block(rows(many.plan, m=1), EPS, operands)[0]["residual2"]
-    np.testing.assert_array_equal(alone, many.run()[0]["residual2"][:1])
-    assert few.plan.parts == many.plan.parts
+    operands = other.operands._replace(x=other.x[:few], residual=other.residual[:few])
+    alone = emulator.run_block(rows(other.plan, m=few), EPS, operands)[0]["residual2"]
+    np.testing.assert_array_equal(alone, other.run()[0]["residual2"][:few])
+    assert one.plan.parts == other.plan.parts
