@@ -1,5 +1,8 @@
 """Prompts as token ids."""
 
+import subprocess
+import sys
+
 import pytest
 import transformers
 
@@ -40,7 +43,7 @@ def test_a_prompt_is_never_cut(tokenizer):
 
 
 def test_an_empty_prompt_is_refused(tokenizer):
-    with pytest.raises(UserError, match=r"prompt 1 \(counted from 0\): has 0 tokens"):
+    with pytest.raises(UserError, match=r"prompt 1 \(counted from 0\): the prompt is empty; expected a text"):
         encode_prompts(tokenizer, ["Ann", ""], 6)
 
 
@@ -74,11 +77,33 @@ def test_half_of_a_surrogate_pair_is_named():
         prompt_ids(load_tokenizer("builtin:quickstart", 10**6), "Ann \udcff")
 
 
-@pytest.mark.parametrize("prompt", [{"role": "user", "content": "x"}, ["x"], [], [1, 2, 3], b"x", 7])
-def test_what_is_neither_a_text_nor_messages_is_named(tokenizer, prompt):
-    with pytest.raises(
-        UserError, match=r"prompt 1 \(counted from 0\): .* is no prompt; expected a text, or a list of mess"
-    ):
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"role": "user", "content": "x"}, "the prompt is {.*; expected a text, or a list of one message or more"),
+        ([], r"the prompt is \[\]; expected a text"),
+        (b"x", "the prompt is b'x'; expected a text"),
+        (7, "the prompt is 7; expected a text"),
+        (["x"], "'x' is not a message; expected {'role': text"),
+        ([1, 2, 3], "1 is not a message"),
+        ([{"role": "robot", "content": "x"}], "the role is 'robot'; allowed: system, user, assistant, tool"),
+        ([{"role": "assistant", "content": "x"}], "the prompt ends with the assistant's message; expected the user's"),
+    ],
+)
+def test_what_is_no_prompt_is_named_with_its_number_or_its_row(tokenizer, prompt, message):
+    with pytest.raises(UserError, match=rf"^prompt 1 \(counted from 0\): {message}"):
         encode_prompts(tokenizer, ["Ann", prompt], 8)
+    with pytest.raises(UserError, match=rf"^mine\.jsonl, line 1: {message}"):
+        check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": prompt}], "mine.jsonl, line {}".format, 8)
+
+
+def test_a_length_that_no_prompt_has(tokenizer):
     with pytest.raises(ValueError, match="max_prompt_length is -1; allowed: 1 or more"):
         encode_prompts(tokenizer, ["Ann"], -1)
+
+
+def test_checking_prompts_is_quick_because_it_imports_neither_transformers_nor_jax():
+    code = "import sys; from qerl_jax.data import dataset, prompts; prompts.check_prompt('x'); "
+    code += "print({'transformers', 'jax', 'jinja2'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"

@@ -17,13 +17,13 @@ import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
+from qerl_jax.data.prompts import check_prompt
 from qerl_jax.data.row_files import line_of, parts, read_bytes, read_rows
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, is_whole, nearest
 
 # Rows of the generated data set; a run of more prompts goes through them again, as with any other data set.
 _ARITHMETIC_ROWS = {"pretrain": 65536, "train": 16384, "eval": 4096}
-_ROLES = ("system", "user", "assistant", "tool")
 _TYPES = {
     bool: "true or false",
     int: "a number",
@@ -139,23 +139,6 @@ def _check(prompt: Any, where: str) -> None:
         check_prompt(prompt)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-
-
-def check_prompt(prompt: Any) -> None:
-    """Refuses what is neither a text nor messages that end with one to be answered."""
-    if isinstance(prompt, str):
-        if not prompt:
-            raise UserError("the prompt is empty; expected a text")
-        return
-    if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"the prompt is {prompt!r:.80}; expected a text, or a list of one message or more")
-    for message in prompt:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f"{message!r:.80} is not a message; expected {{'role': text, 'content': text}}")
-        if message["role"] not in _ROLES:
-            raise UserError(f"the role is {message['role']!r}; allowed: {', '.join(_ROLES)}")
-    if prompt[-1]["role"] == "assistant":
-        raise UserError("the prompt ends with the assistant's message; expected the user's, to be answered")
 
 
 def from_anywhere(name_or_path: str) -> str:

@@ -1,30 +1,51 @@
-"""Prompts as token ids."""
+"""Prompts: what one may be, and as token ids.
+
+Tokenizers are given by the caller: who only checks prompts imports neither transformers nor JAX.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 
-from qerl_jax.errors import UserError, beginning, shown
-from qerl_jax.models.tokenizer import Tokenizer
+from qerl_jax.errors import UserError, beginning
+
+if TYPE_CHECKING:
+    from qerl_jax.models.tokenizer import Tokenizer
 
 Prompt = str | list[dict[str, Any]]
+_ROLES = ("system", "user", "assistant", "tool")
 
 
-def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+def check_prompt(prompt: Any) -> None:
+    """Refuses what is neither a text nor messages that end with one to be answered.
+
+    Raises:
+      UserError: saying what was found, and what a prompt may be.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise UserError("the prompt is empty; expected a text")
+        return
+    if not isinstance(prompt, list) or not prompt:
+        raise UserError(f"the prompt is {prompt!r:.80}; expected a text, or a list of one message or more")
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UserError(f"{message!r:.80} is not a message; expected {{'role': text, 'content': text}}")
+        if message["role"] not in _ROLES:
+            raise UserError(f"the role is {message['role']!r}; allowed: {', '.join(_ROLES)}")
+    if prompt[-1]["role"] == "assistant":
+        raise UserError("the prompt ends with the assistant's message; expected the user's, to be answered")
+
+
+def prompt_text(tokenizer: "Tokenizer", prompt: Prompt) -> str:
     """A text as it is; messages through the tokenizer's chat template, up to where the assistant's answer begins.
 
     Raises:
-      UserError: neither; or messages, and the tokenizer has no chat template or its template refuses them.
+      UserError: messages, and the tokenizer has no chat template or its template refuses them.
     """
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(message, dict) for message in prompt):
-        raise UserError(
-            f"{shown(repr(prompt), 60)} is no prompt; expected a text, or a list of messages, each "
-            "{'role': text, 'content': text}"
-        )
     if not tokenizer.chat_template:
         raise UserError(
             "the prompt is a list of messages, and the model's tokenizer has no chat template (chat_template in "
@@ -33,12 +54,14 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
     return templated(tokenizer, prompt, answers=True)
 
 
-def templated(tokenizer: Tokenizer, messages: list[dict[str, Any]], answers: bool) -> str:
+def templated(tokenizer: "Tokenizer", messages: list[dict[str, Any]], answers: bool) -> str:
     """Messages through the tokenizer's chat template, which it has; `answers`: up to where the assistant's begins.
 
     Raises:
       UserError: the template refuses them.
     """
+    import jinja2  # which transformers imports for a template, and nothing else here
+
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=answers, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
@@ -48,7 +71,7 @@ def templated(tokenizer: Tokenizer, messages: list[dict[str, Any]], answers: boo
     return text
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+def prompt_ids(tokenizer: "Tokenizer", prompt: Prompt) -> list[int]:
     """Token ids of one prompt, none for an empty text.
 
     A text gets the special tokens that the tokenizer puts around texts (Llama 3's BOS); messages get those of the
@@ -62,7 +85,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return ids[1:] if twice and isinstance(prompt, str) else ids
 
 
-def text_ids(tokenizer: Tokenizer, text: str, what: str, special: bool) -> list[int]:
+def text_ids(tokenizer: "Tokenizer", text: str, what: str, special: bool) -> list[int]:
     """Token ids of a text, with the special tokens around it that the tokenizer puts there, if `special`.
 
     Raises:
@@ -81,7 +104,7 @@ def text_ids(tokenizer: Tokenizer, text: str, what: str, special: bool) -> list[
 
 
 def check_prompts(
-    tokenizer: Tokenizer, examples: Iterable[dict[str, Any]], where: Callable[[int], str], max_prompt_length: int
+    tokenizer: "Tokenizer", examples: Iterable[dict[str, Any]], where: Callable[[int], str], max_prompt_length: int
 ) -> None:
     """Refuses rows of a data set with a prompt of no tokens or too many, before anything is trained on them.
 
@@ -98,8 +121,9 @@ def check_prompts(
         _checked_ids(tokenizer, example["prompt"], where(row), max_prompt_length)
 
 
-def _checked_ids(tokenizer: Tokenizer, prompt: Prompt, where: str, max_prompt_length: int) -> list[int]:
+def _checked_ids(tokenizer: "Tokenizer", prompt: Prompt, where: str, max_prompt_length: int) -> list[int]:
     try:
+        check_prompt(prompt)
         ids = prompt_ids(tokenizer, prompt)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -112,7 +136,7 @@ def _checked_ids(tokenizer: Tokenizer, prompt: Prompt, where: str, max_prompt_le
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[Prompt], max_prompt_length: int
+    tokenizer: "Tokenizer", prompts: Sequence[Prompt], max_prompt_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of prompts (see `prompt_ids`), which are never cut.
 
@@ -125,7 +149,8 @@ def encode_prompts(
       Ids [N, P] int32, padded on the right, and lengths [N] int32.
 
     Raises:
-      UserError: a prompt of no tokens, of more than P or that is refused, by its number in the list (from 0).
+      UserError: what is no prompt (see `check_prompt`), has no tokens or more than P, or is refused by the tokenizer's
+        chat template; by its number in the list (from 0).
       TypeError: one text instead of a list.
       ValueError: max_prompt_length below 1.
     """

@@ -9,8 +9,7 @@ import numpy as np
 
 from qerl_jax import run_folder
 from qerl_jax.config_files import load_config
-from qerl_jax.data.dataset import check_prompt
-from qerl_jax.data.prompts import prompt_ids, prompt_text
+from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.peft import adapter_folder, load_adapter
 from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
