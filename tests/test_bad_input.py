@@ -369,6 +369,25 @@ def test_texts_and_messages_in_one_file_are_answered_and_a_malformed_prompt_is_t
         assert rows[row]["prompt"] == prompts[row - 2] and rows[row]["error"].startswith(error)
 
 
+def test_a_line_that_cannot_be_read_is_the_error_of_its_row_with_file_and_line(folder, capsys):
+    lines = ['{"prompt": "2 pens"}', "", '{"prompt": "2 pens', '{"promt": "2 pens"}', '{"prompt": "2 pens"}']
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    assert main(["generate", MODEL, "--prompts", "rows.jsonl", "--max-new-tokens", "2"]) == 3
+    printed = capsys.readouterr()
+    rows = {row["row"]: row for row in map(json.loads, printed.out.splitlines())}
+    assert [rows[row]["prompt"] for row in range(4)] == ["2 pens", None, None, "2 pens"]
+    assert all(rows[row]["finish_reason"] in ("length", "eos") for row in (0, 3))
+    assert rows[1]["error"].startswith("rows.jsonl, line 3: not JSON (Unterminated string starting at, column 12)")
+    assert rows[2]["error"].startswith("rows.jsonl, line 4: there is no column 'prompt' (did you mean 'promt'?)")
+    assert "2 of 4 prompts not answered" in printed.err
+
+
+def test_a_file_without_one_prompt_is_refused_before_a_model_is_loaded(folder, refused):
+    (folder / "rows.jsonl").write_text('[\n{"prompt": "2 pens"},\n{"prompt": "3 pens"},\n]')
+    said = refused("generate", "/no/such/model", "--prompts", "rows.jsonl")
+    assert "rows.jsonl, line 1: not JSON" in said and "expected one JSON object a line" in said
+
+
 def test_generate_says_that_logits_are_no_numbers(folder, refused, capfd, monkeypatch):
     def overflowing(*args):
         loaded = load_policy(*args)

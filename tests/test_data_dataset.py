@@ -1,6 +1,7 @@
 """Data sets from files and generators, and the order in which they are read."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -155,17 +156,35 @@ def test_prompts_alone_are_whatever_their_rows_hold(jsonl):
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "b"', r"not JSON \(.*, column 15\); expected one JSON object a line"),
+        ("2 pens", "not JSON"),
+        ("[1]", "found a list; expected one JSON object a line, with a prompt"),
+        ('{"prompt": "b", "n": NaN}', "cannot be read as JSON"),
+        ('{"promt": "b"}', r"there is no column 'prompt' \(did you mean 'promt'\?\)"),
+        ('{"prompt": "\\ud800"}', r"'\\ud800' is half of a surrogate pair"),
+        ('{"prompt": ' + 65 * "[" + 65 * "]" + "}", "column 'prompt' is nested more than 64 deep"),
+        ('{"prompt": ' + 10**5 * "[" + 10**5 * "]" + "}", r"cannot be read as JSON \(lists or obj"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_the_error_in_its_prompts_place_and_refuses_a_data_set(jsonl, line, message):
+    first, error, last = load_prompts(jsonl(GOOD, "", line, GOOD))
+    assert (first, last) == ("a", "a") and isinstance(error, UserError)
+    assert re.search(rf"rows\.jsonl, line 3: {message}", str(error))
+    with pytest.raises(UserError, match=message):
+        load_dataset(jsonl(GOOD, "", line, GOOD))
+
+
+@pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, '{"prompt": "b"'], r"rows\.jsonl, line 2: not JSON"),
-        ([GOOD, '{"promt": "b"}'], r"line 2: there is no column 'prompt' \(did you mean 'promt'\?\)"),
-        ([GOOD, '{"prompt": "\\ud800"}'], r"line 2: '\\ud800' is half of a surrogate pair"),
-        (['{"prompt": ' + 65 * "[" + 65 * "]" + "}"], r"line 1: column 'prompt' is nested more than 64 deep"),
-        (['{"prompt": ' + 10**5 * "[" + 10**5 * "]" + "}"], r"line 1: cannot be read as JSON \(lists or obj"),
+        (["[", GOOD + ",", "]"], r"rows\.jsonl, line 1: not JSON .*; expected one JSON object a line"),
+        (["", '{"text": "a"}', '{"text": "b"}'], r"line 2: there is no column 'prompt'; found 'text'"),
         ([""], r"has no rows"),
     ],
 )
-def test_a_file_of_prompts_that_cannot_be_read_names_the_line(jsonl, lines, message):
+def test_a_file_without_one_prompt_is_refused_by_its_first_line(jsonl, lines, message):
     with pytest.raises(UserError, match=message):
         load_prompts(jsonl(*lines))
 
@@ -178,6 +197,7 @@ def test_numbers_of_both_kinds_and_any_size_are_one_type(jsonl):
 def test_bytes_that_are_not_text_name_the_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert "line 2: not UTF-8" in str(load_prompts(str(path))[1])
     with pytest.raises(UserError, match="line 2: not UTF-8"):
         load_dataset(str(path))
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Completes prompts with a model (a Hugging Face folder or hub name) or with the result of a run, before its end with its
 newest checkpoint. Noise is never added. One text is answered as text, as it grows; a file by one JSON row per
-completion, as they end: `row` and `sample` say which it is, and a prompt that cannot be answered gets a row with
-`error`. Sampling options not given are the ones the run was trained with, or the defaults.
+completion, as they end: `row` and `sample` say which it is, and a prompt that cannot be answered, or a line that cannot
+be read, gets a row with `error`. Sampling options not given are the ones the run was trained with, or the defaults.
 """
 _EXAMPLES = """\
 examples:
@@ -208,7 +208,8 @@ def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool,
 
 def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, file: TextIO) -> None:
     for answer in answers:
-        row: dict[str, Any] = {"row": answer.prompt, "prompt": prompts[answer.prompt]}
+        prompt = prompts[answer.prompt]  # of a line that cannot be read why
+        row: dict[str, Any] = {"row": answer.prompt, "prompt": None if isinstance(prompt, UserError) else prompt}
         if answer.error is not None:
             row["error"] = answer.error
         else:

@@ -18,7 +18,7 @@ import numpy as np
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.data.prompts import check_prompt
-from qerl_jax.data.row_files import line_of, parts, read_bytes, read_rows
+from qerl_jax.data.row_files import line_of, parts, read_bytes, read_lines, read_rows
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, is_whole, nearest
 
@@ -172,11 +172,17 @@ def load_dataset(name_or_path: str, split: str = "train", *, seed: int = 0, size
 def load_prompts(name_or_path: str) -> list[Any]:
     """The prompts of a .jsonl or .ndjson file, whatever they are: the caller refuses them one by one (`check_prompt`).
 
+    In the place of a line that cannot be read or has no prompt stands the UserError that says so, with its number.
+
     Raises:
-      UserError: there is no such file, it has no rows, or a line that cannot be read or has no prompt, by number.
+      UserError: there is no such file, or it has no rows, of no line at all a prompt: it is the first one's then.
     """
     path = _row_file(name_or_path)
-    return [_without_nulls(row["prompt"]) for row in read_rows(path, read_bytes(path)).values()]
+    rows = [row for _, row in read_lines(path, read_bytes(path))]
+    errors = [row for row in rows if isinstance(row, UserError)]
+    if len(errors) == len(rows):
+        raise errors[0]
+    return [row if isinstance(row, UserError) else _without_nulls(row["prompt"]) for row in rows]
 
 
 def _row_file(name_or_path: str) -> Path:

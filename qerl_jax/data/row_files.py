@@ -32,34 +32,51 @@ def read_rows(path: Path, data: bytes) -> dict[int, dict[str, Any]]:
       UserError: there are none, or a line is not a JSON object with a `prompt` that can be copied and written.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        where = line_of(path, number)
-        if not line.strip():
-            continue
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json_value(text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=unique_names)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
-            ) from error
-        except ValueError as error:  # NaN, thousands of digits, or of brackets, a name that is there twice
-            raise UserError(f"{where}: cannot be read as JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
-        if "prompt" not in row:
-            found = ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
-        for part, _ in parts(row):
-            if len(part) > _DEEPEST:
-                raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
-        _check_text(row, where)
+    for number, row in read_lines(path, data):
+        if isinstance(row, UserError):
+            raise row
         rows[number] = row
-    if not rows:
-        raise UserError(f"{path}: has no rows; expected one JSON object a line")
     return rows
+
+
+def read_lines(path: Path, data: bytes) -> Iterator[tuple[int, dict[str, Any] | UserError]]:
+    """As `read_rows`, line by line: a number, and the row or why there is none.
+
+    Raises:
+      UserError: there are no lines, but for empty ones.
+    """
+    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: has no rows; expected one JSON object a line")
+    for number, line in lines:
+        try:
+            yield number, _row(line_of(path, number), line, number == 1)
+        except UserError as error:
+            yield number, error
+
+
+def _row(where: str, line: bytes, is_first: bool) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8-sig" if is_first else "utf-8")
+        row = json_value(text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=unique_names)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: not JSON ({error.msg}, column {error.colno}); expected one JSON object a line"
+        ) from error
+    except ValueError as error:  # NaN, thousands of digits, or of brackets, a name that is there twice
+        raise UserError(f"{where}: cannot be read as JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
+    if "prompt" not in row:
+        found = ", ".join(map(repr, row)) or "none"
+        raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
+    for part, _ in parts(row):
+        if len(part) > _DEEPEST:
+            raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
+    _check_text(row, where)
+    return row
 
 
 def _no_json(name: str) -> Any:

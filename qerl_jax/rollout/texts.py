@@ -73,7 +73,7 @@ def generate_texts(
     Args:
       model_or_run: a run folder (its model, format and adapter are used, the newest checkpoint's before its end), or
         a model as `load_model` takes it.
-      prompts: texts, or lists of messages.
+      prompts: texts, or lists of messages; or, in the place of one, the UserError with which it is refused.
       max_completion_length: None is 256, or what the model's positions leave beside the prompt.
       adapter: a PEFT folder; for a run, instead of its own. One that was trained on weights of another format is used
         with a warning.
@@ -174,6 +174,8 @@ def _encode(
     longest = 0
     for number, prompt in enumerate(prompts):
         try:
+            if isinstance(prompt, UserError):
+                raise prompt
             check_prompt(prompt)
             text = prompt_text(policy.tokenizer, prompt)
             ids = prompt_ids(policy.tokenizer, prompt)
