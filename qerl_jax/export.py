@@ -27,12 +27,12 @@ from qerl_jax.models.loading import load_model, named_weights, open_model
 from qerl_jax.models.merging import save_merged
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.models.peft import adapter_folder, load_adapter, save_adapter
+from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.saving import save_model
 from qerl_jax.models.source import resolve
 from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
-from qerl_jax.quantization.adapters import trained_format, warn_of_other_format, warn_of_scaled_base
+from qerl_jax.quantization.adapters import check_adapter, trained_format, warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rl.assembly import model_identity
 from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.run_or_model import find_run
@@ -63,16 +63,18 @@ def export_model(
       adapter: a PEFT folder; for a run, instead of its own.
 
     Raises:
-      UserError: an unknown format, an option that would have no effect, nothing to export, a model that is not the one
-        trained on (of format "peft" its tokenizer and ids alone are compared), or a `path` that holds other files.
+      UserError: an unknown format, an option that would have no effect, nothing to export, an adapter that cannot be
+        used with the model, a model that is not the one trained on (of format "peft" its tokenizer and ids alone are
+        compared), or a `path` that holds other files.
     """
     if format not in EXPORT_FORMATS:
         hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
         raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{hint}")
     found = _source(os.fspath(source))
-    base = resolve(found.model)
     if adapter is not None:
-        warn_of_scaled_base(adapter_folder(adapter), found.model)
+        check_adapter(adapter, found.model)
+        warn_of_scaled_base(adapter, found.model)
+    base = resolve(found.model)
     if where_it_leads(path).resolve() in (base.resolve(), where_it_leads(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     folder = where_it_leads(path)

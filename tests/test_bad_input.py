@@ -8,11 +8,15 @@ import re
 import shutil
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from qerl_jax.cli import main
+from qerl_jax.models.init import init_adapter
+from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import Adapter, LoRA
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.source import resolve
@@ -447,18 +451,78 @@ def test_a_folder_that_is_missing_has_its_neighbour_named(command, words, folder
     assert "./rusn: no such folder (did you mean 'runs'?); allowed: a folder" in refused(command, "./rusn", *words)
 
 
-@SOURCES
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """A folder with two adapters of the shipped policy, `plain`, and `norms` with trained norm scales."""
+    root, model = tmp_path_factory.mktemp("adapters"), load_model(MODEL)
+    for name, train_norms in (("plain", False), ("norms", True)):
+        adapter = init_adapter(jax.random.key(0), model, 4, 8, train_norms=train_norms)
+        save_adapter(adapter, root / name, MODEL, weight_format="nvfp4")
+    return root
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    for name in ("rollout.texts.load_policy", "export.load_model", "rl.assembly.load_model"):
+        monkeypatch.setattr(f"qerl_jax.{name}", lambda *args: pytest.fail("loaded"))
+
+
+def of_configuration(**options):
+    def edit(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | options))
+
+    return edit
+
+
+def of_tensors(change):
+    def edit(folder):
+        file = folder / "adapter_model.safetensors"
+        arrays = safetensors.numpy.load_file(file)
+        change(arrays)
+        safetensors.numpy.save_file(arrays, file)
+
+    return edit
+
+
 @pytest.mark.parametrize(
-    ("adapter", "expected"),
-    [("nowhere", "nowhere: no such folder"), ("empty", "empty/adapter_config.json is missing; expected a PEFT folder")],
+    "words",
+    [
+        ["generate", MODEL, "--prompt", "x", "--adapter", "adapter"],
+        ["train", "my.yaml", "lora.adapter=adapter"],
+        ["plan", "my.yaml", "lora.adapter=adapter"],
+        ["export", MODEL, "out", "--format", "bf16", "--adapter", "adapter"],
+        ["export", MODEL, "out", "--format", "peft", "--adapter", "adapter"],
+    ],
+    ids=" ".join,
 )
-def test_an_adapter_that_is_none_is_refused_before_the_model_is_loaded(
-    command, words, adapter, expected, folder, refused, monkeypatch
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (shutil.rmtree, "adapter: no such folder"),
+        (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing; expected a PEFT folder"),
+        (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
+        (of_configuration(use_dora=True), "adapter_config.json: option use_dora (True) is not supported"),
+        (of_configuration(lora_alpha=None), "adapter_config.json: lora_alpha is None; expected a number"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 99), "not a valid safetensors file"),
+        (lambda f: (f / "qerl_adapter.json").write_text("{"), "qerl_adapter.json: not valid JSON"),
+        (lambda f: (f / "qerl_adapter.json").write_text('{"weight_format": "fp4"}'), "weight_format is 'fp4'; allowed"),
+        (of_configuration(r=8), "lora_A.weight: expected shape [8, "),
+        (of_tensors(lambda arrays: arrays.popitem()), " is missing; expected float32["),
+        (of_tensors(lambda arrays: next(iter(arrays.values())).fill(np.nan)), "has numbers that are not finite"),
+    ],
+)
+def test_what_is_wrong_with_an_adapter_is_said_before_the_model_is_loaded(
+    words, damage, expected, folder, refused, adapters, nothing_is_loaded
 ):
-    (folder / "empty").mkdir()
-    monkeypatch.setattr("qerl_jax.rollout.texts.load_policy", lambda *args: pytest.fail("loaded"))
-    monkeypatch.setattr("qerl_jax.export.load_model", lambda *args: pytest.fail("loaded"))
-    assert expected in refused(command, MODEL, *words, "--adapter", adapter)
+    damage(shutil.copytree(adapters / "plain", folder / "adapter"))
+    assert expected in refused(*words)
+
+
+def test_trained_norms_that_are_not_asked_for_are_said_before_the_model_is_loaded(refused, adapters, nothing_is_loaded):
+    said = refused("train", "my.yaml", f"lora.adapter={adapters}/norms")
+    assert "has trained norm scales, but train_norms is false; set lora.train_norms=true" in said
 
 
 @pytest.mark.parametrize(

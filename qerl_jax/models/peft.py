@@ -4,16 +4,15 @@
     base_model.model.model.layers.0.mlp.down_proj.lora_B.weight    [out, r]
     base_model.model.model.layers.0.input_layernorm.weight         [hidden], trained norm scales (`modules_to_save`)
 
-The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read, and written as they were. The
-format of the weights that an adapter was trained on is none of PEFT's options, and stands in a file of its own,
-qerl_adapter.json.
+Options are read by `peft_options`. The format of the weights that an adapter was trained on is none of PEFT's, and
+stands in a file of its own, qerl_adapter.json.
 """
 
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +21,19 @@ import numpy as np
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.files import files_fingerprint, read_json
+from qerl_jax.models.files import files_fingerprint
 from qerl_jax.models.loading import Slot, check_tensors, layer_name
 from qerl_jax.models.params import (
-    PROJECTIONS,
     Adapter,
     LoRA,
     Model,
     TrainedNorms,
     check_single,
     lora_alpha,
-    lora_scaling,
     norms_of,
     projection_shape,
 )
+from qerl_jax.models.peft_options import NORMS, PeftOptions, read_options
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import companions
 from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
@@ -46,31 +44,74 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINED_ON = "qerl_adapter.json"
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
-_NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
-# Options that are read here, or that say nothing about what the adapter computes. Any other one must be unset.
-_KNOWN = {
-    "auto_mapping",  # what PEFT wraps the model with, and the model's class
-    "base_model_name_or_path",
-    "inference_mode",
-    "layers_pattern",
-    "lora_alpha",
-    "lora_dropout",
-    "megatron_core",
-    "modules_to_save",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "revision",
-    "target_modules",
-    "use_rslora",
-}
-# Options that have supported values besides "unset". The other initialisations change the base's weights too.
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM", None),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
-}
+
+
+class OpenedAdapter(NamedTuple):
+    """An adapter's folder, checked as far as it can be without its network, and not yet loaded.
+
+    Attributes:
+      folder: where it is.
+      options: what its adapter_config.json says.
+      arrays: views of its tensors' bytes by name.
+    """
+
+    folder: Path
+    options: PeftOptions
+    arrays: dict[str, np.ndarray]
+
+
+def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter:
+    """Opens a PEFT LoRA folder.
+
+    Args:
+      path: as for `load_adapter`.
+
+    Raises:
+      UserError: there is none, one of its files is missing or malformed, or it uses an option that is not supported.
+    """
+    folder = adapter_folder(path)
+    options, weights = read_options(folder / ADAPTER_CONFIG), folder / ADAPTER_WEIGHTS
+    if not weights.exists():
+        pickle = "; adapter_model.bin is a pickle, which can run code and is never loaded: convert it to safetensors"
+        raise UserError(f"{weights} is missing{pickle if (folder / 'adapter_model.bin').exists() else ''}")
+    return OpenedAdapter(folder, options, read_safetensors(weights))
+
+
+def check_fit(
+    opened: OpenedAdapter, config: ModelConfig, *, train_norms: bool | None = None, base_name: str | None = None
+) -> None:
+    """Compares an adapter with the network that it is for; none of the network's weights are needed.
+
+    Args:
+      opened: the adapter.
+      config: the network.
+      train_norms, base_name: as for `load_adapter`.
+
+    Raises:
+      UserError: it is no adapter of this network (family, depth, rank, shape, module, base), or has numbers that are
+        not finite; names file, tensor or option, expected and found.
+    """
+    folder, options, arrays = opened
+    where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+    expected = config.family.architecture
+    if options.base_class not in (None, expected):
+        found = shown(options.base_class)
+        raise UserError(f"{where}: auto_mapping: the adapter belongs to a {found}, the model is a {expected}")
+    if base_name is not None and _last(options.base_name) != _last(base_name):
+        raise UserError(
+            f"{where}: base_model_name_or_path: expected {base_name}, found {options.base_name}. The adapter was "
+            "trained on another base; if it is the same under another name, correct that entry"
+        )
+    if options.saved_norms and train_norms is False:
+        raise UserError(
+            f"{folder}: the adapter has trained norm scales, but train_norms is false; set lora.train_norms=true"
+        )
+    _check_depth(arrays, config, weights)
+    table = _table(config, options)
+    check_tensors({name: (weights, array) for name, array in arrays.items()}, table, folder)
+    for name in table:
+        if not np.isfinite(arrays[name].astype(np.float32)).all():
+            raise UserError(f"{weights}: {name} has numbers that are not finite: what trained it diverged")
 
 
 def load_adapter(
@@ -89,49 +130,22 @@ def load_adapter(
       UserError: the folder is not a LoRA of this network (family, depth, rank, shape, module, base), uses an option
         that is not supported, or has numbers that are not finite; names file, tensor or option, expected and found.
     """
-    folder = adapter_folder(path)
-    where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
-    options = read_json(where)
-    _check_options(options, where)
-    _check_family(options, model.config, where)
-    found_base = options.get("base_model_name_or_path")
-    if base_name is not None and _last(found_base) != _last(base_name):
-        raise UserError(
-            f"{where}: base_model_name_or_path: expected {base_name}, found {found_base}. The adapter was trained on "
-            "another base; if it is the same under another name, correct that entry"
-        )
-    rank, modules, saved_norms = _rank(options, where), _target_modules(options, where), _saved_norms(options, where)
-    stabilised = _flag(options, "use_rslora", where)
-    scaling = lora_scaling(rank, _alpha(options, where), stabilised)
-    if saved_norms and train_norms is False:
-        raise UserError(
-            f"{folder}: the adapter has trained norm scales, but train_norms is false; set lora.train_norms=true"
-        )
-    if not weights.exists():
-        pickle = "; adapter_model.bin is a pickle, which can run code and is never loaded: convert it to safetensors"
-        raise UserError(f"{weights} is missing{pickle if (folder / 'adapter_model.bin').exists() else ''}")
-    arrays = read_safetensors(weights)
-    _check_depth(arrays, model.config, weights)
-    table = _table(model.config, modules, rank, saved_norms)
-    check_tensors({name: (weights, array) for name, array in arrays.items()}, table, folder)
+    opened = open_adapter(path)
+    check_fit(opened, model.config, train_norms=train_norms, base_name=base_name)
+    options = opened.options
 
     def array(name: str) -> jax.Array:
-        wide = arrays[name].astype(np.float32)
-        if not np.isfinite(wide).all():
-            raise UserError(f"{weights}: {name} has numbers that are not finite: what trained it diverged")
-        return jnp.array(wide)
+        return jnp.array(opened.arrays[name].astype(np.float32))
+
+    def pair(layer: int, name: str) -> LoRA:
+        a, b = (array(_lora_name(layer, name, half)) for half in "AB")
+        return LoRA(a, b, options.scaling, options.rank_stabilised)
 
     layers = range(model.config.num_hidden_layers)
-    lora = tuple(
-        {
-            name: LoRA(array(_lora_name(i, name, "A")), array(_lora_name(i, name, "B")), scaling, stabilised)
-            for name in modules
-        }
-        for i in layers
-    )
+    lora = tuple({name: pair(i, name) for name in options.modules} for i in layers)
     norms = None
-    if saved_norms:
-        first, second = (tuple(array(_PREFIX + layer_name(i, field)) for i in layers) for field in _NORMS.values())
+    if options.saved_norms:
+        first, second = (tuple(array(_PREFIX + layer_name(i, field)) for i in layers) for field in NORMS.values())
         norms = TrainedNorms(input=first, post_attention=second)
     elif train_norms:
         # Copies: an update donates the adapter, and the base must outlive it.
@@ -140,7 +154,7 @@ def load_adapter(
 
 
 def adapter_folder(path: str | os.PathLike[str]) -> Path:
-    """The local folder of an adapter; for who loads a large model first, and an adapter for it then.
+    """The local folder of an adapter.
 
     Args:
       path: as for `load_adapter`.
@@ -204,7 +218,7 @@ def save_adapter(
             arrays |= {_lora_name(i, name, "A"): pair.a, _lora_name(i, name, "B"): pair.b}
         if adapter.norms is not None:
             scales = (adapter.norms.input[i], adapter.norms.post_attention[i])
-            arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(_NORMS.values(), scales, strict=True)}
+            arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(NORMS.values(), scales, strict=True)}
     if (broken := next((name for name, array in arrays.items() if not jnp.isfinite(array).all()), None)) is not None:
         raise UserError(f"{broken} has numbers that are not finite: what trained it diverged; nothing is written")
     options = {
@@ -215,7 +229,7 @@ def save_adapter(
         "init_lora_weights": True,
         "lora_alpha": lora_alpha(rank, scaling, stabilised),
         "lora_dropout": 0.0,
-        "modules_to_save": None if adapter.norms is None else list(_NORMS),
+        "modules_to_save": None if adapter.norms is None else list(NORMS),
         "peft_type": "LORA",
         "r": rank,
         "target_modules": sorted(modules),
@@ -242,36 +256,17 @@ def _lora_name(layer: int, projection: str, half: str) -> str:
     return f"{_PREFIX}{layer_name(layer, projection).removesuffix('.weight')}.lora_{half}.weight"
 
 
-def _table(config: ModelConfig, modules: tuple[str, ...], rank: int, saved_norms: bool) -> dict[str, Slot]:
+def _table(config: ModelConfig, options: PeftOptions) -> dict[str, Slot]:
     """Every tensor that the folder must hold."""
     table: dict[str, Slot] = {}
     for i in range(config.num_hidden_layers):
-        for name in modules:
+        for name in options.modules:
             N, K = projection_shape(config, name)
-            table |= {_lora_name(i, name, "A"): Slot((rank, K)), _lora_name(i, name, "B"): Slot((N, rank))}
-        if saved_norms:
-            table |= {_PREFIX + layer_name(i, field): Slot((config.hidden_size,)) for field in _NORMS.values()}
+            table[_lora_name(i, name, "A")] = Slot((options.rank, K))
+            table[_lora_name(i, name, "B")] = Slot((N, options.rank))
+        if options.saved_norms:
+            table |= {_PREFIX + layer_name(i, field): Slot((config.hidden_size,)) for field in NORMS.values()}
     return table
-
-
-def _check_options(options: dict[str, Any], where: Path) -> None:
-    for key, allowed in _SUPPORTED.items():
-        value = options.get(key, allowed[0])
-        if value not in allowed:
-            raise UserError(f"{where}: {key} is {value!r}; supported: {', '.join(map(repr, allowed))}")
-    for key, value in options.items():
-        # 0 is set: as layers_to_transform it is the first layer alone.
-        if key not in _KNOWN and key not in _SUPPORTED and (value or type(value) is int):
-            raise UserError(f"{where}: option {shown(key)} ({shown(repr(value))}) is not supported")
-
-
-def _check_family(options: dict[str, Any], config: ModelConfig, where: Path) -> None:
-    """A folder names the class of its base where PEFT found no task type; most say nothing of the family."""
-    mapping = options.get("auto_mapping")
-    found = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    expected = config.family.architecture
-    if found not in (None, expected):
-        raise UserError(f"{where}: auto_mapping: the adapter belongs to a {shown(found)}, the model is a {expected}")
 
 
 def _check_depth(arrays: dict[str, np.ndarray], config: ModelConfig, where: Path) -> None:
@@ -282,44 +277,3 @@ def _check_depth(arrays: dict[str, np.ndarray], config: ModelConfig, where: Path
             f"{where}: the adapter has {max(layers) + 1} layers, the model ({config.family.architecture}, hidden_size "
             f"{config.hidden_size}) has {config.num_hidden_layers}: it belongs to another network"
         )
-
-
-def _rank(options: dict[str, Any], where: Path) -> int:
-    rank = options.get("r")
-    if type(rank) is not int or rank < 1:
-        raise UserError(f"{where}: r is {rank!r}; expected a rank of 1 or more")
-    return rank
-
-
-def _alpha(options: dict[str, Any], where: Path) -> float:
-    alpha = options.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e30:
-        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number up to 1e30")
-    return alpha
-
-
-def _flag(options: dict[str, Any], key: str, where: Path) -> bool:
-    value = options.get(key, False)
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"{where}: {key} is {shown(repr(value))}; expected true or false")
-    return bool(value)
-
-
-def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:
-    names = options.get("target_modules")
-    if not isinstance(names, list) or not names:
-        raise UserError(f"{where}: target_modules is {names!r}; expected a list of {', '.join(PROJECTIONS)}")
-    for name in names:
-        if name not in PROJECTIONS:
-            raise UserError(
-                f"{where}: target_modules: {name!r} is not supported; allowed: {', '.join(PROJECTIONS)}"
-                f"{nearest(str(name), PROJECTIONS)}"
-            )
-    return tuple(name for name in PROJECTIONS if name in names)
-
-
-def _saved_norms(options: dict[str, Any], where: Path) -> bool:
-    names = options.get("modules_to_save") or []
-    if names and (not isinstance(names, list) or set(map(str, names)) != set(_NORMS)):
-        raise UserError(f"{where}: modules_to_save is {names!r}; supported: none, or {', '.join(_NORMS)} together")
-    return bool(names)

@@ -1,4 +1,4 @@
-"""Adapters on other weights than those that they were trained on.
+"""Adapters held against the weights that they are to be used with, before those are read.
 
 An adapter that was trained on weights as a 4-bit format rounds them answers otherwise on plain ones, and the other way
 round. AWQ divides a norm scale by s and multiplies the columns that read it by s, which the network does not see; an
@@ -11,13 +11,33 @@ from pathlib import Path
 
 from qerl_jax.errors import UserError, shown
 from qerl_jax.models.files import read_json
+from qerl_jax.models.loading import open_model
 from qerl_jax.models.packed_by import rounded_to
-from qerl_jax.models.peft import TRAINED_ON, adapter_folder
+from qerl_jax.models.peft import TRAINED_ON, adapter_folder, check_fit, open_adapter
 from qerl_jax.models.source import ADAPTER_CONFIG, resolve
 from qerl_jax.option_names import FORMATS
 from qerl_jax.quantization.report import REPORT
 
 _log = logging.getLogger(__name__)
+
+
+def check_adapter(
+    adapter: str | os.PathLike[str], base: str | os.PathLike[str], train_norms: bool | None = None
+) -> None:
+    """Refuses what `load_adapter` would refuse, and what `trained_format` would; no weight of the base is read. For who
+    loads a large model first, and an adapter for it then.
+
+    Args:
+      adapter, train_norms: as for `load_adapter`.
+      base: as for `load_model`.
+
+    Raises:
+      UserError: there is no such adapter or base, the adapter's folder is malformed or uses what is not supported, or
+        it is one of another network.
+    """
+    opened = open_adapter(adapter)
+    trained_format(adapter)
+    check_fit(opened, open_model(base).config, train_norms=train_norms)
 
 
 def warn_of_scaled_base(adapter: str | os.PathLike[str], base: str | os.PathLike[str]) -> None:

@@ -22,10 +22,10 @@ from qerl_jax.models.init import for_kernels, init_adapter
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
-from qerl_jax.models.peft import adapter_fingerprint, adapter_folder, load_adapter
+from qerl_jax.models.peft import adapter_fingerprint, load_adapter
 from qerl_jax.models.tokenizer import Tokenizer, load_generation_config, load_tokenizer, tokenizer_fingerprint
 from qerl_jax.noise import NoiseSchedule
-from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
+from qerl_jax.quantization.adapters import check_adapter, warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
@@ -208,8 +208,8 @@ def _warn_of_problems_trained_on(trained: list[dict[str, Any]], evaluated: list[
 
 
 def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
-    """Loads and builds what the config names; data that `rewards` cannot score and a folder without an adapter are
-    refused before the model is loaded.
+    """Loads and builds what the config names; data that `rewards` cannot score and an adapter that cannot be used with
+    the model are refused before that is loaded.
 
     Raises:
       UserError: whatever is missing or does not fit, by name.
@@ -225,12 +225,13 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     (_, _, trained), (name, _, evaluated) = read
     _warn_of_problems_trained_on(trained, evaluated, name)
     total_steps = config.total_steps(len(dataset))
-    if config.lora.adapter is not None:
-        warn_of_scaled_base(adapter_folder(config.lora.adapter), config.model.model_name_or_path)
+    adapter, base = config.lora.adapter, config.model.model_name_or_path
+    if adapter is not None:
+        check_adapter(adapter, base, config.lora.train_norms)
+        warn_of_scaled_base(adapter, base)
     policy = configured_policy(config)
-    if config.lora.adapter is not None:
-        base, weight_format = config.model.model_name_or_path, config.model.weight_format
-        warn_of_other_format(config.lora.adapter, base, weight_format, "model.weight_format")
+    if adapter is not None:
+        warn_of_other_format(adapter, base, config.model.weight_format, "model.weight_format")
     for _, rows, examples in read:
         check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer

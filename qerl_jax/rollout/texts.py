@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from qerl_jax import run_folder
+from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
-from qerl_jax.models.peft import adapter_folder, load_adapter
-from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
+from qerl_jax.models.dtypes import DtypeOption
+from qerl_jax.models.peft import load_adapter
+from qerl_jax.quantization.adapters import check_adapter, warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
 from qerl_jax.rl.saved import trained_adapter
 from qerl_jax.rollout.engine import Engine
@@ -83,33 +86,29 @@ def generate_texts(
       stream: also yields texts while they grow, as far as they are sure.
 
     Raises:
-      UserError: a folder that is neither run nor model, a model that cannot be loaded, a run that has saved nothing
-        yet or that a format is given for, lengths that do not fit the model, an empty stop text.
+      UserError: a folder that is neither run nor model, a model that cannot be loaded or that the adapter does not fit,
+        a run that has saved nothing yet or that a format is given for, lengths that do not fit the model, an empty stop
+        text.
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
-    run, trained = find_run(model_or_run), None
+    run = find_run(model_or_run)
+    config = None if run is None else _config_of(run, model_or_run, weight_format)
+    base = model_or_run
+    dtype: DtypeOption = "auto"
+    if config is not None:
+        model = config.model
+        base, weight_format, dtype = model.model_name_or_path, model.weight_format, model.dtype
     if adapter is not None:
-        adapter_folder(adapter)
-    if run is not None:
-        config = load_config(str(run / run_folder.CONFIG))
-        run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
-        options = config.model
-        if weight_format is not None:
-            raise UserError(
-                f"weight_format (--weight-format) is {weight_format!r}, but {model_or_run} is a run, which keeps the "
-                f"one it was trained with, {options.weight_format}; leave it out, or give a model and its adapter"
-            )
-        base, weight_format = options.model_name_or_path, options.weight_format
-        policy = load_policy(base, weight_format, options.dtype)
-        if adapter is None:
-            trained = trained_adapter(run, run_folder.identity_of(run), config, policy)
-    else:
-        policy, base = load_policy(model_or_run, weight_format, "auto"), model_or_run
-    if adapter is not None:
+        check_adapter(adapter, base)
         warn_of_scaled_base(adapter, base)
+    policy = load_policy(base, weight_format, dtype)
+    weights = None
+    if adapter is not None:
         warn_of_other_format(adapter, base, weight_format)
-    weights = trained if adapter is None else load_adapter(adapter, policy.model)
+        weights = load_adapter(adapter, policy.model)
+    elif run is not None and config is not None:
+        weights = trained_adapter(run, run_folder.identity_of(run), config, policy)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
         yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)
@@ -143,6 +142,18 @@ def generate_texts(
         if answer.finish_reason == "error":
             broken.add((done.request, done.sample))
         yield answer
+
+
+def _config_of(run: Path, name: str, weight_format: str | None) -> Config:
+    """A run's config; refuses a format asked for beside it, and a base that has gone."""
+    config = load_config(str(run / run_folder.CONFIG))
+    run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
+    if weight_format is not None:
+        raise UserError(
+            f"weight_format (--weight-format) is {weight_format!r}, but {name} is a run, which keeps the one it was "
+            f"trained with, {config.model.weight_format}; leave it out, or give a model and its adapter"
+        )
+    return config
 
 
 def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> Answer:

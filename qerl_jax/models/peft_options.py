@@ -1,0 +1,133 @@
+"""adapter_config.json of a PEFT folder: what of it is read here, and what is refused.
+
+The scaling is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; both are read.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_jax.errors import UserError, nearest, shown
+from qerl_jax.models.files import read_json
+from qerl_jax.models.params import PROJECTIONS, lora_scaling
+
+# Trained norm scales: names in `modules_to_save`, and fields of a `Layer`.
+NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
+# Options that are read here, or that say nothing about what the adapter computes. Any other one must be unset.
+_KNOWN = {
+    "auto_mapping",  # what PEFT wraps the model with, and the model's class
+    "base_model_name_or_path",
+    "inference_mode",
+    "layers_pattern",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "use_rslora",
+}
+# Options that have supported values besides "unset". The other initialisations change the base's weights too.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+}
+
+
+class PeftOptions(NamedTuple):
+    """What an adapter's configuration says.
+
+    Attributes:
+      rank: r.
+      scaling: of B A.
+      rank_stabilised: whether that is lora_alpha / sqrt(r).
+      modules: the projections that have a pair, in the order of PROJECTIONS.
+      saved_norms: whether the folder has norm scales.
+      base_name: base_model_name_or_path as it stands; None where there is none.
+      base_class: the class of the base; None where the configuration does not say, as most.
+    """
+
+    rank: int
+    scaling: float
+    rank_stabilised: bool
+    modules: tuple[str, ...]
+    saved_norms: bool
+    base_name: Any
+    base_class: Any
+
+
+def read_options(where: Path) -> PeftOptions:
+    """Reads an adapter_config.json.
+
+    Raises:
+      UserError: it is missing or malformed, or has an option or a value that is not supported; names file and option.
+    """
+    options = read_json(where)
+    _check_options(options, where)
+    rank, stabilised = _rank(options, where), _flag(options, "use_rslora", where)
+    mapping = options.get("auto_mapping")  # which PEFT writes where it found no task type
+    return PeftOptions(
+        rank=rank,
+        scaling=lora_scaling(rank, _alpha(options, where), stabilised),
+        rank_stabilised=stabilised,
+        modules=_target_modules(options, where),
+        saved_norms=_saved_norms(options, where),
+        base_name=options.get("base_model_name_or_path"),
+        base_class=mapping.get("base_model_class") if isinstance(mapping, dict) else None,
+    )
+
+
+def _check_options(options: dict[str, Any], where: Path) -> None:
+    for key, allowed in _SUPPORTED.items():
+        value = options.get(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{where}: {key} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+    for key, value in options.items():
+        # 0 is set: as layers_to_transform it is the first layer alone.
+        if key not in _KNOWN and key not in _SUPPORTED and (value or type(value) is int):
+            raise UserError(f"{where}: option {shown(key)} ({shown(repr(value))}) is not supported")
+
+
+def _rank(options: dict[str, Any], where: Path) -> int:
+    rank = options.get("r")
+    if type(rank) is not int or rank < 1:
+        raise UserError(f"{where}: r is {rank!r}; expected a rank of 1 or more")
+    return rank
+
+
+def _alpha(options: dict[str, Any], where: Path) -> float:
+    alpha = options.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e30:
+        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number up to 1e30")
+    return alpha
+
+
+def _flag(options: dict[str, Any], key: str, where: Path) -> bool:
+    value = options.get(key, False)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{where}: {key} is {shown(repr(value))}; expected true or false")
+    return bool(value)
+
+
+def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:
+    names = options.get("target_modules")
+    if not isinstance(names, list) or not names:
+        raise UserError(f"{where}: target_modules is {names!r}; expected a list of {', '.join(PROJECTIONS)}")
+    for name in names:
+        if name not in PROJECTIONS:
+            raise UserError(
+                f"{where}: target_modules: {name!r} is not supported; allowed: {', '.join(PROJECTIONS)}"
+                f"{nearest(str(name), PROJECTIONS)}"
+            )
+    return tuple(name for name in PROJECTIONS if name in names)
+
+
+def _saved_norms(options: dict[str, Any], where: Path) -> bool:
+    names = options.get("modules_to_save") or []
+    if names and (not isinstance(names, list) or set(map(str, names)) != set(NORMS)):
+        raise UserError(f"{where}: modules_to_save is {names!r}; supported: none, or {', '.join(NORMS)} together")
+    return bool(names)
