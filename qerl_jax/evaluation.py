@@ -34,6 +34,7 @@ from qerl_jax.rl.assembly import (
 )
 from qerl_jax.rl.saved import trained_adapter
 from qerl_jax.rollout import Engine, Prompts
+from qerl_jax.rollout.memory import Plan
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 3
@@ -101,6 +102,20 @@ def lowered_evaluation(config: Config, policy: Policy, adapter: Adapter, problem
     """The programs that `evaluate` samples with for so many problems; see `Engine.lowered`."""
     for _, engine, count in _engines(config, policy):
         yield from engine.lowered(adapter, problems, jax.random.key(0), count)
+
+
+def evaluation_plan(config: Config, policy: Policy, adapter: Adapter, problems: int) -> tuple[Plan, int]:
+    """Slots and memory of an `evaluate` of so many problems, in the mode that takes the most, and how many completions
+    that one samples.
+
+    Raises:
+      UserError: not one completion fits in memory.
+    """
+    plans = [
+        (engine.plan(problems * count, problems, adapter), problems * count)
+        for _, engine, count in _engines(config, policy)
+    ]
+    return max(plans, key=lambda found: found[0].nbytes)
 
 
 def _scores(

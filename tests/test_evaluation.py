@@ -8,10 +8,16 @@ import pytest
 
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation import evaluate, pass_at_k
+from qerl_jax.evaluation import evaluate, evaluation_plan, pass_at_k
 from qerl_jax.models.init import init_adapter
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.assembly import configured_policy, evaluation_data, held_out
+from qerl_jax.rl.assembly import (
+    configured_policy,
+    evaluation_data,
+    held_out,
+    sampling_engine,
+    sampling_settings,
+)
 
 SMALL = ["optimizer.per_device_train_batch_size=8", "optimizer.gradient_accumulation_steps=2"]
 
@@ -67,3 +73,18 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
     assert several["greedy"] == single["greedy"] and several["samples"] == single["samples"]
     sampled = several["sampled"]
     assert sampled["accuracy"] <= sampled["pass@2"] <= sampled["pass@3"] <= 1 and sampled["pass@3"] > 0
+
+
+def test_the_memory_of_an_evaluation_is_of_its_own_number_of_completions_and_never_of_8_bits():
+    words = [*SMALL, "generation.kv_cache_dtype=fp8_values", "generation.max_slots=4", "evaluation.batch_size=6"]
+    config = load_config("quickstart", [*words, "evaluation.num_problems=5", "evaluation.num_generations_eval=3"])
+    policy = configured_policy(config)
+    adapter = init_adapter(jnp.zeros(2, jnp.uint32), policy.model, 4, 8)
+    rollout = sampling_engine(config, policy, sampling_settings(config, policy), 4).plan(16, 2, adapter)
+    plan, samples = evaluation_plan(config, policy, adapter, 5)
+    assert (plan.slots, samples, plan.rows) == (6, 15, 5)  # sampled, not greedy with 5 of 5
+    wide = sampling_settings(config, policy, kv_cache_dtype="auto")
+    assert plan.slot_bytes == sampling_engine(config, policy, wide, 4).plan(16, 2, adapter).slot_bytes
+    assert plan.slot_bytes != rollout.slot_bytes and plan.nbytes > rollout.nbytes
+    with pytest.raises(UserError, match="not one completion fits in memory"):
+        evaluation_plan(load_config("quickstart", [*words, "generation.kv_cache_gb=1e-6"]), policy, adapter, 5)

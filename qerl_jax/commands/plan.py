@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
 
 _DESCRIPTION = """\
-Prints the steps of the run that `qerl train` would begin with the same words, and the memory that rollouts and updates
-would take on this device. All is loaded, checked and compiled as for the run, and refused as there where it does not
-fit into what the device says it has. A run's folder is not looked at, and nothing is sampled or written.
+Prints the steps of the run that `qerl train` would begin with the same words, and the memory that rollouts, evaluations
+and updates would take on this device. All is loaded, checked and compiled as for the run, and refused as there where it
+does not fit into what the device says it has. A run's folder is not looked at, and nothing is sampled or written.
 """
 _EXAMPLES = """\
 examples:

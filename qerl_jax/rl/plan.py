@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -9,7 +10,7 @@ from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import settled_config
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation import lowered_evaluation
+from qerl_jax.evaluation import evaluation_plan, lowered_evaluation
 from qerl_jax.metrics import check_services
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
@@ -19,41 +20,54 @@ from qerl_jax.rl.state import TrainState
 from qerl_jax.rollout.memory import nbytes
 
 
+class Sampling(NamedTuple):
+    """Completions decoded at once, of how many in all, and the bytes of slots and prompts with what decoding works
+    with."""
+
+    slots: int
+    samples: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        at_once = f"all {self.slots}" if self.slots == self.samples else f"{self.slots} of {self.samples}"
+        return f"{at_once} completions at once, {_size(self.nbytes)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class RunMemory:
-    """Memory in bytes: what stays, and what a rollout and an update have beside it, one after the other.
+    """Memory in bytes: what stays, and what a rollout, an evaluation and an update have beside it, one after the other.
+
+    An evaluation may take more than a rollout: its cache is never of 8 bits, and it has its own number of completions.
 
     Attributes:
       weights: the frozen model's.
       trained: adapter, its gradients and the optimizer's state.
-      slots, samples: completions decoded at once, and of a round of a rollout.
-      rollout: slots and prompts, with what decoding works with.
+      rollout: of a round of it.
+      evaluation: of completions that are sampled, of which there are no fewer than of greedy ones.
       update: what its program makes; None where XLA does not say.
       limit: what the device has; None where it does not say, as a CPU.
     """
 
     weights: int
     trained: int
-    slots: int
-    samples: int
-    rollout: int
+    rollout: Sampling
+    evaluation: Sampling
     update: int | None
     limit: int | None
 
     def __str__(self) -> str:
-        at_once = f"all {self.slots}" if self.slots == self.samples else f"{self.slots} of {self.samples}"
-        update = "" if self.update is None else f", and an update, {_size(self.update)}"
-        most = _size(self.weights + self.trained + max(self.rollout, self.update or 0))
+        parts = [f"a rollout, {self.rollout}", f"an evaluation, {self.evaluation}"]
+        parts += [] if self.update is None else [f"an update, {_size(self.update)}"]
+        most = self.weights + self.trained + max(self.rollout.nbytes, self.evaluation.nbytes, self.update or 0)
         has = "what the device has is not known" if self.limit is None else f"the device has {_size(self.limit)}"
         return (
             f"memory: weights {_size(self.weights)}, adapter with gradient and optimizer {_size(self.trained)}; "
-            f"beside them by turns a rollout, {at_once} completions at once, {_size(self.rollout)}{update}: "
-            f"{most} at most; {has}"
+            f"beside them by turns {', '.join(parts[:-1])}, and {parts[-1]}: {_size(most)} at most; {has}"
         )
 
 
 def plan_run(config: Config) -> str:
-    """What a run that `config` begins will do and take: its steps, and its memory on this device, evaluations aside.
+    """What a run that `config` begins will do and take: its steps, and its memory on this device.
 
     All is loaded and compiled as for the run; its folder is not looked at, and nothing is sampled or written.
 
@@ -88,19 +102,20 @@ def compiled_run(
       key: the run's root key.
 
     Raises:
-      UserError: not one completion, or an update, does not fit in memory.
+      UserError: not one completion, or a rollout, an evaluation or an update, does not fit in memory.
     """
     config = experiment.config
     (update, _), *_ = compiled_together(
         learner.lowered(state), collector.lowered(state, key), evaluation_programs(experiment, state)
     )
-    of_rollout = collector.engine.plan(config.completions_per_rollout, config.prompts_per_rollout, state.adapter)
+    samples = config.completions_per_rollout
+    rollout = collector.engine.plan(samples, config.prompts_per_rollout, state.adapter)
+    evaluation, evaluated = evaluation_plan(config, experiment.policy, state.adapter, _problems(experiment))
     memory = RunMemory(
         weights=nbytes(experiment.policy.model),
         trained=nbytes((state, state.adapter)),  # once more for its gradients
-        slots=of_rollout.slots,
-        samples=config.completions_per_rollout,
-        rollout=of_rollout.nbytes,
+        rollout=Sampling(rollout.slots, samples, rollout.nbytes),
+        evaluation=Sampling(evaluation.slots, evaluated, evaluation.nbytes),
         update=_made_by(update),
         limit=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
     )
@@ -110,8 +125,11 @@ def compiled_run(
 
 def evaluation_programs(experiment: Experiment, state: TrainState) -> Iterator[jax.stages.Lowered]:
     """The programs of a run's evaluations."""
-    problems = len(held_out(experiment.config, experiment.evaluation_data))
-    return lowered_evaluation(experiment.config, experiment.policy, state.adapter, problems)
+    return lowered_evaluation(experiment.config, experiment.policy, state.adapter, _problems(experiment))
+
+
+def _problems(experiment: Experiment) -> int:
+    return len(held_out(experiment.config, experiment.evaluation_data))
 
 
 def _made_by(program: jax.stages.Compiled) -> int | None:
@@ -127,13 +145,35 @@ def _size(count: int) -> str:
 
 
 def refuse_what_does_not_fit(memory: RunMemory, config: Config) -> None:
-    """Holds an update against the device's limit, where both are known.
+    """Holds an update, a rollout and an evaluation against the device's limit, where that is known.
 
     Raises:
-      UserError: it needs more, with the numbers and the options that change them.
+      UserError: one of them needs more, with the numbers and the options that change them.
     """
-    kept, temporary, limit = memory.weights + memory.trained, memory.update, memory.limit
-    if limit is None or temporary is None or kept + temporary <= limit:
+    if memory.limit is not None:
+        _refuse_update(memory, memory.limit, config)
+        if config.generation.kv_cache_gb is not None:  # else slots are planned for what there is
+            _refuse_sampling(memory, memory.limit, config.generation.kv_cache_gb)
+
+
+def _refuse_sampling(memory: RunMemory, limit: int, cache: float) -> None:
+    kept = memory.weights + memory.trained
+    sizes = {
+        "a rollout": (memory.rollout, "generation.max_slots"),
+        "an evaluation": (memory.evaluation, "evaluation.batch_size"),
+    }
+    for what, (sampling, slots) in sizes.items():
+        if kept + sampling.nbytes > limit:
+            raise UserError(
+                f"{what} does not fit in memory: weights, adapter and optimizer need {_size(kept)}, and {sampling} "
+                f"within generation.kv_cache_gb {cache:g}; the device has {_size(limit)}. Try a lower {slots}; or "
+                "generation.kv_cache_gb=null, which takes what the device has left"
+            )
+
+
+def _refuse_update(memory: RunMemory, limit: int, config: Config) -> None:
+    kept, temporary = memory.weights + memory.trained, memory.update
+    if temporary is None or kept + temporary <= limit:
         return
     optimizer = config.optimizer
     size = optimizer.per_device_train_batch_size

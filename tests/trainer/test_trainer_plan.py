@@ -9,7 +9,9 @@ from tiny import Device
 from training_runs import config_in, train
 
 from qerl_jax import cli
+from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.rl.plan import plan_run
 from qerl_jax.rollout import memory
 
 
@@ -25,8 +27,22 @@ def test_a_run_is_refused_before_it_samples_and_goes_on_with_less(config, tmp_pa
     assert checkpoints(run)[-1] == len(rows(run)) == 6
 
 
+def test_an_evaluation_that_is_larger_than_a_rollout_is_refused_where_it_cannot_fit(policy, tmp_path, monkeypatch):
+    evaluation = {"num_problems": 64, "num_generations_eval": 6, "batch_size": 384}
+    config = config_in(tmp_path, policy, generation={"kv_cache_gb": 0.5}, evaluation=evaluation)
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(16 * 10**6)])
+    message = (
+        r"an evaluation does not fit in memory: .* need 0\.7 MB, and all 384 completions at once, \d+\.\d MB within "
+        r"generation.kv_cache_gb 0.5; the device has 16.0 MB. Try a lower evaluation.batch_size; or"
+    )
+    with pytest.raises(UserError, match=message):
+        plan_run(load_config(str(config)))
+    assert "an evaluation, 8 of 384 completions" in plan_run(load_config(str(config), ["evaluation.batch_size=8"]))
+
+
 def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_behind(policy, tmp_path, capsys):
-    config = config_in(tmp_path, policy, generation={"max_slots": 3})
+    evaluation = {"num_problems": 4, "num_generations_eval": 3, "batch_size": 4}
+    config = config_in(tmp_path, policy, generation={"max_slots": 3}, evaluation=evaluation)
     before = {*tmp_path.rglob("*")}
     assert cli.main(["plan", str(config)]) == 0
     out, err = capsys.readouterr()
@@ -39,8 +55,8 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
     )
     assert re.fullmatch(
         r"memory: weights \d\.\d MB, adapter with gradient and optimizer \d\.\d MB; beside them by turns a rollout, "
-        r"3 of 8 completions at once, \d\.\d MB, and an update, \d+\.\d MB: \d+\.\d MB at most; "
-        r"what the device has is not known",
+        r"3 of 8 completions at once, \d\.\d MB, an evaluation, 4 of 12 completions at once, \d\.\d MB, and an update, "
+        r"\d+\.\d MB: \d+\.\d MB at most; what the device has is not known",
         memory,
     )
     cli.main(["train", str(config)])
