@@ -82,8 +82,6 @@ def promoted(
     if isinstance(config, WideConfig):
         chain = wide_plan.make_plan(m, k, (n,), False, config).longest_chain
         return dataclasses.replace(config, promote=promote) if promote < chain else None
-    if promote and not config.wgmma:
-        promote = StreamConfig.promote  # with mma.sync it is every quad
     for depth in range(config.depth, 1, -1):
         for x_depth in range(config.x_depth, 1, -1):
             tried = dataclasses.replace(config, promote=promote, depth=depth, x_depth=x_depth)

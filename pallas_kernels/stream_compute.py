@@ -64,7 +64,7 @@ class ComputeWarps(LoraWarps):
             adds_lora = arith.andi(adds_lora, self.is_used)
             self.fetch_b(adds_lora)
         for d in range(c.depth - 1):
-            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d)))
+            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d * plan.slot)))
             mem.copy_commit()
         if self.pdl:
             p.grid_dependency_launch()
@@ -82,11 +82,10 @@ class ComputeWarps(LoraWarps):
             p.when(p.lt(ahead, self.quads), lambda: self.fetch(ahead, spare))
             mem.copy_commit()
             mem.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
-            here = p.mul(slot, plan.slot)
             multiply = self.quad_wgmma if c.wgmma else self.quad
             acc = multiply(
-                p.add(self.code_lane, here),
-                p.add(self.scale_lane, here),
+                p.add(self.code_lane, slot),
+                p.add(self.scale_lane, slot),
                 p.add(x_lane, p.mul(x_slot, plan.x_slot)),
                 acc,
             )
@@ -94,17 +93,32 @@ class ComputeWarps(LoraWarps):
             p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
             x_slot = self.next_slot(x_slot, c.x_depth)
             x_parity = p.xor(x_parity, p.select(p.eq(x_slot, 0), 1, 0))
-            return [self.next_slot(slot, c.depth), slot, x_slot, x_parity, *acc]
+            after = p.select(p.eq(slot, (c.depth - 1) * plan.slot), 0, p.add(slot, plan.slot))
+            return [after, slot, x_slot, x_parity, *acc]
 
-        state = [p.i32(0), p.i32(c.depth - 1), p.i32(0), p.i32(0)]
-        acc = [p.f32(0.0)] * (c.tiles * plan.m_tiles * 4)
+        state = [p.i32(0), p.i32((c.depth - 1) * plan.slot), p.i32(0), p.i32(0)]
+        acc = [p.f32(0.0)] * (plan.chains * plan.sums_warp)
         if c.wgmma and c.promote:
             self.totals = p.add(p.add(self.totals_base, p.mul(self.place, plan.totals_warp)), p.mul(self.lane, 16))
             self.set_totals(acc)
+
+            def add_chain(first, state):
+                after, acc = self.chain(first, state, step)
+                self.set_totals(self.add_totals(acc))
+                return after
+
             # A loop for each chain of additions: with a branch in one loop ptxas lets no two wgmma overlap.
-            p.for_range(0, self.quads, plan.promote_quads, state, lambda first, state: self.chain(first, state, step))
+            p.for_range(0, self.quads, plan.promote_quads, state, add_chain)
+        elif c.promote:
+
+            def add_chain_to(first, carry):
+                after, acc = self.chain(first, carry[: len(state)], step)
+                return after + p.total([carry[len(state) :], acc])
+
+            acc = p.for_range(0, self.quads, plan.promote_quads, state + acc, add_chain_to)[len(state) :]
         else:
             acc = p.for_range(0, self.quads, 1, state + acc, step)[len(state) :]
+            acc = p.total([acc[n : n + plan.sums_warp] for n in range(0, len(acc), plan.sums_warp)])
         if plan.ranks:
             acc = self.add_lora(acc, adds_lora, g, t)
         if c.wgmma and c.promote:
@@ -114,13 +128,12 @@ class ComputeWarps(LoraWarps):
     # With wgmma the promoted sums lie in shared memory, each lane's own: the registers do not hold them twice.
 
     def chain(self, first, state, step):
-        """The quads of one chain of additions from `first` on; its sums are added to the totals."""
+        """The quads of one chain of additions from `first` on: the state after them, and their sums."""
         # opaque: loops of one quad would be merged into one, with descriptors that are no longer uniform registers
         end = p.minimum(p.add(first, p.opaque(self.plan.promote_quads)), self.quads)
-        zeros = [p.f32(0.0)] * (self.plan.config.tiles * self.plan.m_tiles * 4)
+        zeros = [p.f32(0.0)] * self.plan.sums_warp
         after = p.for_range(first, end, 1, state + zeros, step)
-        self.set_totals(self.add_totals(after[len(state) :]))
-        return after[: len(state)]
+        return after[: len(state)], after[len(state) :]
 
     def set_totals(self, sums):
         def store():
@@ -137,10 +150,9 @@ class ComputeWarps(LoraWarps):
         return out
 
     def fetch(self, q, slot):
-        """Start the copies of this lane's part of quad `q` into a slot of its ring."""
+        """Start the copies of this lane's part of quad `q` into a slot of its ring, which is where that begins."""
         plan, c = self.plan, self.plan.config
-        to = p.mul(slot, plan.slot)
-        to_codes, to_scales = p.add(self.code_lane, to), p.add(self.scale_lane, to)
+        to_codes, to_scales = p.add(self.code_lane, slot), p.add(self.scale_lane, slot)
         at = p.mul(q, QUAD_BYTES)
 
         def tile(r):
@@ -165,10 +177,12 @@ class ComputeWarps(LoraWarps):
         return words, scales
 
     def quad(self, code_at, scale_at, x_at, acc):
-        """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x."""
+        """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x, in the
+        unit's chain."""
         plan, c = self.plan, self.plan.config
-        total, acc = acc, [p.f32(0.0)] * len(acc) if c.promote else list(acc)
+        acc = list(acc)
         for u in range(plan.units_warp):
+            first = u % plan.chains * plan.sums_warp
             words, scales = self.words_and_scales(u, code_at, scale_at)
             for half in range(2):
                 a = [[decode_codes(words[r][2 * half + j], scales[r]) for r in range(c.tiles)] for j in range(2)]
@@ -176,9 +190,10 @@ class ComputeWarps(LoraWarps):
                     x = mem.load_shared_v4(x_at, u * 128 + 16 * half + i * 8 * plan.x_stride)
                     for j in range(2):
                         for r in range(c.tiles):
-                            s = slice((r * plan.m_tiles + i) * 4, (r * plan.m_tiles + i) * 4 + 4)
+                            at = first + (r * plan.m_tiles + i) * 4
+                            s = slice(at, at + 4)
                             acc[s] = p.mma_half(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
-        return [arith.addf(a, b) for a, b in zip(total, acc, strict=True)] if c.promote else acc
+        return acc
 
     def quad_wgmma(self, code_at, scale_at, x_at, acc):
         """The same with wgmma: one unit is decoded while the one before is multiplied."""

@@ -26,8 +26,8 @@ class StreamConfig:
       wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
         neighbouring warps act as one, and x comes reordered (see fragment_order.py).
       waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers.
-      promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside; with
-        mma.sync always a quad's. With wgmma the total lies in shared memory. 0: never.
+      promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside: in
+        registers, with wgmma in shared memory. 0: never; with mma.sync the units of a quad then take turns in two sums.
     """
 
     cluster: int = 1
@@ -158,8 +158,18 @@ class Plan:
         return 4 // self.config.warps_k
 
     @property
+    def sums_warp(self) -> int:
+        """Of a warp, that a lane holds."""
+        return 4 * self.config.tiles * self.m_tiles
+
+    @property
+    def chains(self) -> int:
+        """In how many parts a lane holds them."""
+        return 1 if self.config.promote or self.config.wgmma else min(2, self.units_warp)
+
+    @property
     def promote_quads(self) -> int:
-        """Quads between promotions with wgmma."""
+        """Quads between promotions."""
         return max(1, self.config.promote // (4 * self.units_warp))
 
     @property

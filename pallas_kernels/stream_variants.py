@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from .stream_plan import RESIDENT, Plan, StreamConfig, make_plan
 
 MMA_ROWS = 16  # up to which mma.sync multiplies; more go to wgmma
+PROMOTE_MMA = 16  # steps in a chain of these, where cuBLAS may split K into many
 ENOUGH_AHEAD, MOST_AHEAD = 48_000, 90_000  # bytes of weights that a CTA has under way
 REGISTERS = 65536  # of a multiprocessor
 
@@ -28,7 +29,7 @@ def by_rule(
     wgmma = m > MMA_ROWS if wgmma is None else wgmma
     estimate = _with_wgmma if wgmma else _with_mma
     found: list[Plan] = []
-    for waves, promote in itertools.product((1, 2, 4), (StreamConfig.promote, 0) if wgmma else (StreamConfig.promote,)):
+    for waves, promote in itertools.product((1, 2, 4), (StreamConfig.promote, 0) if wgmma else (PROMOTE_MMA,)):
         plans = _plans(m, k, n, ranks, swiglu, StreamConfig(wgmma=wgmma, waves=waves, promote=promote))
         found += sorted(plans, key=estimate, reverse=True)
     # ptxas then lets no two wgmma overlap, or spills: 5120 x 55296 at 64 rows takes 114 us in one wave, 78 in two

@@ -83,4 +83,4 @@ def test_promotion_that_does_not_fit_takes_room_from_the_rings():
     assert tried.promote == 64 and (tried.depth, tried.x_depth) == (4, 2)
     assert fp4_error.promoted(full, 0, 64, 13824, 5120) == full
     assert fp4_error.promoted(StreamConfig(1, 28, 1, 1, 2, 2, True, promote=0), 64, 64, 5120, 55296) is None
-    assert fp4_error.promoted(StreamConfig(1, 6, 2, 3, 3, 3), 64, 8, 3584, 37888).promote == 32  # mma.sync: each quad
+    assert fp4_error.promoted(StreamConfig(1, 6, 2, 3, 3, 3), 64, 8, 3584, 37888).promote == 64

@@ -94,6 +94,7 @@ def small_gpu(monkeypatch):
 @pytest.mark.parametrize("config, m, k, n, bias", [
     (StreamConfig(1, 2, 4, 1, 3, 2), 3, 768, (20, 9), True),
     (StreamConfig(2, 1, 2, 2, 2, 3, promote=0), 9, 768, (40,), False),
+    (StreamConfig(1, 2, 2, 1, 3, 2, promote=16), 9, 768, (20,), False),  # chains of 2 quads and of 1
     (StreamConfig(1, 4, 1, 1, 3, 2, True), 17, 1024, (48, 16), False),
     (StreamConfig(1, 4, 2, 1, 2, 2, True, promote=0), 8, 512, (96,), False),
     (StreamConfig(1, 4, 4, 1, 2, 2, True, promote=12), 12, 1024, (48,), False),  # chains of 3 quads and of 1
