@@ -60,6 +60,16 @@ def cache_restored():
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope="module")
+def quickly_compiled():
+    """For files whose numbers are compared within tolerances: half the seconds of XLA, which optimizes less. None of
+    these programs is left to other files, where bits are compared that optimizing could change."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+
+
 @pytest.fixture
 def no_cache():
     """No folder of compiled programs, for tests that choose one."""

@@ -40,6 +40,8 @@ from qerl_jax.rl.step import (
 )
 from qerl_jax.rollout import Rollout
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 norms_at = jax.jit(rollout_norms, static_argnames="settings")
 learners = jax.jit(completion_logps)
 
