@@ -3,8 +3,7 @@
 The first makes what the matmul reads (inputs_kernel.py): x, and s x A^T of its adapters. The second multiplies: the
 streaming or the wide kernel, by the table; of gate and up it writes silu(gate) * up. Where the wide kernel has spare
 CTAs, these make s x A^T instead, and an x that is given needs no first launch; nor does the norm before q, k and v,
-which is then a part of down's kernel and of theirs. Up to 8 rows all is one kernel (block_kernel.py); for 9 to 16 the
-streaming kernel's own LoRA is as fast.
+which is then a part of down's kernel and of theirs. Up to 16 rows all is one kernel (block_kernel.py).
 
 Letters: M rows, D hidden size, K inputs and N outputs of a weight.
 """
