@@ -50,7 +50,7 @@ def candidates(m, k, n, ranks, wgmma):
     ]
     entries = [variants.TABLE.get((k, sum(n), m, with_lora)) for with_lora in (True, False)[not any(ranks) :]]
     entries = [entry for entry in entries if entry is not None and entry.wgmma == wgmma]
-    if wgmma and entries:  # promoted as often as the table's entry, so that a faster one errs no more
+    if entries:  # promoted as often as the table's entry; what a cut errs then, fp4_error says
         found = [dataclasses.replace(config, promote=entries[0].promote) for config in found]
     return [c for c in dict.fromkeys(entries + found) if variants.takes_lora(m, k, n, c, ranks)]
 

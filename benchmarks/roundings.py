@@ -30,7 +30,7 @@ from benchmarks.shapes import MODELS
 from qerl_jax.models.config import ModelConfig
 
 # Inputs of the products: of q, k, v; of the scores; of the weighted sum of values; of o; of gate, up; of SwiGLU, which
-# the kernel for up to 8 rows does not round; of down; of the output matrix. q and k are rounded as projections leave
+# the kernel for up to 16 rows does not round; of down; of the output matrix. q and k are rounded as projections leave
 # them and again after their rotation.
 PLACES = ("norm_1", "q", "k", "v", "probabilities", "attention", "norm_2", "gate_up", "swiglu", "final_norm")
 BITS = {"bf16": (8, 7), "fp16": (5, 10)}  # of exponent and mantissa

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from . import block_kernel, layer_calls
-from .block_plan import MAX_ROWS, BlockPlan, Part, make_block_plan
+from .block_plan import MAX_ROWS, PANEL, BlockPlan, Part, make_block_plan
 from .counters import first_counters
 from .fragment_order import from_unit_order
 from .layer_part import LayerPart, Projection, operands
@@ -24,7 +24,8 @@ def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> b
     """Whether the device that is compiled for runs the kernels, and they take the shape."""
     if capability() != 90 or not has_room_for_a_wave():
         return False
-    check = plan_of if rows <= MAX_ROWS else layer_calls.calls_of
+    # for all rows of the panels: which kernel computes a row must not depend on how many there are
+    rows, check = (-(-rows // PANEL) * PANEL, plan_of) if rows <= MAX_ROWS else (rows, layer_calls.calls_of)
     try:
         _check_dtype(dtype, layer)
         check(rows, layer)

@@ -15,14 +15,15 @@ next parts, as far as their rings reach, so the memory does not rest.
   * Sums: a warp leaves the sum of its run's part of a tile in shared memory; in the end one warp adds a tile's sums, K
     ascending, and finishes it: scales, LoRA, bias, then SwiGLU or the residual stream. Sums over slices of K go
     through the L2, and the CTAs of a group finish the tiles between them (block_outputs.py).
-  * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py). With two
-    rows and more two CTAs are a cluster, and each copies half of x to both.
+  * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py). With two to
+    8 rows two CTAs are a cluster, and each copies half of x to both.
   * Panels: with more than 8 rows the CTAs of a cluster have the same tiles, and each half of K for all rows, so that x
     takes no more room. A warp sends the sums of each panel to the CTA that finishes it, which is then as with 8 rows.
   * RMSNorm: who writes the residual stream also writes its product with the norm's scale in 16 bits, and its tile's
     squares; the division by the root of their mean happens to the next part's sums.
 
-The order of additions depends on the shape and the plan, never on M, other rows, or timing.
+The order of additions depends on the shape, the plan and how many panels there are, never else on M, on other rows, or
+on timing.
 """
 
 import dataclasses
@@ -120,7 +121,7 @@ class _Kernel(ComputeWarps, ServiceWarps):
 
         first, entries = run(group, part.groups, part.entries)
         first_quad, quads = run(in_slice, part.slices, part.quads)
-        entries = p.select(has, entries, 0)  # the CTAs beyond groups x slices have none
+        entries = p.select(has, entries, 0)  # the CTAs beyond groups x slices x cuts have none
         tiles = p.mul(entries, 2) if part.paired else entries
         quads_of = tuple(run(p.i32(n), part.cuts, quads)[1] for n in range(part.cuts))
         before, quads = run(self.panel, part.cuts, quads)

@@ -22,7 +22,7 @@ class OutputTiles:
 
     plan: BlockPlan
 
-    def place(self, i: int, n):
+    def entry_of(self, i: int, n):
         """The n-th of the CTA's entries that it finishes: all, or, with slices, those that its turn is for."""
         slices = self.plan.parts[i].slices
         return n if slices == 1 else p.add(p.mul(n, slices), self.shares[i].slice)
@@ -30,10 +30,11 @@ class OutputTiles:
     def needs_of(self, i: int, n):
         """`needs` of the n-th entry that this CTA finishes, or, where it has none, of any."""
         part, share = self.plan.parts[i], self.shares[i]
-        return self.needs(i, p.minimum(p.add(share.first, self.place(i, n)), part.entries - 1))
+        return self.needs(i, p.minimum(p.add(share.first, self.entry_of(i, n)), part.entries - 1))
 
     def finish(self, i: int, early):
-        """Tiles' sums to outputs, and a word to all CTAs when this one's are stored. `early` is `early_needs`."""
+        """Tiles' sums to outputs, and a word to all CTAs when this one's are stored. `early` are the `needs_of` this
+        warp's first entry."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
         count = p.div(p.sub(p.add(share.entries, part.slices - 1), share.slice), part.slices)
         most = -(-part.most_entries // part.slices)
@@ -46,7 +47,7 @@ class OutputTiles:
             self.each(share.tiles, part.most_tiles, lambda tile, _: self.leave_slice(i, tile))
             self.await_slices(i)
         mem.barrier_wait(self.h_full, p.i32(i % 2))
-        self.each(count, most, lambda n, turn: self.entry(i, self.place(i, n), needs[turn]))
+        self.each(count, most, lambda n, turn: self.entry(i, self.entry_of(i, n), needs[turn]))
         if i + 1 < len(plan.parts):
             p.named_sync(FINISHED, 32 * plan.warps)
 
@@ -62,8 +63,9 @@ class OutputTiles:
             n = p.add(self.warp, first)
             p.when(p.lt(n, count), lambda n=n, turn=turn: body(n, turn))
 
-    def sums_at(self, cut, tile, warp):
-        """Where a warp's sum of a tile lies in the CTA that finishes it; `cut` is the place in the pair of its own."""
+    def sum_at(self, cut, tile, warp):
+        """Where a warp's sum of a tile lies in the CTA that finishes it; `cut` says which CTA of the pair the warp is
+        in."""
         n = p.add(p.mul(cut, self.plan.sums), p.add(tile, warp))
         return p.add(self.sums_base, p.add(p.mul(n, 512), p.mul(self.lane, 16)))
 
@@ -71,7 +73,7 @@ class OutputTiles:
         """A tile's sums of this warp, of chains that the panels take turns in, to the CTA that finishes a panel."""
         panels, chains = self.plan.panels, [acc[n : n + 4] for n in range(0, len(acc), 4)]
         sums = [p.total(chains[panel::panels]) for panel in range(panels)]
-        at, own = self.sums_at(self.panel, tile, self.warp), sums[0]
+        at, own = self.sum_at(self.panel, tile, self.warp), sums[0]
         if panels > 1:
             is_first = p.eq(self.panel, 0)
             own = [arith.select(is_first, a, b) for a, b in zip(*sums, strict=True)]
@@ -107,7 +109,7 @@ class OutputTiles:
 
         def add(warp, acc):
             begin, end = self.run_of(items, warp)
-            here = mem.load_shared_f32x4(self.sums_at(p.i32(cut), tile, warp), 0)
+            here = mem.load_shared_f32x4(self.sum_at(p.i32(cut), tile, warp), 0)
             has = p.lt(begin, end)
             return [arith.addf(a, arith.select(has, v, p.f32(0.0))) for a, v in zip(acc, here, strict=True)]
 

@@ -162,8 +162,8 @@ class BlockPlan:
 
     @functools.cached_property
     def sums(self) -> int:
-        """Sums of a panel that the warps of a CTA leave of one part at most: each run of items ends within a tile, so
-        that those of tile n by warp w can be the (n + w)-th."""
+        """Places for the sums of a panel that a CTA's warps leave of one part. That of tile n by warp w is the (n +
+        w)-th: a warp begins in the tile in which the one before it ends, or behind it, so no two have the same."""
         return max(part.most_tiles for part in self.parts) + self.warps - 1
 
     @property

@@ -125,8 +125,6 @@ class ComputeWarps(LoraWarps):
             acc = self.add_totals(acc)
         self.leave_sums(acc, g, t)
 
-    # With wgmma the promoted sums lie in shared memory, each lane's own: the registers do not hold them twice.
-
     def chain(self, first, state, step):
         """The quads of one chain of additions from `first` on: the state after them, and their sums."""
         # opaque: loops of one quad would be merged into one, with descriptors that are no longer uniform registers
@@ -134,6 +132,8 @@ class ComputeWarps(LoraWarps):
         zeros = [p.f32(0.0)] * self.plan.sums_warp
         after = p.for_range(first, end, 1, state + zeros, step)
         return after[: len(state)], after[len(state) :]
+
+    # With wgmma the promoted sums lie in shared memory, each lane's own: the registers do not hold them twice.
 
     def set_totals(self, sums):
         def store():

@@ -27,7 +27,8 @@ class StreamConfig:
         neighbouring warps act as one, and x comes reordered (see fragment_order.py).
       waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers.
       promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside: in
-        registers, with wgmma in shared memory. 0: never; with mma.sync the units of a quad then take turns in two sums.
+        registers, with wgmma in shared memory. 0: never; with mma.sync a warp's units of a quad, if they are several,
+        then take turns in two sums.
     """
 
     cluster: int = 1

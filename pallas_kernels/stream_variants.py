@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from .stream_plan import RESIDENT, Plan, StreamConfig, make_plan
 
 MMA_ROWS = 16  # up to which mma.sync multiplies; more go to wgmma
-PROMOTE_MMA = 4  # its sums then end with each quad: where N is small, cuBLAS may split K into very many parts
+PROMOTE_MMA = 4  # each quad ends a chain: cuBLAS may split K into very many parts where N is small, and err little
 ENOUGH_AHEAD, MOST_AHEAD = 48_000, 90_000  # bytes of weights that a CTA has under way
 REGISTERS = 65536  # of a multiprocessor
 

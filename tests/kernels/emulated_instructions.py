@@ -277,6 +277,7 @@ def make_memory(m):
 
     def store_shared(address, data, byte_offset, remote=False):
         cta, byte = _where_shared(m, address)
+        assert not remote or set(cta[m.now.mask]) <= {warp.cta for warp in m.left}, "to a CTA that has ended"
         assert (remote or (cta == m.now.cta).all()) and ((byte + byte_offset) % data.shape[1] == 0).all()
         for lane in LANES[m.now.mask]:
             at, shared = byte[lane] + byte_offset, m.shared[cta[lane]]
@@ -336,6 +337,7 @@ def make_memory(m):
     def barrier_arrive_in_cluster(address):
         (lane,) = LANES[m.now.mask]
         cta, byte = (int(v[lane]) for v in _where_shared(m, address))
+        assert cta in {warp.cta for warp in m.left}, "to a CTA that has ended"
         m.barriers[cta][byte].arrive(1)
 
     mem.barrier_arrive_in_cluster, mem.barrier_wait_for_cluster = barrier_arrive_in_cluster, barrier_wait

@@ -117,7 +117,7 @@ class Machine:
         self.shared = [np.full(shared_bytes, 0xFF, np.uint8) for _ in range(ctas)]
         self.barriers = [{} for _ in range(ctas)]
         self.named, self.met = {}, [[] for _ in range(ctas)]
-        left = [Warp(self, cta, index) for cta in range(ctas) for index in range(warps)]
+        left = self.left = [Warp(self, cta, index) for cta in range(ctas) for index in range(warps)]
         with concurrent.futures.ThreadPoolExecutor(len(left)) as pool:
             running = {warp: pool.submit(warp.run, program) for warp in left}
             try:

@@ -10,7 +10,14 @@ from jax import export
 from tiny import CONFIG
 
 from benchmarks.fp4_block import SHAPES
-from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference, compiling_for
+from pallas_kernels import (
+    LayerPart,
+    Projection,
+    between_attentions,
+    between_attentions_reference,
+    compiling_for,
+    takes_between_attentions,
+)
 from pallas_kernels.block import plan_of
 from pallas_kernels.block_plan import Part, make_block_plan
 from pallas_kernels.layout import KernelWeight
@@ -64,6 +71,14 @@ def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
     )
     assert make_block_plan(1, D, parts, 132, warps=16).depth == 4
     assert [make_block_plan(m, D, parts, 132).warps for m in (1, 8)] == [12, 12]
+
+
+def test_whether_it_is_taken_does_not_depend_on_the_rows_of_a_panel(monkeypatch):
+    """Of 72B's width x of 9 to 11 rows would fit, of 12 to 16 not."""
+    monkeypatch.setitem(SHAPES, "72B", (8192, 29440, 8192, 1024))
+    with compiling_for(90):
+        taken = [takes_between_attentions(m, jnp.bfloat16, shapes_of("72B", 32)) for m in range(1, 17)]
+    assert taken == [True] * 8 + [False] * 8
 
 
 @pytest.mark.parametrize("change, message", [

@@ -103,7 +103,7 @@ def _start_between(programs, rank, m):
 
 
 @ahead(_start_between)
-@pytest.mark.parametrize("rank, m", [(32, 1), (32, 8), (0, 3), (32, 32), (32, 64), (0, 128), (32, 256)])
+@pytest.mark.parametrize("rank, m", [(32, 1), (32, 8), (0, 3), (32, 16), (32, 32), (32, 64), (0, 128), (32, 256)])
 def test_between_attentions(rng, programs, rank, m):
     layer, norms = _layer(rank)
     x = jnp.asarray(rng.standard_normal((m, layer.o.weight.k)), F16)

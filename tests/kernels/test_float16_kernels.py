@@ -53,7 +53,7 @@ def test_products_with_adapters_and_their_gradients(m):
     assert_one_half(lowered(loss, *operands))
 
 
-@pytest.mark.parametrize("m", [1, 8, 32, 200])
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 200])
 def test_between_attentions(m):
     layer, norms = jax.eval_shape(lambda: random_layer(jax.random.key(0), SHAPES["7B"], 32, "float16"))
     x, residual = shape((m, layer.o.weight.k), F16), shape((m, layer.o.weight.n), jnp.float32)

@@ -36,7 +36,7 @@ from pallas_kernels.stream_plan import StreamConfig
 from pallas_kernels.wide_plan import WideConfig
 
 
-@pytest.mark.parametrize("rows", [17, 33, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256])
 @pytest.mark.parametrize("name", SHAPES)
 def test_takes_the_models_shapes(name, rows):
     with compiling_for(90):

@@ -105,6 +105,19 @@ def test_products(config, m, k, n, bias):
     assert case.is_right(case.run()[0])
 
 
+@pytest.mark.parametrize("promote, seen", [(0, 8), (16, 16), (32, 0)])  # two sums by turns; each quad's; two quads'
+def test_a_chain_does_not_see_the_sums_before_it(promote, seen):
+    """One is lost where it is added to 2^24."""
+    packed, x = np.zeros((16, 256), np.uint8), np.ones((8, 512), "bfloat16")
+    packed[:, 0], x[:, 0] = 0x02, 2.0**24
+    unit, step = np.arange(4)[:, None], np.arange(4)
+    packed[:, 128 + 32 * unit + 2 * step] = 0x02  # one in each step of the second quad
+    weight = repack(jnp.asarray(packed), jnp.full((16, 32), 0x38, jnp.uint8))
+    plan = make_plan(8, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2, promote=promote))
+    ((y,),) = emulator.run(plan, x, [np.asarray(weight.data)], [number(1.0)])
+    np.testing.assert_array_equal(y, np.full((8, 16), 2.0**24 + seen, np.float32))
+
+
 @pytest.mark.parametrize("config, m, k, n, ranks", [
     (StreamConfig(1, 2, 2, 1, 3, 3), 8, 512, (9, 33), (32, 16)),
     (StreamConfig(1, 4, 1, 1, 3, 2, True), 20, 512, (64,), (32,)),
