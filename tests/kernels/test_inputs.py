@@ -169,10 +169,17 @@ def test_without_a_barrier_the_sums_are_wrong(monkeypatch, maker, name):
     given, plan = operands(3, 8, 1024, (32,), NORMED), make_inputs_plan(8, 1024, (32,), NORMED)
     true = run(plan, given)
     emulator.without(monkeypatch, name, maker)
+
+    def is_wrong(result, seed):
+        try:
+            got = run(plan, given, seed=seed)
+        except AssertionError as error:  # or it ends before what is sent to it is there
+            return "a CTA that has ended" in str(error)
+        got, want = (np.asarray(values[result], np.float64) for values in (got, true))
+        return not np.allclose(got, want, rtol=0.1, atol=0.1 * abs(want).max())
+
     for result in ("x", "h"):
-        got = [np.asarray(run(plan, given, seed=s)[result], np.float64) for s in range(3)]
-        want = np.asarray(true[result], np.float64)
-        assert any(not np.allclose(y, want, rtol=0.1, atol=0.1 * abs(want).max()) for y in got), result
+        assert any(is_wrong(result, seed) for seed in range(3)), result
 
 
 def test_nothing_is_sent_to_a_cta_that_has_not_begun(monkeypatch):
