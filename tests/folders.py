@@ -1,4 +1,4 @@
-"""Tiny Qwen2 folders for tests, written with the safetensors library itself."""
+"""Tiny Qwen2 folders for tests, written with the safetensors library itself; edits of adapters' folders."""
 
 import json
 
@@ -133,3 +133,25 @@ def assert_equal(a, b):
 def contents(folder):
     """The bytes of each file of a folder, by name."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def edit_options(**changes):
+    """A function that changes options of an adapter's folder."""
+
+    def edit(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_arrays(change):
+    """A function that has the tensors of an adapter's folder changed, a dictionary by names."""
+
+    def edit(folder):
+        path = folder / "adapter_model.safetensors"
+        arrays = safetensors.numpy.load_file(path)
+        change(arrays)
+        safetensors.numpy.save_file(arrays, path)
+
+    return edit

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
+from folders import edit_arrays, edit_options
 
 from qerl_jax.cli import main
 from qerl_jax.models.init import init_adapter
@@ -467,24 +467,6 @@ def nothing_is_loaded(monkeypatch):
         monkeypatch.setattr(f"qerl_jax.{name}", lambda *args: pytest.fail("loaded"))
 
 
-def of_configuration(**options):
-    def edit(folder):
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | options))
-
-    return edit
-
-
-def of_tensors(change):
-    def edit(folder):
-        file = folder / "adapter_model.safetensors"
-        arrays = safetensors.numpy.load_file(file)
-        change(arrays)
-        safetensors.numpy.save_file(arrays, file)
-
-    return edit
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -502,15 +484,15 @@ def of_tensors(change):
         (shutil.rmtree, "adapter: no such folder"),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing; expected a PEFT folder"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
-        (of_configuration(use_dora=True), "adapter_config.json: option use_dora (True) is not supported"),
-        (of_configuration(lora_alpha=None), "adapter_config.json: lora_alpha is None; expected a number"),
+        (edit_options(use_dora=True), "adapter_config.json: option use_dora (True) is not supported"),
+        (edit_options(lora_alpha=None), "adapter_config.json: lora_alpha is None; expected a number"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 99), "not a valid safetensors file"),
         (lambda f: (f / "qerl_adapter.json").write_text("{"), "qerl_adapter.json: not valid JSON"),
         (lambda f: (f / "qerl_adapter.json").write_text('{"weight_format": "fp4"}'), "weight_format is 'fp4'; allowed"),
-        (of_configuration(r=8), "lora_A.weight: expected shape [8, "),
-        (of_tensors(lambda arrays: arrays.popitem()), " is missing; expected float32["),
-        (of_tensors(lambda arrays: next(iter(arrays.values())).fill(np.nan)), "has numbers that are not finite"),
+        (edit_options(r=8), "lora_A.weight: expected shape [8, "),
+        (edit_arrays(lambda arrays: arrays.popitem()), " is missing; expected float32["),
+        (edit_arrays(lambda arrays: next(iter(arrays.values())).fill(np.nan)), "has numbers that are not finite"),
     ],
 )
 def test_what_is_wrong_with_an_adapter_is_said_before_the_model_is_loaded(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from folders import edit_arrays, edit_options
 from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
@@ -146,24 +147,6 @@ def test_what_cannot_be_written(tmp_path, model):
     (tmp_path / "notes").write_text("x")
     with pytest.raises(UserError, match="holds notes, which would be lost"):
         save_adapter(adapter, tmp_path, "b")
-
-
-def edit_options(**changes):
-    def edit(folder):
-        path = folder / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
-
-
-def edit_arrays(change):
-    def edit(folder):
-        path = folder / "adapter_model.safetensors"
-        arrays = safetensors.numpy.load_file(path)
-        change(arrays)
-        safetensors.numpy.save_file(arrays, path)
-
-    return edit
 
 
 def as_pickle(folder):
