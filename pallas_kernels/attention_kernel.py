@@ -40,11 +40,13 @@ class _Warp(AttentionTiles):
         count = functools.reduce(p.add, self.counts)
         if c.cluster > 1:
             p.when(p.eq(self.tid, 0), self.make_barrier)
+            p.warp_sync()
+            p.cluster_arrive()
         for d in range(c.depth - 1):
             self.fetch(p.i32(d), p.lt(d, count), p.i32(d))
             mem.copy_commit()
         if c.cluster > 1:
-            p.cluster_sync()  # a CTA's shared memory may be written once it has begun
+            p.cluster_wait()  # the others' barriers are made
         self.queries = self.query_fragments()
         state = [p.f32(LOWEST), p.f32(0.0)] * c.slots + [p.f32(0.0)] * (plan.E // 2)
         last = p.eq(p.add(self.firsts[0], 1), self.stride)  # the prompt's tiles are dealt from the first warp on

@@ -85,11 +85,8 @@ class OutputTiles:
         """To each CTA of the pair."""
         p.warp_sync()
 
-        def say():
-            for rank in range(self.plan.cluster):
-                mem.barrier_arrive_in_cluster(mem.map_rank(self.sums_full, p.i32(rank)))
-
-        p.when(self.is_lane_0, say)
+        barrier = mem.map_rank(self.sums_full, self.lane)
+        p.when(p.lt(self.lane, self.plan.cluster), lambda: mem.barrier_arrive_in_cluster(barrier))
 
     def tile_sum(self, i: int, tile):
         """A tile's sum over the quads of this CTA, or of the pair."""

@@ -67,6 +67,8 @@ class _Kernel(Sources):
 
     def run(self):
         p.when(p.eq(self.tid, 0), self.make_barriers)
+        p.warp_sync()
+        p.cluster_arrive()
         acc = self.normed() if self.plan.source == NORMED else self.streamed()
         if self.plan.ranks:
             self.finish(acc)

@@ -36,7 +36,7 @@ class Sources:
             return acc
 
         acc = p.for_range(self.begin, self.end, plan.batch, [p.f32(0.0)] * (4 * plan.fragments), batch)
-        p.cluster_sync()  # a CTA's shared memory may be written once it has begun
+        p.cluster_wait()  # the others' barriers are made
         return acc
 
     # ---- RMSNorm of the residual stream ---------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Sources:
             some = range(first, min(first + plan.norm_batch, plan.run))
             loaded = [[[_sixteen(row, p.mul(chunks[b], 4 * CHUNK)) for row in of] for of in rows] for b in some]
             if first == 0:
-                p.cluster_sync()  # a CTA's shared memory may be written once it has begun
+                p.cluster_wait()  # the others' barriers are made
             for b, (old, new) in zip(some, loaded, strict=True):
                 for j in range(plan.eights):
                     squares[j] = self.join(b, j, has[b], chunks[b], old[j], new[j], squares[j])

@@ -195,10 +195,6 @@ def store_cluster_f32x4(address, values):
     ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", address, *values)
 
 
-def load_cluster_f32x2(address):
-    return ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", address, results=[f32_t()] * 2, effects=True)
-
-
 # To another CTA of the cluster, with the bytes counted on a barrier there: a store and a barrier of the cluster would
 # wait for all that this CTA has stored in global memory too.
 

@@ -5,14 +5,15 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from .fragments import decode_codes, decode_scales
-from .layout import CODE_BYTES, QUAD_BYTES, ROWS
+from .layout import CODE_BYTES, QUAD_BYTES
 from .pick import of_tile
 from .stream_lora import LoraWarps
+from .stream_outputs import OutputTiles
 
-FINISHED, PREPARED = 1, 2  # named barriers; 0 is the whole CTA's
+PREPARED = 2  # a named barrier; see stream_outputs.py and stream_slices.py for others, 0 is the whole CTA's
 
 
-class ComputeWarps(LoraWarps):
+class ComputeWarps(LoraWarps, OutputTiles):
     """What one compute warp does. The CTA's class sets the plan and the addresses before."""
 
     @property
@@ -123,7 +124,7 @@ class ComputeWarps(LoraWarps):
             acc = self.add_lora(acc, adds_lora, g, t)
         if c.wgmma and c.promote:
             acc = self.add_totals(acc)
-        self.leave_sums(acc, g, t)
+        self.send_sums(warp_k, acc)
 
     def chain(self, first, state, step):
         """The quads of one chain of additions from `first` on: the state after them, and their sums."""
@@ -217,20 +218,3 @@ class ComputeWarps(LoraWarps):
                 p.wgmma_wait(1)  # the codes before the last two steps may now be overwritten
         p.wgmma_wait(0)
         return acc
-
-    def leave_sums(self, acc, g, t):
-        """Sums to shared memory, over the rings: only after every warp of the CTA has read its last slot."""
-        plan, c = self.plan, self.plan.config
-        p.named_sync(FINISHED, c.warps * 32)
-        mine = p.add(
-            p.add(self.ring_base, p.mul(self.place, plan.red_warp)), p.add(p.mul(t, 2 * plan.red_stride), p.mul(g, 4))
-        )
-
-        def store():
-            for r in range(c.tiles):
-                for i in range(plan.m_tiles):
-                    for e in range(4):
-                        where = (8 * i + e % 2) * plan.red_stride + (r * ROWS + 8 * (e // 2)) * 4
-                        mem.store_shared_f32(mine, acc[(r * plan.m_tiles + i) * 4 + e], where)
-
-        p.when(self.is_used, store)

@@ -9,7 +9,7 @@ Each cluster of CTAs owns an equal run of row tiles (the grid is one wave), and 
     quads), so weights need no barrier at all;
   * one more warp streams x through a ring that all warps of the CTA read, so x is read once per CTA;
   * at the end the sums meet in shared memory (the cluster's, when K is split over CTAs), are added in a fixed order,
-    scaled, biased and stored; or, where the weights are gate and up, silu(gate) * up of both is.
+    scaled, biased and stored; or, where the weights are gate and up, silu(gate) * up of both is (stream_outputs.py).
 
 The order of additions for an output depends on K and the configuration, never on M, other rows, or timing; nothing is
 added with atomics.
@@ -19,20 +19,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxlib.mlir.dialects import arith
 
 from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .counters import first_counters
-from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .layout import COLS, EPILOGUE_FACTOR
 from .operands import adapters
-from .pick import of_tile
 from .stream_compute import ComputeWarps
 from .stream_operands import Refs
 from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan
 from .stream_slices import SliceWarps
-from .swiglu import gated
 
 MAX_ROWS = 64
 
@@ -66,11 +63,13 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.cta = cta = p.sreg("ctaid.x")
         self.rank, self.cluster = p.rem(cta, c.cluster), p.div(cta, c.cluster)
         self.x_full, self.x_empty = base, p.add(base, 8 * c.x_depth)
-        self.h_full, self.factor_base = p.add(base, 128), p.add(base, 144)
+        self.h_full, self.sums_full, self.rings_free = (p.add(base, 128 + 8 * n) for n in range(3))
+        self.factor_base = p.add(base, 160)
         self.ring_base = p.add(base, plan.ring_at)
         self.totals_base = p.add(base, plan.totals_at)
         self.x_base = p.add(base, plan.x_at)
         self.b_base, self.h_base = p.add(base, plan.b_at), p.add(base, plan.h_at)
+        self.sums_base = p.add(base, plan.sums_at)
         self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
         self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
         # results' row tiles; with SwiGLU each is two of the weights'
@@ -80,18 +79,11 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.first_tile, self.tile_count = p.mul(first, plan.joined), p.mul(self.result_tiles, plan.joined)
 
     def run(self):
-        c = self.plan.config
-        is_compute = p.lt(self.warp, c.warps)
-
-        p.if_else(is_compute, self.compute, self.serve)
-        if c.cluster > 1:
-            p.warp_sync()
-            p.cluster_sync()
-        else:
-            p.cta_sync()
+        if self.plan.config.cluster > 1:
+            self.make_cluster_barriers()
+        p.if_else(p.lt(self.warp, self.plan.config.warps), self.compute, self.serve)
+        p.warp_sync()
         self.add_up()
-        if c.cluster > 1:
-            p.cluster_sync()  # nobody leaves while another CTA may still read its shared memory
 
     # ---- the other warps -----------------------------------------------------------------------------------------
 
@@ -101,6 +93,9 @@ class _Kernel(ComputeWarps, SliceWarps):
             p.if_else(is_loader, self.load_x, self.multiply_by_a)
         else:
             p.when(is_loader, self.load_x)
+        if self.plan.config.cluster > 1:
+            p.warp_sync()
+            p.cluster_wait()
 
     def load_x(self):
         plan, c = self.plan, self.plan.config
@@ -145,77 +140,10 @@ class _Kernel(ComputeWarps, SliceWarps):
         def keep_factors():
             for i, scale in enumerate(scales):
                 mem.store_shared_f32(self.factor_base, p.divide(p.f32(EPILOGUE_FACTOR), scale), 4 * i)
+            if c.cluster > 1:
+                mem.barrier_arrive(self.sums_full)
 
         p.when(self.is_lane_0, keep_factors)
-
-    # ---- all warps -----------------------------------------------------------------------------------------------
-
-    def add_up(self):
-        """Add the slices' sums, K ascending, and store; in a cluster each CTA does an equal share of the outputs."""
-        plan, c = self.plan, self.plan.config
-        if self.pdl:
-            p.grid_dependency_wait()
-        pairs = p.mul(self.result_tiles, plan.m * ROWS // 2)
-        share = p.div(p.add(pairs, c.cluster - 1), c.cluster)
-        end = p.minimum(p.mul(p.add(self.rank, 1), share), pairs)
-        part = plan.used_warps // c.warps_k * plan.red_warp
-
-        def one(index, _):
-            per_row = p.mul(self.result_tiles, ROWS // 2)
-            m, rest = p.div(index, per_row), p.rem(index, per_row)
-            first, row = p.mul(p.shr(rest, 3), plan.joined), p.mul(p.and_(rest, 7), 2)
-            tiles = [p.add(first, i) for i in range(plan.joined)]
-            loaded = [load(tile, m, row) for tile in tiles]
-            self.store([p.add(self.first_tile, tile) for tile in tiles], m, row, list(map(p.total, loaded)))
-            return []
-
-        def load(tile, m, row):
-            warp_n, r = p.div(tile, c.tiles), p.rem(tile, c.tiles)
-            at = p.add(self.ring_base, p.add(p.mul(warp_n, plan.red_warp), p.mul(m, plan.red_stride)))
-            at = p.add(at, p.mul(p.add(p.mul(r, ROWS), row), 4))
-            loaded = []
-            for rank in range(c.cluster):
-                remote = mem.map_rank(at, p.i32(rank)) if c.cluster > 1 else at
-                load_pair = mem.load_cluster_f32x2 if c.cluster > 1 else mem.load_shared_f32x2
-                loaded += [load_pair(p.add(remote, k * part)) for k in range(c.warps_k)]
-            return loaded
-
-        p.for_range(p.add(p.mul(self.rank, share), self.tid), end, plan.warpgroups * 128, [], one)
-
-    def store(self, tiles, m, row, sums):
-        """Two neighbouring outputs of a row tile, or of gate's and up's, from the sums of each."""
-        bias = self.bias or self.outs
-        values = [(p.i32(4 * i), self.outs[i], bias[i], p.i32(self.plan.n[i])) for i in range(self.n_w)]
-        picked = [of_tile(self.plan, tile, values) for tile in tiles]
-        (_, out, _, n), local = picked[0]
-        scales = [mem.load_shared_f32(p.add(self.factor_base, factor), 0) for (factor, *_), _ in picked]
-        column = p.add(p.mul(local, ROWS), row)
-        size = 4 if self.wide_out else 2
-
-        def value(e):
-            ys = [arith.mulf(pair[e], scale) for pair, scale in zip(sums, scales, strict=True)]
-            if self.has_bias:
-                at = p.mul(p.add(column, e), 4)
-                biases = [mem.load_global_f32(mem.offset(bias, at)) for (_, _, bias, _), _ in picked]
-                ys = [arith.addf(y, more) for y, more in zip(ys, biases, strict=True)]
-            return gated(*ys) if self.plan.swiglu else ys[0]
-
-        place = fragment_order.unit_place(column) if self.plan.gives_units else column
-
-        def address(e):
-            return mem.offset(out, p.mul(p.add(p.mul(m, n), p.add(place, e)), size))
-
-        def both():
-            (mem.store_global_f32x2 if self.wide_out else mem.store_global_halfx2)(address(0), value(0), value(1))
-
-        if all(n_i % ROWS == 0 for n_i in self.plan.n):
-            both()
-        elif all(n_i % 2 == 0 for n_i in self.plan.n):
-            p.when(p.lt(column, n), both)
-        else:  # a pair may straddle the end, or be misaligned
-            store_one = mem.store_global_f32 if self.wide_out else mem.store_global_half
-            for e in range(2):
-                p.when(p.lt(p.add(column, e), n), lambda e=e: store_one(address(e), value(e)))
 
 
 @functools.cache

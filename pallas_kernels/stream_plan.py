@@ -197,7 +197,7 @@ class Plan:
 
     @property
     def ring_at(self) -> int:
-        return HEADER  # after 2 x x_depth barriers, that of LoRA, and 128 / each global scale
+        return HEADER  # after 2 x x_depth barriers, those of LoRA and of the end, and 128 / each global scale
 
     @property
     def totals_at(self) -> int:
@@ -231,20 +231,35 @@ class Plan:
         return self.m_tiles * 8 * ROWS * 2
 
     @property
-    def red_stride(self) -> int:
-        return (self.config.tiles * ROWS + 4) * 4  # between rows m of a warp's sums; 4 more against bank conflicts
+    def end(self) -> int:
+        """Of all that is there while weights stream: a warp reads, and drops, as many ranks of every adapter as the
+        widest has."""
+        return self.h_at + (sum(self.rank_tiles) + max(self.rank_tiles, default=0)) * self.h_tile
 
     @property
-    def red_warp(self) -> int:
-        return self.m_tiles * 8 * self.red_stride
+    def k_parts(self) -> int:
+        """Sums that are added up for an output."""
+        return self.config.cluster * self.config.warps_k
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the sums that a CTA adds up, of 16 outputs and 8 rows at a time."""
+        places = -(-self.most_tiles // self.joined * self.m_tiles // self.config.cluster)
+        return places * self.joined * self.k_parts * 512
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether they have room of their own, so that a cluster's CTA may send them while another one still
+        multiplies."""
+        return self.config.cluster > 1 and self.end + self.sums <= SMEM_LIMIT
+
+    @property
+    def sums_at(self) -> int:
+        return self.end if self.sums_apart else self.ring_at
 
     @property
     def total(self) -> int:
-        return max(
-            # a warp reads, and drops, as many ranks of every adapter as the widest has
-            self.h_at + (sum(self.rank_tiles) + max(self.rank_tiles, default=0)) * self.h_tile,
-            self.ring_at + self.used_warps * self.red_warp,
-        )
+        return max(self.end, self.sums_at + self.sums)
 
     @property
     def bytes_ahead(self) -> int:

@@ -98,6 +98,7 @@ def make_ptx(m):
     p.exp2, p.rsqrt = (lambda a: np.exp2(a).astype(F32)), (lambda a: (1 / np.sqrt(a)).astype(F32))
 
     p.exchange = lambda word, distance: _lanes(word)[LANES ^ distance]
+    p.shuffle_xor = lambda x, distance: x[LANES ^ distance]
     p.pack_halves = lambda lo, hi: (lo & U32(0xFFFF)) | hi << U32(16)
     p.half_dtype, p.half = lambda: m.dtype, lambda: ptx.HALVES[m.dtype]
     p.round_half = lambda v: v.astype(dtype).astype(F32)
@@ -286,7 +287,6 @@ def make_memory(m):
 
     mem.load_shared_v4, mem.load_shared_v2 = load_shared(4, U32), load_shared(2, U32)
     mem.load_shared_f32x4, mem.load_shared_f32x2 = load_shared(4, F32), load_shared(2, F32)
-    mem.load_cluster_f32x2 = load_shared(2, F32)
     mem.load_shared_b32 = lambda a, o: load_shared(1, U32)(a, o)[0]
     mem.load_shared_f32 = lambda a, o: load_shared(1, F32)(a, o)[0]
     mem.store_shared_f32x4 = lambda a, values, o: store_shared(a, bytes_of(values, F32), o)
@@ -335,10 +335,9 @@ def make_memory(m):
     mem.barrier_expect = lambda address, n: barrier(address).arrive(1, int(_lanes(n)[0]))
 
     def barrier_arrive_in_cluster(address):
-        (lane,) = LANES[m.now.mask]
-        cta, byte = (int(v[lane]) for v in _where_shared(m, address))
-        assert cta in {warp.cta for warp in m.left}, "to a CTA that has ended"
-        m.barriers[cta][byte].arrive(1)
+        for cta, byte in zip(*(v[m.now.mask] for v in _where_shared(m, address)), strict=True):
+            assert cta in {warp.cta for warp in m.left}, "to a CTA that has ended"
+            m.barriers[cta][int(byte)].arrive(1)
 
     mem.barrier_arrive_in_cluster, mem.barrier_wait_for_cluster = barrier_arrive_in_cluster, barrier_wait
 

@@ -37,6 +37,7 @@ from pallas_kernels import (
     stream_compute,
     stream_kernel,
     stream_lora,
+    stream_outputs,
     stream_slices,
     swiglu,
 )
@@ -165,7 +166,7 @@ def _emulated(m):
     p = make_ptx(m)
     names = {"p": p, "mem": make_memory(m), "fp8": make_fp8(p), "arith": ARITH}
     names |= make_decoding(m)
-    stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_slices
+    stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_outputs, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, swiglu
     block = block_compute, block_kernel, block_outputs, block_service
     attention = attention_cache, attention_inputs, attention_kernel, attention_tiles

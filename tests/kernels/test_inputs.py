@@ -184,7 +184,7 @@ def test_without_a_barrier_the_sums_are_wrong(monkeypatch, maker, name):
 
 def test_nothing_is_sent_to_a_cta_that_has_not_begun(monkeypatch):
     given, plan = operands(3, 8, 1024, (32,), NORMED), make_inputs_plan(8, 1024, (32,), NORMED)
-    emulator.without(monkeypatch, "cluster_sync", "make_ptx")
+    emulator.without(monkeypatch, "cluster_wait", "make_ptx")
     with pytest.raises(KeyError):  # its barriers are not made yet
         run(plan, given)
 

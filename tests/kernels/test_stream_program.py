@@ -86,6 +86,23 @@ class Joined(Case):
         self.true, self.bound = ([v] for v in swiglu(self.true, self.bound))
 
 
+def waiting_at_all_but(barrier, make_memory):
+    """`make_memory` of an emulator in which nobody waits at the barrier at this address."""
+
+    def made(machine):
+        memory = make_memory(machine)
+
+        def without(wait):
+            return lambda address, parity: address[0] == barrier or wait(address, parity)
+
+        memory.barrier_wait, memory.barrier_wait_for_cluster = map(
+            without, (memory.barrier_wait, memory.barrier_wait_for_cluster)
+        )
+        return memory
+
+    return made
+
+
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch):
     monkeypatch.setattr(stream_plan, "RESIDENT", {1: 2, 2: 2, 4: 1})
@@ -207,16 +224,9 @@ def test_given_h_may_be_several_waves(monkeypatch):
 
 
 def test_given_h_is_waited_for(monkeypatch):
-    case, real = Case(9, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2), (16,)), emulator.make_memory
-
-    def made(machine):
-        memory = real(machine)
-        wait, h_full = memory.barrier_wait, 128
-        memory.barrier_wait = lambda address, parity: address[0] == h_full or wait(address, parity)
-        return memory
-
+    case = Case(9, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2), (16,))
     assert all(case.is_right(case.run(prepared=True, seed=seed)[0]) for seed in range(4))
-    monkeypatch.setattr(emulator, "make_memory", made)
+    monkeypatch.setattr(emulator, "make_memory", waiting_at_all_but(128, emulator.make_memory))
     assert not all(case.is_right(case.run(prepared=True, seed=seed)[0]) for seed in range(4))
 
 
@@ -227,10 +237,62 @@ def test_the_order_of_the_warps_does_not_matter():
         np.testing.assert_array_equal(case.run(seed=seed)[0][0], expected[0])
 
 
-def test_bfloat16_outputs_are_the_rounded_sums():
-    case = Case(2, 512, (16,), StreamConfig(1, 1, 1, 1, 2, 2))
+@pytest.mark.parametrize("config, m, n, bias", [
+    (StreamConfig(1, 1, 1, 1, 2, 2), 2, (16,), False),
+    (StreamConfig(2, 1, 2, 2, 2, 2), 11, (32, 16), True),
+    (StreamConfig(1, 1, 2, 2, 2, 2), 11, (30,), True),
+    (StreamConfig(1, 1, 2, 3, 2, 2), 5, (16, 9), False),
+])  # fmt: skip
+def test_bfloat16_outputs_are_the_rounded_sums(config, m, n, bias):
+    case = Case(m, 512, n, config, bias=bias)
     (wide,), (narrow,) = case.run(), case.run(wide_out=False)
-    np.testing.assert_array_equal(narrow[0], np.asarray(jnp.asarray(wide[0], jnp.bfloat16)))
+    for sums, y in zip(wide, narrow, strict=True):
+        np.testing.assert_array_equal(y, np.asarray(jnp.asarray(sums, jnp.bfloat16)))
+
+
+IN_CLUSTERS = [
+    (StreamConfig(2, 1, 2, 2, 2, 2), 12, 768, (40,), (), True),
+    (StreamConfig(4, 1, 1, 3, 2, 2), 3, 1024, (33,), (16,), False),
+    (StreamConfig(4, 4, 1, 1, 2, 2, True, promote=16), 17, 1024, (60,), (), True),
+]
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, bias", IN_CLUSTERS)
+def test_sums_in_the_place_of_the_rings(config, m, k, n, ranks, bias, monkeypatch):
+    """Where there is no room for those that a cluster's CTAs send each other, the numbers are the same."""
+    case = Case(m, k, n, config, ranks, bias)
+    (apart,) = case.run()
+    assert case.plan.sums_apart
+    monkeypatch.setattr(stream_plan, "SMEM_LIMIT", case.plan.total - 1)
+    for seed in range(3):
+        for y, expected in zip(case.run(seed=seed)[0], apart, strict=True):
+            np.testing.assert_array_equal(y, expected)
+    monkeypatch.setattr(stream_plan.Plan, "sums_at", stream_plan.HEADER)
+    monkeypatch.setattr(stream_plan, "SMEM_LIMIT", 1 << 20)  # there too, but nobody waits until the rings are free
+    assert not all(case.is_right(case.run(seed=seed)[0]) for seed in range(6))
+
+
+def test_nothing_is_sent_to_a_cta_that_has_not_begun(monkeypatch):
+    case = Case(12, 768, (40,), IN_CLUSTERS[0][0])
+    emulator.without(monkeypatch, "cluster_wait", "make_ptx")
+    with pytest.raises(KeyError):  # its barriers are not made yet
+        for seed in range(20):
+            case.run(seed=seed)
+
+
+@pytest.mark.parametrize("config, m, k, n, ranks, bias", IN_CLUSTERS)
+def test_what_the_ctas_of_a_cluster_send_is_waited_for(config, m, k, n, ranks, bias, monkeypatch):
+    case = Case(m, k, n, config, ranks, bias)
+    monkeypatch.setattr(emulator, "make_memory", waiting_at_all_but(136, emulator.make_memory))
+
+    def is_right(seed):
+        try:
+            return case.is_right(case.run(seed=seed)[0])
+        except AssertionError as error:  # or it ends before what is sent to it is there
+            assert "a CTA that has ended" in str(error)
+            return False
+
+    assert not all(is_right(seed) for seed in range(4))
 
 
 def test_the_emulator_sees_a_barrier_that_nobody_completes(monkeypatch):
