@@ -1,9 +1,9 @@
 """The end of the streaming kernel (stream_kernel.py): warps' sums to the CTA that finishes them, added up and stored.
 
-A *fragment* is 16 outputs and 8 rows as a product leaves them: lane (g, t) has rows 2 t (elements 0, 2) and 2 t + 1 (1,
-3) of outputs g (0, 1) and g + 8 (2, 3). The CTAs of a cluster finish its fragments in turns; every warp sends its sums
-of each to the CTA whose turn it is, where a barrier counts their bytes. So a CTA waits once, for what it adds up, reads
-no other's memory, and may leave while the others still work.
+A product leaves 16 outputs of 8 rows: lane (g, t) has rows 2 t (elements 0, 2) and 2 t + 1 (1, 3) of outputs g (0, 1)
+and g + 8 (2, 3). One or two such eights of rows, with SwiGLU gate's and up's, are a *unit*. The CTAs of a cluster
+finish its units in turns; every warp sends its sums of each to the CTA whose turn it is, where a barrier counts their
+bytes. So a CTA waits once, for what it adds up, reads no other's memory, and may leave while the others still work.
 """
 
 from jaxlib.mlir.dialects import arith
@@ -33,7 +33,7 @@ class OutputTiles:
 
         def make():
             mem.barrier_init(self.sums_full, 2)  # this lane, for the bytes, and the warp that keeps the factors
-            mem.barrier_expect(self.sums_full, p.mul(self.own_fragments(), plan.joined * plan.k_parts * 512))
+            mem.barrier_expect(self.sums_full, p.mul(self.own_units(), plan.unit_sums))
             if not plan.sums_apart:
                 mem.barrier_init(self.rings_free, c.cluster * c.warps)
             mem.fence_barrier_init()
@@ -42,10 +42,10 @@ class OutputTiles:
         p.warp_sync()
         p.cluster_arrive()
 
-    def own_fragments(self):
+    def own_units(self):
         """How many this CTA finishes."""
         c = self.plan.config
-        return p.div(p.sub(p.add(p.mul(self.result_tiles, self.plan.m_tiles), c.cluster - 1), self.rank), c.cluster)
+        return p.div(p.sub(p.add(p.mul(self.result_tiles, self.plan.units_tile), c.cluster - 1), self.rank), c.cluster)
 
     # ---- compute warps
 
@@ -65,31 +65,34 @@ class OutputTiles:
 
         def send(r):
             result, of_result = p.div(self.local_tiles[r], plan.joined), p.rem(self.local_tiles[r], plan.joined)
+            in_unit = p.add(p.mul(of_result, plan.k_parts), part)
             for i in range(plan.m_tiles):
-                fragment, first = p.add(p.mul(result, plan.m_tiles), i), (r * plan.m_tiles + i) * 4
-                self.send(fragment, p.add(p.mul(of_result, plan.k_parts), part), acc[first : first + 4])
+                unit, first = p.add(p.mul(result, plan.units_tile), i // plan.at_once), (r * plan.m_tiles + i) * 4
+                place = p.add(in_unit, i % plan.at_once * plan.joined * plan.k_parts)
+                self.send(unit, place, acc[first : first + 4])
 
         for r in range(c.tiles):
             p.when(self.valid[r], lambda r=r: send(r))
 
-    def send(self, fragment, part, sums):
+    def send(self, unit, place, sums):
         cluster = self.plan.config.cluster
-        rank, at = p.rem(fragment, cluster), self.sum_at(p.div(fragment, cluster), part)
+        rank, at = p.rem(unit, cluster), self.sum_at(p.div(unit, cluster), place)
         if cluster == 1:
             mem.store_shared_f32x4(at, sums, 0)
         else:
             mem.send_f32x4(mem.map_rank(at, rank), sums, mem.map_rank(self.sums_full, rank))
 
-    def sum_at(self, place, part):
-        """Where this lane's part of a sum lies in the CTA that finishes its fragment, that CTA's `place`-th; parts are
-        those of K of the first tile of a result, then of the second."""
-        n = p.add(p.mul(place, self.plan.joined * self.plan.k_parts), part)
-        return p.add(self.sums_base, p.add(p.mul(n, 512), p.mul(self.lane, 16)))
+    def sum_at(self, turn, place):
+        """Where this lane's part of a sum lies in the CTA that finishes its unit, that CTA's `turn`-th. A unit's places
+        are those of its eights of rows, in each those of gate and up, or of one tile, and in these K's parts."""
+        return p.add(
+            self.sums_base, p.add(p.mul(turn, self.plan.unit_sums), p.add(p.mul(place, 512), p.mul(self.lane, 16)))
+        )
 
     # ---- all warps
 
     def add_up(self):
-        """The sums of this CTA's fragments, K ascending, to outputs: a fragment a warp."""
+        """The sums of this CTA's units, K ascending, to outputs: a unit a warp."""
         plan, c = self.plan, self.plan.config
         if self.pdl:
             p.grid_dependency_wait()
@@ -100,28 +103,31 @@ class OutputTiles:
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         is_odd = p.eq(p.and_(g, 1), 1)
 
-        def one(place, _):
-            fragment = p.add(p.mul(place, c.cluster), self.rank)
-            first = p.mul(p.div(fragment, plan.m_tiles), plan.joined)
-            m = p.add(p.mul(p.rem(fragment, plan.m_tiles), 8), p.add(p.mul(t, 2), p.and_(g, 1)))
+        def one(turn, _):
+            unit = p.add(p.mul(turn, c.cluster), self.rank)
+            first = p.mul(p.div(unit, plan.units_tile), plan.joined)
             tiles = [p.add(self.first_tile, p.add(first, i)) for i in range(plan.joined)]
-            self.store(tiles, m, g, [total(place, i) for i in range(plan.joined)])
+            eight, at = p.mul(p.rem(unit, plan.units_tile), plan.at_once), self.sum_at(turn, p.i32(0))
+            places = range(0, plan.at_once * plan.joined * plan.k_parts, plan.k_parts)
+            loaded = [[mem.load_shared_f32x4(at, 512 * (n + part)) for part in range(plan.k_parts)] for n in places]
+            pairs = [in_pairs(p.total(parts)) for parts in loaded]
+            for n in range(plan.at_once):
+                m = p.add(p.mul(p.add(eight, n), 8), p.add(p.mul(t, 2), p.and_(g, 1)))
+                self.store(tiles, m, g, pairs[n * plan.joined : (n + 1) * plan.joined])
             return []
 
-        def total(place, i):
-            """Of two neighbouring outputs, and of those 8 behind them; lanes of even g have the even row of each."""
-            at = self.sum_at(place, p.i32(i * plan.k_parts))
-            acc = p.total([mem.load_shared_f32x4(at, 512 * part) for part in range(plan.k_parts)])
+        def in_pairs(acc):
+            """Two neighbouring outputs, and those 8 behind them; lanes of even g have the even row of each."""
             pairs = []
             for even, odd in (acc[:2], acc[2:]):
                 given = p.shuffle_xor(arith.select(is_odd, even, odd), 4)
                 pairs.append([arith.select(is_odd, given, even), arith.select(is_odd, odd, given)])
             return pairs
 
-        p.for_range(self.warp, self.own_fragments(), 4 * plan.warpgroups, [], one)
+        p.for_range(self.warp, self.own_units(), 4 * plan.warpgroups, [], one)
 
     def store(self, tiles, m, g, sums):
-        """Row m of a row tile, or of gate's and up's: from `total` of each, for lane (g, t)."""
+        """Row m of a row tile, or of gate's and up's, of lane (g, t); `sums` are the pairs of each."""
         plan, bias = self.plan, self.bias or self.outs
         values = [(p.i32(4 * i), self.outs[i], bias[i], p.i32(plan.n[i])) for i in range(self.n_w)]
         picked = [of_tile(plan, tile, values) for tile in tiles]

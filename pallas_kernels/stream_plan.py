@@ -242,10 +242,24 @@ class Plan:
         return self.config.cluster * self.config.warps_k
 
     @property
+    def at_once(self) -> int:
+        """Eights of rows, of 16 outputs, that a warp finishes together; their sums are all in registers."""
+        return 2 if self.m_tiles > 2 and self.joined * self.k_parts <= 4 else 1
+
+    @property
+    def units_tile(self) -> int:
+        """Of a row tile of the results, that warps finish."""
+        return self.m_tiles // self.at_once
+
+    @property
+    def unit_sums(self) -> int:
+        """Bytes of the sums that are added up for one of them."""
+        return self.at_once * self.joined * self.k_parts * 512
+
+    @property
     def sums(self) -> int:
-        """Bytes of the sums that a CTA adds up, of 16 outputs and 8 rows at a time."""
-        places = -(-self.most_tiles // self.joined * self.m_tiles // self.config.cluster)
-        return places * self.joined * self.k_parts * 512
+        """Bytes of the sums that a CTA adds up."""
+        return -(-self.most_tiles // self.joined * self.units_tile // self.config.cluster) * self.unit_sums
 
     @property
     def sums_apart(self) -> bool:
