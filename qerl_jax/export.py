@@ -106,12 +106,12 @@ def export_model(
         trained_on = rounded_to(found.model, found.weight_format) if adapter is None else trained_format(adapter)
         save_adapter(trained, path, found.model, tokenizer_from=found.model, weight_format=trained_on)
     else:
+        if adapter is not None:
+            warn_of_other_format(adapter, found.model, found.weight_format, option=None)
         dtype = None if found.config is None else found.config.model.dtype
         model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
         if adapter is None:
             _refuse_another_model(found, model)
-        else:
-            warn_of_other_format(adapter, found.model, found.weight_format, option=None)
         trained = _adapter(found, model, adapter)
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 

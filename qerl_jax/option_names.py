@@ -6,6 +6,8 @@
 
 from typing import Literal, get_args
 
+from qerl_jax.errors import UserError, nearest
+
 FormatName = Literal["nvfp4", "mxfp4", "nf4", "nf4_double_quant", "bf16"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 # Of a model's weights as they are written, and of whatever is exported.
@@ -23,3 +25,10 @@ LRSchedulerType = Literal["cosine", "linear", "constant"]
 NoiseDecay = Literal["exponential", "linear", "cosine", "logarithmic"]
 Service = Literal["tensorboard", "wandb"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def check_format(weight_format: str) -> None:
+    """Raises UserError for a name that no format of weights has."""
+    if weight_format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")

@@ -124,6 +124,34 @@ def test_every_use_of_weights_in_another_format_tells_it_with_its_own_remedy(bas
     ]
 
 
+def test_it_is_told_before_weights_are_read(bases, tmp_path, caplog, monkeypatch):
+    base, adapter = write_tokenizer(bases["bfloat16"]), str(tmp_path / "adapter")
+    save_adapter(tiny_adapter(load_model(base)), adapter, "base", weight_format="nvfp4")
+
+    def load(*args):
+        raise InterruptedError
+
+    for name in ("rollout.texts.load_policy", "rl.assembly.load_model", "export.load_model"):
+        monkeypatch.setattr(f"qerl_jax.{name}", load)
+    for use in (
+        lambda: list(generate_texts(str(base), [], adapter=adapter)),
+        lambda: begun(base, adapter, tmp_path),
+        lambda: export_model(base, tmp_path / "merged", "bf16", adapter),
+    ):
+        caplog.clear()
+        with pytest.raises(InterruptedError):
+            use()
+        assert caplog.text.count("was trained on nvfp4 weights") == 1
+
+
+def test_of_a_format_that_is_unknown_nothing_is_told(bases, tmp_path, caplog):
+    base, adapter = bases["bfloat16"], tmp_path / "adapter"
+    save_adapter(tiny_adapter(load_model(base)), adapter, "base", weight_format="nvfp4")
+    with pytest.raises(UserError, match=r"weight_format is 'nvfp5'; allowed: nvfp4, .* \(did you mean 'nvfp4'\?\)"):
+        list(generate_texts(str(base), [], adapter=str(adapter), weight_format="nvfp5"))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("text", ['{"weight_format": "fp4"}', "{}", '{"weight_format": ["nvfp4"]}'])
 def test_a_folder_that_names_no_format_is_refused(bases, tmp_path, text):
     adapter = adapter_of(bases["float32"], tmp_path, "base")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.formats import FORMATS, PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
+from qerl_jax.formats import PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
 from qerl_jax.models.config import QKV, ModelConfig
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.params import (
@@ -23,6 +23,7 @@ from qerl_jax.models.params import (
     projection_shape,
     small_shapes,
 )
+from qerl_jax.option_names import check_format
 
 # Projections that read the same input share one NVFP4 global scale, as llm-compressor writes them.
 SHARED_SCALE = (QKV, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -73,10 +74,7 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
       UserError: an unknown format, a weight whose inputs are not a multiple of the format's block, or one that is in
         another packed format and would be rounded a second time.
     """
-    if weight_format not in FORMATS:
-        raise UserError(
-            f"weight_format is {weight_format!r}; allowed: {', '.join(FORMATS)}{nearest(weight_format, FORMATS)}"
-        )
+    check_format(weight_format)
     dtype = model.base.embed.dtype
 
     def plain(layer: Layer) -> Layer:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, nearest, shown
-from qerl_jax.formats import FORMATS, PACKED, PackedFormat, Weight, dequantize
+from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.files import read_json
@@ -26,6 +26,7 @@ from qerl_jax.models.packed_by import packing_of
 from qerl_jax.models.packing import Packing
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
 from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, Tensors, open_tensors, resolve
+from qerl_jax.option_names import check_format
 from qerl_jax.program import program
 from qerl_jax.progress import Progress
 from qerl_jax.recipes import RUN_CONFIG
@@ -170,9 +171,8 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     Raises:
       UserError: naming file and tensor, what was expected and what was found.
     """
-    if weight_format is not None and weight_format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
+    if weight_format is not None:
+        check_format(weight_format)
     folder, _, config, packing, tensors = open_model(path)
     made = None if weight_format is None or packing is not None else PACKED.get(weight_format)
     if packing is not None and weight_format not in (None, "bf16", packing.weight_format):

@@ -10,6 +10,7 @@ from qerl_jax.models.files import read_json
 from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
 from qerl_jax.models.packing import Packing
 from qerl_jax.models.source import CONFIG, resolve
+from qerl_jax.option_names import check_format
 
 _READERS = {"compressed-tensors": compressed_tensors_packing, "modelopt": modelopt_packing}
 
@@ -37,8 +38,10 @@ def rounded_to(path: str | os.PathLike[str], weight_format: str | None) -> str:
       path, weight_format: as for `load_model`.
 
     Raises:
-      UserError: there is no such folder, or none that can be read.
+      UserError: there is no such folder or format, or no folder that can be read.
     """
+    if weight_format is not None:
+        check_format(weight_format)
     folder = resolve(path)
     packing = packing_of(read_json(folder / CONFIG), folder)
     return weight_format or "bf16" if packing is None else packing.weight_format

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.durable import whole_folder
-from qerl_jax.errors import UserError, nearest, shown
+from qerl_jax.errors import UserError, shown
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.files import files_fingerprint
 from qerl_jax.models.loading import Slot, check_tensors, layer_name
@@ -37,7 +37,7 @@ from qerl_jax.models.peft_options import NORMS, PeftOptions, read_options
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import companions
 from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
-from qerl_jax.option_names import FORMATS
+from qerl_jax.option_names import check_format
 from qerl_jax.recipes import RUN_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -200,9 +200,8 @@ def save_adapter(
       ValueError: ranks, scalings or modules differ among layers, there is no pair, or several adapters are stacked in
         one.
     """
-    if weight_format is not None and weight_format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")
+    if weight_format is not None:
+        check_format(weight_format)
     check_single(adapter)
     pairs = [pair for layer in adapter.lora for pair in layer.values()]
     if not pairs:

@@ -229,9 +229,8 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     if adapter is not None:
         check_adapter(adapter, base, config.lora.train_norms)
         warn_of_scaled_base(adapter, base)
-    policy = configured_policy(config)
-    if adapter is not None:
         warn_of_other_format(adapter, base, config.model.weight_format, "model.weight_format")
+    policy = configured_policy(config)
     for _, rows, examples in read:
         check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer

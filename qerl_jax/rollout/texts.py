@@ -102,10 +102,10 @@ def generate_texts(
     if adapter is not None:
         check_adapter(adapter, base)
         warn_of_scaled_base(adapter, base)
+        warn_of_other_format(adapter, base, weight_format)
     policy = load_policy(base, weight_format, dtype)
     weights = None
     if adapter is not None:
-        warn_of_other_format(adapter, base, weight_format)
         weights = load_adapter(adapter, policy.model)
     elif run is not None and config is not None:
         weights = trained_adapter(run, run_folder.identity_of(run), config, policy)
