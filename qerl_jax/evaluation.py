@@ -29,10 +29,11 @@ from qerl_jax.rl.assembly import (
     decode_completions,
     evaluation_data,
     held_out,
+    model_identity,
     sampling_engine,
     sampling_settings,
 )
-from qerl_jax.rl.saved import trained_adapter
+from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.rollout import Engine, Prompts
 from qerl_jax.rollout.memory import Plan
 
@@ -177,9 +178,11 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         data = evaluation_data(config, seed)
         examples = held_out(config, data)
         rewards.check(examples, config.evaluation.eval_dataset)
+        adapter = learned_adapter(run, config)
         policy = configured_policy(config)
         identity = run_folder.identity_of(run)
-        adapter = trained_adapter(run, identity, config, policy)
+        now = model_identity(config.model.model_name_or_path, policy.fingerprint)
+        run_folder.refuse_another_model(run, identity, now)
         check_prompts(policy.tokenizer, examples, data.where, config.data.max_prompt_length)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)

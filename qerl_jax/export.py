@@ -22,8 +22,7 @@ from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.init import init_model
-from qerl_jax.models.loading import load_model, named_weights, open_model
+from qerl_jax.models.loading import load_model, model_shapes, named_weights
 from qerl_jax.models.merging import save_merged
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
@@ -95,24 +94,22 @@ def export_model(
         _refuse_another_model(found, _as_trained(found, model))
         save_model(model, path, tokenizer_from=found.model, weight_format="nvfp4")
     elif format == "peft":
-        # Shapes are enough: no weight of the base is read, and none compared.
+        # No weight of the base is read, and none compared.
         if adapter is None:
             _refuse_another_model(found, None)
-        config = open_model(found.model).config
-        shapes = jax.eval_shape(lambda key: init_model(key, config), jax.random.key(0))
-        trained = _adapter(found, shapes, adapter)
+        trained = _adapter(found, adapter)
         if trained is None:
             raise UserError(f"{source}: a model alone has no adapter; expected a run folder, or --adapter DIR")
         trained_on = rounded_to(found.model, found.weight_format) if adapter is None else trained_format(adapter)
         save_adapter(trained, path, found.model, tokenizer_from=found.model, weight_format=trained_on)
     else:
+        trained = _adapter(found, adapter)
         if adapter is not None:
             warn_of_other_format(adapter, found.model, found.weight_format, option=None)
         dtype = None if found.config is None else found.config.model.dtype
         model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
         if adapter is None:
             _refuse_another_model(found, model)
-        trained = _adapter(found, model, adapter)
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 
 
@@ -140,10 +137,10 @@ def _refuse_another_model(source: _Source, model: Model | None) -> None:
         run_folder.refuse_another_model(source.run, run_folder.identity_of(source.run), now)
 
 
-def _adapter(source: _Source, model: Model, folder: str | os.PathLike[str] | None) -> Adapter | None:
-    """The adapter to export: the one asked for, the run's, or none. `model` may be shapes only."""
+def _adapter(source: _Source, folder: str | os.PathLike[str] | None) -> Adapter | None:
+    """The adapter to export: the one asked for, the run's, or none. No weight of the base is read for it."""
     if folder is not None:
-        return load_adapter(folder, model)
+        return load_adapter(folder, model_shapes(source.model))
     if source.run is None or source.config is None:
         return None
-    return learned_adapter(source.run, source.config, model)
+    return learned_adapter(source.run, source.config)

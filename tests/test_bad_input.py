@@ -502,6 +502,28 @@ def test_what_is_wrong_with_an_adapter_is_said_before_the_model_is_loaded(
     assert expected in refused(*words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["evaluate", "run"], ["generate", "run", "--prompt", "x"], ["export", "run", "out", "--format", "bf16"]],
+    ids=" ".join,
+)
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda f: (f / "adapter_config.json").write_text("{"), "run/adapter/adapter_config.json: not valid JSON"),
+        (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 99), "not a valid safetensors file"),
+        (edit_options(r=8), "lora_A.weight: expected shape [8, "),
+        (edit_arrays(lambda arrays: next(iter(arrays.values())).fill(np.nan)), "has numbers that are not finite"),
+    ],
+)
+def test_what_is_wrong_with_a_runs_own_adapter_is_said_before_the_model_is_loaded(
+    words, damage, expected, folder, refused, adapters, nothing_is_loaded
+):
+    damage(shutil.copytree(adapters / "plain", folder / "run" / "adapter"))
+    (folder / "run" / "config.yaml").write_text(CONFIG)
+    assert expected in refused(*words)
+
+
 def test_trained_norms_that_are_not_asked_for_are_said_before_the_model_is_loaded(refused, adapters, nothing_is_loaded):
     said = refused("train", "my.yaml", f"lora.adapter={adapters}/norms")
     assert "has trained norm scales, but train_norms is false; set lora.train_norms=true" in said

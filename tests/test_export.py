@@ -225,8 +225,9 @@ def test_a_run_whose_tokenizer_has_changed_is_refused(tmp_path, base, run, forma
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_without_a_checkpoint(tmp_path, run):
+def test_a_run_without_a_checkpoint_is_refused_before_its_model_is_loaded(tmp_path, run, monkeypatch):
     folder, _, _ = run
+    monkeypatch.setattr("qerl_jax.export.load_model", lambda *args: pytest.fail("loaded"))
     os.rename(folder / "checkpoints", tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"r: holds neither adapter/ nor a checkpoint: the run has saved nothing yet"):
         export_model(folder, tmp_path / "out", "bf16")

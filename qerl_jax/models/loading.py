@@ -20,7 +20,7 @@ from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.files import read_json
-from qerl_jax.models.init import SHARED_SCALE
+from qerl_jax.models.init import SHARED_SCALE, init_model
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packed_by import packing_of
 from qerl_jax.models.packing import Packing
@@ -153,6 +153,13 @@ def _refuse_run_or_adapter(folder: Path, name: str) -> None:
             f"{name} is a PEFT adapter, not a model; give its base, with lora.adapter={word} to train it on, or merge "
             f"both first: `{export} BASE OUT --format bf16 --adapter {word}`"
         )
+
+
+def model_shapes(path: str | os.PathLike[str]) -> Model:
+    """The network of a folder as shapes alone, with plain linear layers; no weight is read. Arguments and errors as
+    those of `open_model`."""
+    config = open_model(path).config
+    return jax.eval_shape(lambda key: init_model(key, config), jax.random.key(0))
 
 
 def load_model(path: str | os.PathLike[str], weight_format: str | None = None, dtype: Any = None) -> Model:

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import flax.struct
 import jax
@@ -11,9 +10,10 @@ from qerl_jax import run_folder
 from qerl_jax.checkpoints import checkpoint_steps, restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
+from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter
-from qerl_jax.rl.assembly import Policy, initial_adapter, model_identity, optimizer_spec
+from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.state import TrainState, init_state
 
@@ -27,33 +27,20 @@ class Saved(flax.struct.PyTreeNode):
     key: jax.Array
 
 
-def trained_adapter(run: Path, identity: dict[str, Any], config: Config, policy: Policy) -> Adapter:
-    """`learned_adapter` of the model that the run was trained on, loaded as `policy`.
-
-    Args:
-      run: its folder.
-      identity: what it was trained on (`run_folder.identity_of`).
-      config: its own.
-      policy: the model that the config names.
-
-    Raises:
-      UserError: also where the base, its tokenizer or the ids that end a text are others now.
-    """
-    run_folder.refuse_another_model(run, identity, model_identity(config.model.model_name_or_path, policy.fingerprint))
-    return learned_adapter(run, config, policy.model)
-
-
-def learned_adapter(run: Path, config: Config, model: Model) -> Adapter:
+def learned_adapter(run: Path, config: Config) -> Adapter:
     """The adapter that a run left when it ended, or its newest checkpoint's, which is said if that is not the last.
+
+    No weight of the run's model is read: for who loads that then, and compares it with the one that the run was trained
+    on (`run_folder.refuse_another_model`).
 
     Args:
       run: its folder. Nothing in it is changed, and the run may be going on meanwhile.
       config: its own.
-      model: what it was trained on, or its shapes alone.
 
     Raises:
-      UserError: it has saved nothing yet, or nothing that is whole.
+      UserError: it has saved nothing yet, nothing that is whole, or an adapter of another network than the model's.
     """
+    model = model_shapes(config.model.model_name_or_path)
     left = (run / run_folder.ADAPTER).is_dir()  # whole, since it appears at once
     ended = (run / run_folder.SUMMARY).is_file() or not checkpoint_steps(run / run_folder.CHECKPOINTS)
     if left and ended:  # of a run that goes on it may be an export

@@ -14,10 +14,11 @@ from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeOption
+from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.peft import load_adapter
-from qerl_jax.quantization.adapters import check_adapter, warn_of_other_format, warn_of_scaled_base
-from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
-from qerl_jax.rl.saved import trained_adapter
+from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
+from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy, model_identity
+from qerl_jax.rl.saved import learned_adapter
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
@@ -99,16 +100,17 @@ def generate_texts(
     if config is not None:
         model = config.model
         base, weight_format, dtype = model.model_name_or_path, model.weight_format, model.dtype
-    if adapter is not None:
-        check_adapter(adapter, base)
-        warn_of_scaled_base(adapter, base)
-        warn_of_other_format(adapter, base, weight_format)
-    policy = load_policy(base, weight_format, dtype)
     weights = None
     if adapter is not None:
-        weights = load_adapter(adapter, policy.model)
+        weights = load_adapter(adapter, model_shapes(base))
+        warn_of_scaled_base(adapter, base)
+        warn_of_other_format(adapter, base, weight_format)
     elif run is not None and config is not None:
-        weights = trained_adapter(run, run_folder.identity_of(run), config, policy)
+        weights = learned_adapter(run, config)
+    policy = load_policy(base, weight_format, dtype)
+    if adapter is None and run is not None:
+        now = model_identity(base, policy.fingerprint)
+        run_folder.refuse_another_model(run, run_folder.identity_of(run), now)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
         yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)
