@@ -160,7 +160,7 @@ def test_prompts_alone_are_whatever_their_rows_hold(jsonl):
     [
         ('{"prompt": "b"', r"not JSON \(.*, column 15\); expected one JSON object a line"),
         ("2 pens", "not JSON"),
-        ("[1]", "found a list; expected one JSON object a line, with a prompt"),
+        ("[1]", "found a list; expected one JSON object a line"),
         ('{"prompt": "b", "n": NaN}', "cannot be read as JSON"),
         ('{"promt": "b"}', r"there is no column 'prompt' \(did you mean 'promt'\?\)"),
         ('{"prompt": "\\ud800"}', r"'\\ud800' is half of a surrogate pair"),

@@ -1,4 +1,4 @@
-"""Files of rows: one JSON object a line, each with a `prompt`."""
+"""Files of rows: one JSON object a line; of a data set each with a `prompt`."""
 
 import json
 import math
@@ -45,19 +45,28 @@ def read_lines(path: Path, data: bytes) -> Iterator[tuple[int, dict[str, Any] | 
     Raises:
       UserError: there are no lines, but for empty ones.
     """
-    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
-    if not lines:
-        raise UserError(f"{path}: has no rows; expected one JSON object a line")
-    for number, line in lines:
+    for number, line in numbered_lines(path, data):
         try:
-            yield number, _row(line_of(path, number), line, number == 1)
+            row = read_row(path, number, line)
+            _check_columns(row, line_of(path, number))
+            yield number, row
         except UserError as error:
             yield number, error
 
 
-def _row(where: str, line: bytes, is_first: bool) -> dict[str, Any]:
+def numbered_lines(path: Path, data: bytes) -> list[tuple[int, bytes]]:
+    """The lines that are not empty, with their numbers; a UserError says that there are none."""
+    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: has no rows; expected one JSON object a line")
+    return lines
+
+
+def read_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The JSON object in a line, whatever its columns; a UserError says that it is none."""
+    where = line_of(path, number)
     try:
-        text = line.decode("utf-8-sig" if is_first else "utf-8")
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         row = json_value(text, parse_constant=_no_json, parse_float=_finite, object_pairs_hook=unique_names)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
@@ -68,7 +77,11 @@ def _row(where: str, line: bytes, is_first: bool) -> dict[str, Any]:
     except ValueError as error:  # NaN, thousands of digits, or of brackets, a name that is there twice
         raise UserError(f"{where}: cannot be read as JSON ({error})") from error
     if not isinstance(row, dict):
-        raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line, with a prompt")
+        raise UserError(f"{where}: found a {type(row).__name__}; expected one JSON object a line")
+    return row
+
+
+def _check_columns(row: dict[str, Any], where: str) -> None:
     if "prompt" not in row:
         found = ", ".join(map(repr, row)) or "none"
         raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
@@ -76,7 +89,6 @@ def _row(where: str, line: bytes, is_first: bool) -> dict[str, Any]:
         if len(part) > _DEEPEST:
             raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
     _check_text(row, where)
-    return row
 
 
 def _no_json(name: str) -> Any:

@@ -17,9 +17,9 @@ import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.prompts import Prompt, prompt_ids, templated, text_ids
+from qerl_jax.data.row_files import line_of, numbered_lines, read_bytes, read_row
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
-from qerl_jax.models.files import json_value
 from qerl_jax.models.tokenizer import Tokenizer
 
 ARITHMETIC = "arithmetic"
@@ -112,25 +112,18 @@ def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Docu
     """Documents of a file, by evenly spaced lines."""
     if path.suffix not in ROW_FILES:
         raise UserError(f"--calibration is {path}; allowed: a .jsonl file, or {ARITHMETIC}")
-    try:
-        lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    lines = numbered_lines(path, read_bytes(path))
     if len(lines) < max(2, sequences or 0):
         raise UserError(f"{path}: has {len(lines)} rows; expected {max(2, sequences or 0)} or more (--sequences)")
     count = min(DEFAULT_SEQUENCES, len(lines)) if sequences is None else sequences
     chosen = [lines[i * len(lines) // count] for i in range(count)]
-    return [_document(line, f"{path}, line {number}", tokenizer) for number, line in chosen]
+    return [_document(read_row(path, number, line), line_of(path, number), tokenizer) for number, line in chosen]
 
 
-def _document(line: bytes, where: str, tokenizer: Tokenizer) -> Document:
-    try:
-        row = json_value(line)
-    except ValueError as error:  # UnicodeDecodeError is a ValueError
-        raise UserError(f"{where}: not JSON ({error})") from None
-    if not isinstance(row, dict) or sum(name in row for name in _COLUMNS) != 1:
-        found = ", ".join(map(repr, row)) or "none" if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{where}: expected a JSON object with one of the columns {', '.join(_COLUMNS)}; found {found}")
+def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document:
+    if sum(name in row for name in _COLUMNS) != 1:
+        found = ", ".join(map(repr, row)) or "none"
+        raise UserError(f"{where}: expected one of the columns {', '.join(_COLUMNS)}; found {found}")
     try:
         ids, start = _encode(row, tokenizer)
     except UserError as error:
