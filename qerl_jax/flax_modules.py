@@ -26,7 +26,7 @@ class PackedLinear(nnx.Module):
       lora_a, lora_b: `nnx.LoRAParam`, float32; B starts at zero, so that the layer starts as the frozen one.
 
     Raises:
-      UserError: a rank below 1, or an alpha that is not above 0.
+      UserError: a rank or an alpha that is too low or too high.
     """
 
     def __init__(

@@ -35,11 +35,13 @@ def test_a_dtype_may_be_given_by_name():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"lora_r": 2.0}, "lora_r is 2.0; allowed: an int from 1 on"),
-    ({"lora_r": 0}, "lora_r is 0; allowed: an int from 1 on"),
+    ({"lora_r": 2.0}, "lora_r is 2.0; allowed: an int from 1 to 2147483647"),
+    ({"lora_r": 0}, "lora_r is 0; allowed: an int from 1 to 2147483647"),
+    ({"lora_r": 10**400}, "lora_r is 10{59}; allowed: an int from 1 to 2147483647"),
     ({"lora_alpha": 0}, "lora_alpha is 0; allowed: a number above 0"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'; allowed: a number above 0"),
-    ({"lora_alpha": float("nan")}, "lora_alpha is nan; allowed: a number above 0"),
+    ({"lora_alpha": float("nan")}, "lora_alpha is nan; allowed: a number above 0, up to 1e.30"),
+    ({"lora_alpha": 10**400}, "lora_alpha is 10{59}; allowed: a number above 0, up to 1e.30"),
 ])  # fmt: skip
 def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):
     with pytest.raises(UserError, match=message):

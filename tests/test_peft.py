@@ -160,7 +160,9 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     ("damage", "message"),
     [
         (edit_options(r=8), r"tensor .*lora_A.weight: expected shape .8, 64. by the configuration, found .4, 64."),
-        (edit_options(r=0), "r is 0; expected a rank of 1 or more"),
+        (edit_options(r=0), "r is 0; expected a rank from 1 to 2147483647"),
+        (edit_options(r=10**400, lora_alpha=16.0), r"r is 10{199}\.\.\.; expected a rank from 1 to 2147483647"),
+        (edit_options(r=10**400, use_rslora=True), r"r is 10{199}\.\.\.; expected a rank from 1 to 2147483647"),
         (edit_options(r="4"), "r is '4'; expected a rank"),
         (edit_options(lora_alpha=None), "lora_alpha is None; expected a number"),
         (edit_options(lora_alpha=float("inf")), "lora_alpha is inf; expected a number"),

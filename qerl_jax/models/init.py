@@ -145,7 +145,7 @@ def init_adapter(
       train_norms: also train input and post-attention norm scales, starting from the base's.
 
     Raises:
-      UserError: an unknown projection name, none, a rank below 1, or an alpha that is not above 0.
+      UserError: an unknown projection name, none, or a rank or an alpha that is too low or too high.
     """
     names = tuple(target_modules)
     for name in names:

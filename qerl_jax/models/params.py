@@ -88,12 +88,16 @@ class LoRA(flax.struct.PyTreeNode):
     rank_stabilised: bool = flax.struct.field(pytree_node=False, default=False)
 
 
+# With them every scaling is a float: Python's whole numbers go beyond.
+MOST_RANK, MOST_ALPHA = 2**31 - 1, 1e30
+
+
 def check_lora(lora_r: Any, lora_alpha: Any) -> None:
     """Raises UserError for a rank or an alpha of a new pair with which nothing could be trained."""
-    if not isinstance(lora_r, int | np.integer) or lora_r < 1:
-        raise UserError(f"lora_r is {lora_r!r}; allowed: an int from 1 on")
-    if not isinstance(lora_alpha, float | int | np.number) or not 0 < lora_alpha < math.inf:
-        raise UserError(f"lora_alpha is {lora_alpha!r}; allowed: a number above 0")
+    if not isinstance(lora_r, int | np.integer) or not 1 <= lora_r <= MOST_RANK:
+        raise UserError(f"lora_r is {lora_r!r:.60}; allowed: an int from 1 to {MOST_RANK}")
+    if not isinstance(lora_alpha, float | int | np.number) or not 0 < lora_alpha <= MOST_ALPHA:
+        raise UserError(f"lora_alpha is {lora_alpha!r:.60}; allowed: a number above 0, up to {MOST_ALPHA:g}")
 
 
 def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.models.files import read_json
-from qerl_jax.models.params import PROJECTIONS, lora_scaling
+from qerl_jax.models.params import MOST_ALPHA, MOST_RANK, PROJECTIONS, lora_scaling
 
 # Trained norm scales: names in `modules_to_save`, and fields of a `Layer`.
 NORMS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
@@ -94,15 +94,15 @@ def _check_options(options: dict[str, Any], where: Path) -> None:
 
 def _rank(options: dict[str, Any], where: Path) -> int:
     rank = options.get("r")
-    if type(rank) is not int or rank < 1:
-        raise UserError(f"{where}: r is {rank!r}; expected a rank of 1 or more")
+    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+        raise UserError(f"{where}: r is {shown(repr(rank))}; expected a rank from 1 to {MOST_RANK}")
     return rank
 
 
 def _alpha(options: dict[str, Any], where: Path) -> float:
     alpha = options.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e30:
-        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number up to 1e30")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MOST_ALPHA:
+        raise UserError(f"{where}: lora_alpha is {shown(repr(alpha))}; expected a number up to {MOST_ALPHA:g}")
     return alpha
 
 
