@@ -442,6 +442,12 @@ def test_memory_is_planned_by_hand():
     plan = functools.partial(plan_slots, MODEL, SETTINGS, P)
     found = plan(samples=20, prompts=5, cache_bytes=10**9)
     assert (found.slots, found.rows, found.slot_bytes, found.row_bytes) == (20, 5, slot, row)
+    # Beside them two layers' weights (q and o 32 x 32, k and v 16 x 32, three of 64 x 32) in 4 bytes; and of 5 prompts
+    # of 9 tokens what projections and residual stream hold, 256 + 4 x 32, and keys and values, 4 x 16.
+    assert found.made == 2 * 9216 * 4 + 45 * (384 + 64) * 4
+    assert found.nbytes == 20 * slot + 5 * row + found.made
+    plain = plan_slots(tiny_model(weight_format="bf16"), SETTINGS, P, samples=20, prompts=5, cache_bytes=10**9)
+    assert found.made - plain.made == 2 * 9216 * 4  # plain weights are taken as they are
     # As many rows as slots, and half as many ahead, if there are so many prompts.
     assert [plan(samples=20, prompts=5, max_slots=most).rows for most in (1, 2, 3, 4)] == [1, 3, 4, 5]
     assert plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row).slots == 2

@@ -87,7 +87,7 @@ def test_sampling_beyond_the_device_is_refused_where_the_cache_is_of_a_size_of_i
         refuse_what_does_not_fit(more, given)
     assert str(caught.value) == (
         f"{'a rollout' if part == 'rollout' else 'an evaluation'} does not fit in memory: weights, adapter and "
-        "optimizer need 6.9 GB, and 128 of 512 completions at once, 132.9 GB within generation.kv_cache_gb 133; the "
+        "optimizer need 6.9 GB, and 128 of 512 completions at once, 132.9 GB with generation.kv_cache_gb 133; the "
         f"device has 139.8 GB. Try a lower {option}; or generation.kv_cache_gb=null, which takes what the device has "
         "left"
     )

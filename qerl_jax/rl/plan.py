@@ -21,8 +21,8 @@ from qerl_jax.rollout.memory import nbytes
 
 
 class Sampling(NamedTuple):
-    """Completions decoded at once, of how many in all, and the bytes of slots and prompts with what decoding works
-    with."""
+    """Completions decoded at once, of how many in all, and the bytes of slots and prompts with what decoding and
+    prefill work with, dequantized weights too."""
 
     slots: int
     samples: int
@@ -166,7 +166,7 @@ def _refuse_sampling(memory: RunMemory, limit: int, cache: float) -> None:
         if kept + sampling.nbytes > limit:
             raise UserError(
                 f"{what} does not fit in memory: weights, adapter and optimizer need {_size(kept)}, and {sampling} "
-                f"within generation.kv_cache_gb {cache:g}; the device has {_size(limit)}. Try a lower {slots}; or "
+                f"with generation.kv_cache_gb {cache:g}; the device has {_size(limit)}. Try a lower {slots}; or "
                 "generation.kv_cache_gb=null, which takes what the device has left"
             )
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
 from qerl_jax.rollout.attention import cache_dtypes
@@ -28,13 +27,15 @@ _CPU_BYTES = 4 * 10**9  # for slots and pool on a CPU, unless another limit is g
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Slots to use and pool rows, bytes of one of each, and the bytes that were there for them."""
+    """Slots to use and pool rows, bytes of one of each, and the bytes that were there for them; and those of what else
+    a rollout makes: the weights that it dequantizes, and a prefill's activations."""
 
     slots: int
     rows: int
     slot_bytes: int
     row_bytes: int
     budget: int
+    made: int
 
     @property
     def allocated(self) -> int:
@@ -43,8 +44,8 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of slots and pool."""
-        return self.allocated * self.slot_bytes + self.rows * self.row_bytes
+        """Of slots and pool, and of what else is made."""
+        return self.allocated * self.slot_bytes + self.rows * self.row_bytes + self.made
 
 
 def allocated_for(slots: int) -> int:
@@ -95,7 +96,6 @@ def plan_slots(
     copied = P if settings.kv_cache_dtype == "auto" else P + C
     slot_bytes = C * (position + 12) + max(16 * V + copied * 2 * numbers * itemsize, C * layer // 2)
     row_bytes = P * position + config.hidden_size * itemsize
-    budget = _device_bytes(model, max_prompt_length, resident) if cache_bytes is None else cache_bytes
 
     def rows(slots: int) -> int:
         # Simulated for 64 slots at 7B on an H200, one sample of each prompt and lengths ~ 1 / length^2 from 64 to 4096:
@@ -103,6 +103,8 @@ def plan_slots(
         return min(prompts, slots + slots // 2)
 
     slots = samples if max_slots is None else min(samples, max_slots)
+    made = dequantized_bytes(model) + _prefill_bytes(model, P, rows(slots))
+    budget = _device_bytes(nbytes((model, resident)) + made) if cache_bytes is None else cache_bytes
     while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:
@@ -112,17 +114,14 @@ def plan_slots(
             "are there for them. Shorten one of the lengths, or give the cache more memory (a run's is "
             "generation.kv_cache_gb)"
         )
-    return Plan(slots, rows(slots), slot_bytes, row_bytes, budget)
+    return Plan(slots, rows(slots), slot_bytes, row_bytes, budget, made)
 
 
-def _device_bytes(model: Model, max_prompt_length: int, resident: Any) -> int:
-    """What the device has for slots and pool: a function of the model and the lengths, not of what else happens to be
-    allocated, so that a run that is continued plans as before."""
+def _device_bytes(taken: int) -> int:
+    """What the device has for slots and pool beside `taken`: not beside what else happens to be allocated, so that a
+    run that is continued plans as before."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return _CPU_BYTES
-    kept = nbytes(model) + dequantized_bytes(model) + nbytes(resident)
-    return int(_SHARE * stats["bytes_limit"]) - kept - _prefill_bytes(model.config, max_prompt_length, model)
+    return int(_SHARE * stats["bytes_limit"]) - taken if "bytes_limit" in stats else _CPU_BYTES
 
 
 def nbytes(tree: Any) -> int:
@@ -130,11 +129,11 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _prefill_bytes(config: ModelConfig, max_prompt_length: int, model: Model) -> int:
+def _prefill_bytes(model: Model, max_prompt_length: int, prompts: int) -> int:
     """Activations of a prefill: a token's widest ones in one layer, and the keys and values that it leaves."""
-    itemsize = model.base.embed.dtype.itemsize
+    config, itemsize = model.config, model.base.embed.dtype.itemsize
     widths = sum(projection_shape(config, name)[0] for name in PROJECTIONS) + 4 * config.hidden_size
-    tokens = max(PREFILL_TOKENS, max_prompt_length)
+    tokens = max(max_prompt_length, min(PREFILL_TOKENS, prompts * max_prompt_length))
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     scores = (
         config.num_attention_heads * PREFILL_TOKENS * max_prompt_length * 4 if max_prompt_length > PREFILL_TOKENS else 0

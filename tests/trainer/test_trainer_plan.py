@@ -32,7 +32,7 @@ def test_an_evaluation_that_is_larger_than_a_rollout_is_refused_where_it_cannot_
     config = config_in(tmp_path, policy, generation={"kv_cache_gb": 0.5}, evaluation=evaluation)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(16 * 10**6)])
     message = (
-        r"an evaluation does not fit in memory: .* need 0\.7 MB, and all 384 completions at once, \d+\.\d MB within "
+        r"an evaluation does not fit in memory: .* need 0\.7 MB, and all 384 completions at once, \d+\.\d MB with "
         r"generation.kv_cache_gb 0.5; the device has 16.0 MB. Try a lower evaluation.batch_size; or"
     )
     with pytest.raises(UserError, match=message):
