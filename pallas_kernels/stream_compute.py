@@ -124,7 +124,7 @@ class ComputeWarps(LoraWarps, OutputTiles):
             acc = self.add_lora(acc, adds_lora, g, t)
         if c.wgmma and c.promote:
             acc = self.add_totals(acc)
-        self.send_sums(warp_k, acc)
+        self.finish_sums(warp_k, acc, g, t)
 
     def chain(self, first, state, step):
         """The quads of one chain of additions from `first` on: the state after them, and their sums."""

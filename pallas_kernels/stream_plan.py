@@ -242,24 +242,25 @@ class Plan:
         return self.config.cluster * self.config.warps_k
 
     @property
-    def at_once(self) -> int:
-        """Eights of rows, of 16 outputs, that a warp finishes together; their sums are all in registers."""
-        return 2 if self.m_tiles > 2 and self.joined * self.k_parts <= 4 else 1
+    def red_stride(self) -> int:
+        return (self.config.tiles * ROWS + 4) * 4  # between rows m of a warp's sums; 4 more against bank conflicts
 
     @property
-    def units_tile(self) -> int:
-        """Of a row tile of the results, that warps finish."""
-        return self.m_tiles // self.at_once
+    def red_warp(self) -> int:
+        return self.m_tiles * 8 * self.red_stride
 
     @property
-    def unit_sums(self) -> int:
-        """Bytes of the sums that are added up for one of them."""
-        return self.at_once * self.joined * self.k_parts * 512
+    def fragment_sums(self) -> int:
+        """Bytes of the sums of 16 outputs and 8 rows that a cluster's CTA adds up."""
+        return self.joined * self.k_parts * 512
 
     @property
     def sums(self) -> int:
-        """Bytes of the sums that a CTA adds up."""
-        return -(-self.most_tiles // self.joined * self.units_tile // self.config.cluster) * self.unit_sums
+        """Bytes of all the sums that a CTA adds up."""
+        if self.config.cluster == 1:
+            return self.used_warps * self.red_warp
+        fragments = self.most_tiles // self.joined * self.m_tiles
+        return -(-fragments // self.config.cluster) * self.fragment_sums
 
     @property
     def sums_apart(self) -> bool:
