@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from qerl_jax.errors import UserError
@@ -68,8 +68,8 @@ def where_it_leads(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def locked(lock: Path, refusal: str) -> Iterator[None]:
-    """Holds the file `lock`, which no other process gets meanwhile; it is removed at the end, and a process that dies,
-    however it does, leaves a file that holds nobody up.
+    """Holds the file `lock`, which no other process gets meanwhile; it is removed at the end, unless another one lies
+    there by then, and a process that dies, however it does, leaves a file that holds nobody up.
 
     Raises:
       UserError: `refusal`, where another process has it.
@@ -82,21 +82,42 @@ def locked(lock: Path, refusal: str) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(refusal) from None
-            if not _is_file_at(handle, lock):
+            if not _lies_at(handle, lock):
                 continue  # whoever had it has just removed it
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)
+                if _lies_at(handle, lock):
+                    lock.unlink(missing_ok=True)
             return
         finally:
             os.close(handle)
 
 
-def _is_file_at(handle: int, path: Path) -> bool:
+@contextlib.contextmanager
+def staying(folder: Path, refusal: str) -> Iterator[Callable[[], None]]:
+    """Yields a check that `folder` is still the one that it is now: once it was moved, what is written to it by its
+    path would make it anew, or go to another one. It is held open, so that no folder made later is taken for it.
+
+    Raises:
+      UserError: by the check, `refusal`, where nothing or another folder lies at its path.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+
+    def check() -> None:
+        if not _lies_at(handle, folder):
+            raise UserError(refusal)
+
+    try:
+        yield check
+    finally:
+        os.close(handle)
+
+
+def _lies_at(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -30,7 +30,7 @@ from qerl_jax.config_files import (
     settled_config,
 )
 from qerl_jax.data import dataset
-from qerl_jax.durable import locked, make_folder, named
+from qerl_jax.durable import locked, make_folder, named, staying
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID, check_services
 from qerl_jax.models import source
@@ -167,6 +167,20 @@ def _forget(folder: Path) -> None:
         shutil.rmtree(gone)
     (folder / CHECKPOINTS).rename(gone)
     shutil.rmtree(gone)
+
+
+def held(folder: Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Yields a check to make before anything is written to a run's folder by its path.
+
+    Raises:
+      UserError: by the check, where the folder has been moved, deleted or replaced since.
+    """
+    return staying(
+        folder,
+        f"{folder}: the run's folder is no longer there: it was moved, deleted or replaced while the run went on, and "
+        f"nothing more is written. What was saved by then is in it: continue it at its new place, "
+        f"`{continuing(Path('NEW'))}`",
+    )
 
 
 def continuing(folder: Path) -> str:

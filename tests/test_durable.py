@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from full_disk import full_disk
 
-from qerl_jax.durable import make_folder, whole_folder, with_home, write_whole, writing
+from qerl_jax.durable import locked, make_folder, staying, whole_folder, with_home, write_whole, writing
 from qerl_jax.errors import UserError
 
 
@@ -139,6 +139,31 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(tmp_path):
     (tmp_path / ".lock-x").touch()
     put(tmp_path / "x", "1")
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_the_lock_of_another_process_in_a_folder_that_took_the_place_of_ones_own_stays(tmp_path):
+    (tmp_path / "x").mkdir()
+    with locked(tmp_path / "x" / ".lock", "taken"):
+        (tmp_path / "x").rename(tmp_path / "moved")
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / ".lock").touch()
+    assert (tmp_path / "x" / ".lock").exists()
+
+
+def test_a_folder_that_no_longer_lies_at_its_path_is_told(tmp_path):
+    (tmp_path / "deep" / "x").mkdir(parents=True)
+    with staying(tmp_path / "deep" / "x", "it has gone") as check:
+        check()
+        (tmp_path / "deep" / "x").rmdir()
+        with pytest.raises(UserError, match="it has gone"):
+            check()
+        (tmp_path / "deep" / "x").mkdir()  # whose number it might get
+        with pytest.raises(UserError, match="it has gone"):
+            check()
+        (tmp_path / "deep").rename(tmp_path / "other")
+        (tmp_path / "deep").touch()
+        with pytest.raises(UserError, match="it has gone"):
+            check()
 
 
 def test_other_content_is_never_replaced(tmp_path):

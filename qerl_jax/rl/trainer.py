@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,19 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       The run folder.
 
     Raises:
-      UserError: bad input, by name. Interrupted: after Ctrl-C, SIGTERM or SIGHUP, with the state saved.
+      UserError: bad input, by name, or the run folder was moved meanwhile. Interrupted: after Ctrl-C, SIGTERM or
+        SIGHUP, with the state saved.
     """
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),
+            run_folder.held(folder) as check_folder,
             going_on_unread(f"the output is closed; the run goes on, and its metrics go on in {folder / METRICS}"),
             compiled_programs(folder / run_folder.COMPILED),
             interrupt_flag() as interrupt,
             RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
         ):
-            return _Run(assemble(config, rewards), rewards, folder, interrupt, profile).run()
+            return _Run(assemble(config, rewards), rewards, folder, check_folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         print(finished)
         assert config.run.output_dir is not None
@@ -77,10 +79,16 @@ class _Run:
     """One process's share of a run. What must survive the process is in `state` and `progress`."""
 
     def __init__(
-        self, experiment: Experiment, rewards: RewardFunctions, folder: Path, interrupt: list[bool], profile: str | None
+        self,
+        experiment: Experiment,
+        rewards: RewardFunctions,
+        folder: Path,
+        check_folder: Callable[[], None],
+        interrupt: list[bool],
+        profile: str | None,
     ) -> None:
         self.experiment, self.rewards, self.folder = experiment, rewards, folder
-        self.interrupt, self.profile = interrupt, profile
+        self.check_folder, self.interrupt, self.profile = check_folder, interrupt, profile
         self.collector = Collector(experiment, rewards)
         self.config = experiment.config
         self.learner = Learner(experiment)
@@ -111,6 +119,7 @@ class _Run:
 
     def run(self) -> Path:
         config, total = self.config, self.experiment.total_steps
+        self.check_folder()
         with (
             MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step)) as writer,
             contextlib.closing(LiveLine(total)) as live,
@@ -134,7 +143,9 @@ class _Run:
                 first_step = int(self.state.step)
                 tracing = self.profile is not None and self.progress["rollout"] == traced
                 with jax.profiler.trace(str(self.profile)) if tracing else contextlib.nullcontext():
-                    for row in self._one_rollout():
+                    rows = self._one_rollout()
+                    self.check_folder()
+                    for row in rows:
                         writer.log(row)
                         live.update(row)
                         if row["nonfinite"]:
@@ -253,6 +264,7 @@ class _Run:
             return evaluate(self.config, experiment.policy, self.state.adapter, self.rewards, examples, seed)
 
     def _save(self) -> None:
+        self.check_folder()
         step = int(self.state.step)
         if step == self.saved_at:
             return
@@ -267,6 +279,7 @@ class _Run:
         self.saved_at = step
 
     def _finish(self, after: dict[str, Any]) -> Path:
+        self.check_folder()
         before = self.progress["before"]
         save_adapter(
             self.state.adapter,

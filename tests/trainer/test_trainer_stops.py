@@ -253,6 +253,46 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
     assert differences(tmp_path / "run", finished) == []
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize(("step", "saved"), [(2, [0, 2]), (6, [0, 2, 4, 6])])
+def test_a_folder_that_is_moved_amid_its_run_stops_it_and_is_not_made_again(
+    config, finished, tmp_path, monkeypatch, step, saved, replaced
+):
+    run, moved, save = tmp_path / "run", tmp_path / "moved", trainer.save_checkpoint
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".lock").touch()
+
+    def save_and_move(directory, saved_step, *arguments, **options):
+        save(directory, saved_step, *arguments, **options)
+        if saved_step == step:
+            run.rename(moved)
+            if replaced:
+                (tmp_path / "other").rename(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "save_checkpoint", save_and_move)
+        message = rf"{run}: the run's folder is no longer there: it was moved,.* `.*qerl.* train NEW/config.yaml`"
+        with pytest.raises(UserError, match=message):
+            train(config, run)
+    assert checkpoints(moved) == saved and len(rows(moved)) == step
+    assert [path.name for path in tmp_path.rglob("run/*")] == ([".lock"] if replaced else [])
+    trainer.train(load_config(f"{moved}/config.yaml"))
+    assert differences(moved, finished) == []
+
+
+def test_nor_is_one_that_is_moved_while_the_model_is_loaded(config, tmp_path, monkeypatch):
+    assemble = trainer.assemble
+
+    def assemble_and_move(*arguments):
+        (tmp_path / "run").rename(tmp_path / "moved")
+        return assemble(*arguments)
+
+    monkeypatch.setattr(trainer, "assemble", assemble_and_move)
+    with pytest.raises(UserError, match="the run's folder is no longer there"):
+        train(config, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
 def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
     run = train(config, tmp_path / "run", "run.save_steps=null")
     assert checkpoints(run) == [0, 6]
