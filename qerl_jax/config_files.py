@@ -18,8 +18,8 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
 
     Null values with a meaning are filled in: run.output_dir becomes runs/<name of the file>, and
     grpo.steps_per_generation becomes gradient_accumulation_steps. The config.yaml of a run folder, which has that run's
-    checkpoints beside it, means the folder that it lies in, however the folder was called when the run began; only an
-    override of run.output_dir names another.
+    metrics.jsonl and completions.jsonl, or its checkpoints, beside it, means the folder that it lies in, however the
+    folder was called when the run began; only an override of run.output_dir names another.
 
     Raises:
       UserError: the file cannot be read, or one line for each option that is unknown, has a value that is not

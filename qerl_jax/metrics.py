@@ -28,6 +28,7 @@ from qerl_jax.option_names import Service
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
+ROWS = METRICS, COMPLETIONS
 TENSORBOARD = "tensorboard"
 WANDB_RUN_ID = "wandb_run_id"  # a file: the same run goes on after a resume
 
@@ -66,7 +67,7 @@ def truncate_after(run_dir: Path, rollout: int) -> None:
     The first rollout to be made again is `rollout`. A torn last line goes too; a damaged line further up is reported
     and dropped. Each file is replaced whole, so a kill meanwhile leaves the old or the new one.
     """
-    for name in (METRICS, COMPLETIONS):
+    for name in ROWS:
         path = run_dir / name
         if not path.exists():
             continue
@@ -115,7 +116,7 @@ class MetricsWriter:
                 opened.enter_context(contextlib.closing(_SERVICES[name](run_dir, step))) for name in report_to
             ]
             self._metrics, self._completions = (
-                opened.enter_context((run_dir / name).open("ab", buffering=0)) for name in (METRICS, COMPLETIONS)
+                opened.enter_context((run_dir / name).open("ab", buffering=0)) for name in ROWS
             )
             self._opened = opened.pop_all()
 

@@ -17,6 +17,7 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
+from qerl_jax.metrics import ROWS
 
 # What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end and
 # for a mapping that holds itself.
@@ -73,10 +74,11 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run folder that `path` is the config of: one with checkpoints of a run beside a file of that name."""
-    if path.name != RUN_CONFIG or not any(path.parent.glob(f"{CHECKPOINTS}/step_*")):
-        return None
-    return named(path.parent)
+    """The run folder that `path` is the config of: one with the files of a run's rows, there from its beginning, or
+    with its checkpoints beside a file of that name."""
+    folder = path.parent
+    begun = all((folder / name).is_file() for name in ROWS) or any(folder.glob(f"{CHECKPOINTS}/step_*"))
+    return named(folder) if begun and path.name == RUN_CONFIG else None
 
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:

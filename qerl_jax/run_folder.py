@@ -32,7 +32,7 @@ from qerl_jax.config_files import (
 from qerl_jax.data import dataset
 from qerl_jax.durable import locked, make_folder, named, staying
 from qerl_jax.errors import UserError
-from qerl_jax.metrics import TENSORBOARD, WANDB_RUN_ID, check_services
+from qerl_jax.metrics import ROWS, TENSORBOARD, WANDB_RUN_ID, check_services
 from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fields import Fields
@@ -155,6 +155,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         if config != begun:  # or the command that continues the run would fall back to what was free to change
             run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
             save_yaml(dataclasses.replace(config, run=run), stored)
+        for name in ROWS:  # by which the folder, once copied, is known as a run's (`recipes.read_recipe`)
+            (folder / name).touch()
         yield folder, config
 
 

@@ -550,4 +550,4 @@ def test_a_run_that_has_saved_nothing_yet(folder, refused):
     assert (folder / "run" / "config.yaml").is_file()
     for words in (("evaluate", "run"), ("generate", "run", "--prompt", "x")):
         assert "run: holds neither adapter/ nor a checkpoint: the run has saved nothing yet" in refused(*words)
-    assert "run: holds no metrics.jsonl" in refused("plot", "run")
+    assert "run/metrics.jsonl: no step was recorded yet" in refused("plot", "run")

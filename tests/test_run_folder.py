@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,11 +108,22 @@ def test_a_run_folder_may_be_moved_and_continued(tmp_path, monkeypatch):
     assert open_once(load_config(stored, ["run.seed=1", f"run.output_dir={folder}"])) == folder
 
 
-def test_only_beside_checkpoints_a_config_means_its_own_folder(tmp_path):
+def test_so_may_one_that_holds_no_checkpoint_yet(tmp_path):
+    folder = open_once(config(tmp_path))
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert open_once(load_config(str(copy / "config.yaml"))) == copy
+    moved = folder.rename(tmp_path / "moved")
+    assert open_once(load_config(str(moved / "config.yaml"))) == moved and not folder.exists()
+
+
+@pytest.mark.parametrize("files", [["checkpoints/step_00000000/manifest.json"], ["metrics.jsonl", "completions.jsonl"]])
+def test_only_beside_what_a_run_has_a_config_means_its_own_folder(tmp_path, files):
     file = tmp_path / "config.yaml"
     file.write_text("optimizer: {max_steps: 20}\nrun: {output_dir: elsewhere}\n")
-    assert load_config(str(file)).run.output_dir == "elsewhere"
-    (tmp_path / "checkpoints" / "step_00000000").mkdir(parents=True, exist_ok=True)
+    for name in files:
+        assert load_config(str(file)).run.output_dir == "elsewhere"
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     assert load_config(str(file)).run.output_dir == str(tmp_path)
     file.rename(tmp_path / "my.yaml")
     assert load_config(str(tmp_path / "my.yaml")).run.output_dir == "elsewhere"

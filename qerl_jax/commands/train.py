@@ -15,8 +15,8 @@ _DESCRIPTION = """\
 Trains as a YAML file (or a shipped recipe, such as `quickstart`, the default) says. Any option can be set on the
 command line as section.option=value; values are YAML. The run folder is named by the config (run.output_dir): an
 unfinished run is continued from its last checkpoint, --fresh starts a new one beside it. The config.yaml in a run
-folder continues that run, wherever the folder has been moved or copied with its checkpoints. Ctrl-C, SIGTERM and a
-closed terminal (not under nohup) save and stop; output that nobody reads any more stops nothing.
+folder continues that run, wherever the folder has been moved or copied. Ctrl-C, SIGTERM and a closed terminal (not
+under nohup) save and stop; output that nobody reads any more stops nothing.
 """
 _EXAMPLES = """\
 examples:
