@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax import run_folder
+from qerl_jax import run_folder, run_options
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
@@ -168,7 +168,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
       UserError: the run has saved nothing yet, or something it names is gone or another model now.
     """
     config = load_config(str(run / run_folder.CONFIG))
-    run_folder.refuse_what_has_gone(
+    run_options.refuse_what_has_gone(
         config, run, "model.model_name_or_path", "evaluation.eval_dataset", "reward.functions"
     )
     if num_generations_eval is not None:

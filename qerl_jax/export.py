@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qerl_jax import run_folder
+from qerl_jax import run_folder, run_options
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
@@ -118,7 +118,7 @@ def _source(name: str) -> _Source:
     if run is None:
         return _Source(name, None, None, None)
     config = load_config(str(run / run_folder.CONFIG))
-    run_folder.refuse_what_has_gone(config, run, "model.model_name_or_path")
+    run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
     return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)
 
 

@@ -2,7 +2,7 @@
 
 An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
 config that differs from the stored one in anything the run's course depends on is refused with both values. So is the
-stored one itself once it has been edited: checkpoints keep the options that were in force (`options_to_keep`). A run
+stored one itself once it has been edited: checkpoints keep the options that were in force (`run_options`). A run
 folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config_files.load_config`).
 What else it names it names by whole paths, so that it means the same in any working folder. Where something has moved
 since, its new place is written there by hand: checkpoints know what it was (`refuse_changed_identity`).
@@ -21,65 +21,27 @@ from typing import Any, Literal
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
-from qerl_jax.config_files import (
-    config_from_dict,
-    config_to_dict,
-    effective_options,
-    load_config,
-    save_yaml,
-    settled_config,
-)
-from qerl_jax.data import dataset
+from qerl_jax.config_files import load_config, save_yaml, settled_config
 from qerl_jax.durable import locked, make_folder, named, staying
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import ROWS, TENSORBOARD, WANDB_RUN_ID, check_services
-from qerl_jax.models import source
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fields import Fields
 from qerl_jax.models.files import read_json
 from qerl_jax.program import program
-from qerl_jax.rewards import loading
-from qerl_jax.rewards.loading import titles
+from qerl_jax.run_options import LOCATIONS, OPTIONS, changes, refuse_what_has_gone, with_whole_paths
 
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
 SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
-OPTIONS = "options"  # in a checkpoint's progress
 
 _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
 _LOCK = ".lock"
 _BEFORE_CONFIG = {_LOCK, f".tmp-{CONFIG}"}
-# What says where something lies, and the name of the same thing that holds in any working folder.
-_PLACES = {
-    "model.model_name_or_path": source.from_anywhere,
-    "lora.adapter": source.from_anywhere,
-    "data.train_dataset": dataset.from_anywhere,
-    "evaluation.eval_dataset": dataset.from_anywhere,
-}
-_REWARDS = "reward.functions"
-# What may change between the two halves of a run without changing what it computes.
-_FREE = {
-    "run.output_dir",
-    "run.save_steps",
-    "run.save_total_limit",
-    "run.log_completions",
-    "run.report_to",
-    "run.max_nonfinite_steps",
-    "reward.timeout",
-    "evaluation.eval_steps",
-    "evaluation.batch_size",
-}
 
 
 class RunFinished(Exception):
     """The run folder holds a finished run."""
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
 
 
 def _beside(folder: Path) -> Path:
@@ -119,7 +81,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     if fresh and folder.exists():
         folder = _beside(folder)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
-    config = _with_whole_paths(settled_config(config))
+    config = with_whole_paths(settled_config(config))
     stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
@@ -133,11 +95,11 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         kept = (newest_progress(folder / CHECKPOINTS) or {}).get(OPTIONS, {})
         if begun is not None and config.model.dtype == "auto":
             config = _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
-        changes = [] if begun is None else _changes(begun, kept, config)
-        if changes and any(checkpoint_steps(folder / CHECKPOINTS)):
+        changed = [] if begun is None else changes(begun, kept, config)
+        if changed and any(checkpoint_steps(folder / CHECKPOINTS)):
             raise UserError(
                 f"{folder} was begun with another config:\n  "
-                + "\n  ".join(changes)
+                + "\n  ".join(changed)
                 + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
                 "or run.output_dir=NAME"
             )
@@ -147,10 +109,10 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
                 f"({_beside(folder)}); `run.output_dir=NAME` names one."
             )
         if begun is not None:
-            refuse_what_has_gone(config, folder, *_PLACES, _REWARDS)
-        if changes:  # There is only the checkpoint before the first step: a mistake may still be corrected.
+            refuse_what_has_gone(config, folder, *LOCATIONS)
+        if changed:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)
-        if changes or begun is None:
+        if changed or begun is None:
             config = _with_dtype(config, settled_dtype(config.model.dtype))
         if config != begun:  # or the command that continues the run would fall back to what was free to change
             run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
@@ -192,73 +154,6 @@ def continuing(folder: Path) -> str:
 
 def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
-
-
-def _with_whole_paths(config: Config) -> Config:
-    values = config_to_dict(config)
-    for option, from_anywhere in _PLACES.items():
-        section, name = option.split(".")
-        if values[section][name] is not None:
-            values[section][name] = from_anywhere(values[section][name])
-    _rename_functions(values, loading.from_anywhere)
-    return config_from_dict(values)
-
-
-def _rename_functions(values: dict[str, Any], rename: Callable[[str], str]) -> None:
-    """Renames the reward functions of a config's nested options, and with them the metric of dynamic sampling."""
-    functions, sampling = values["reward"]["functions"], values["grpo"]["dynamic_sampling"]
-    given = titles([one["function"] for one in functions])
-    for one in functions:
-        one["function"] = rename(one["function"])
-    if sampling["metric"] in given:  # a title may hold a path
-        sampling["metric"] = titles([one["function"] for one in functions])[given.index(sampling["metric"])]
-
-
-def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
-    """Refuses a run, in `folder`, when what one of these options of its config names is no longer there.
-
-    Raises:
-      UserError: naming the option, the place, and the file to write another one into.
-    """
-    values = _flat(config_to_dict(config))
-    functions = [one["function"].rpartition(":")[0] for one in values[_REWARDS]]
-    for option in options:
-        for place in functions if option == _REWARDS else [values[option]]:
-            if place is not None and os.path.isabs(place) and not os.path.exists(place):
-                raise UserError(
-                    f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into "
-                    f"{folder / CONFIG}"
-                )
-
-
-def options_to_keep(config: Config) -> dict[str, Any]:
-    """What each checkpoint keeps of its run's config, as OPTIONS of its progress: the options with an effect that the
-    run's course depends on, by name. Of what lies somewhere there is no place: it may move, and the identity knows what
-    it is."""
-    return _without_places(effective_options(config))
-
-
-def _without_places(values: dict[str, Any]) -> dict[str, Any]:
-    _rename_functions(values, loading.without_place)
-    return {name: value for name, value in _flat(values).items() if name not in _FREE | _PLACES.keys()}
-
-
-def _changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
-    """What differs and matters to the run's course, a line each.
-
-    Where the newest checkpoint's options, `kept`, are not those of the file, `stored`, the file was edited, and they
-    count. There are none in a checkpoint that an earlier version wrote.
-    """
-    old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
-    in_file, in_given = _without_places(config_to_dict(stored)), _without_places(config_to_dict(given))
-    for name in kept.keys() & in_file.keys():
-        if kept[name] != in_file[name]:
-            old[name], new[name] = kept[name], in_given[name]
-    return [
-        f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if name not in _FREE and old.get(name) != new.get(name)
-    ]
 
 
 def warn_of_changed_rewards(stored: dict[str, str], now: dict[str, str], step: int) -> None:

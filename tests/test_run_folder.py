@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_jax import run_folder
+from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import save_checkpoint
 from qerl_jax.cli import main
 from qerl_jax.config import Config, NoiseOptions, OptimizerOptions, RunOptions
@@ -308,7 +308,7 @@ def test_the_metric_of_dynamic_sampling_stays_that_of_its_function(tmp_path, mon
 def begun_with(tmp_path, *overrides, step=10, options=None):
     """A run's folder with a checkpoint that keeps `options`, or those of its config."""
     with run_folder.open_run(config(tmp_path, *overrides)) as (folder, held):
-        kept = run_folder.options_to_keep(held) if options is None else options
+        kept = run_options.options_to_keep(held) if options is None else options
         save_checkpoint(folder / "checkpoints", step, {}, {"options": kept})
     return folder
 
@@ -358,7 +358,7 @@ def test_checkpoints_keep_the_options_that_matter_without_places(tmp_path, monke
     lie_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     with run_folder.open_run(config(tmp_path, *PLACES, "noise={num_stages: 1}")) as (_, held):
-        options = run_folder.options_to_keep(held)
+        options = run_options.options_to_keep(held)
     assert options["lora.lora_alpha"] == 32.0 and options["model.dtype"] == "float32"
     assert [one["function"] for one in options["reward.functions"]] == ["*.py:f", "accuracy"]
     for name in ("run.output_dir", "run.save_steps", "data.train_dataset", "lora.adapter", "noise.sigma_start"):

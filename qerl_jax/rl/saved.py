@@ -6,7 +6,7 @@ from pathlib import Path
 import flax.struct
 import jax
 
-from qerl_jax import run_folder
+from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import checkpoint_steps, restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
@@ -45,7 +45,7 @@ def learned_adapter(run: Path, config: Config) -> Adapter:
     ended = (run / run_folder.SUMMARY).is_file() or not checkpoint_steps(run / run_folder.CHECKPOINTS)
     if left and ended:  # of a run that goes on it may be an export
         return load_adapter(run / run_folder.ADAPTER, model)
-    run_folder.refuse_what_has_gone(config, run, "lora.adapter")
+    run_options.refuse_what_has_gone(config, run, "lora.adapter")
 
     def begun(base: Model, key: jax.Array) -> Saved:
         return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 import pallas_kernels
-from qerl_jax import run_folder
+from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
@@ -110,8 +110,8 @@ class _Run:
             run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity)
             print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
             run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
-        options = run_folder.options_to_keep(self.config)
-        self.progress |= {"identity": identity, "rewards": self.rewards.sources, run_folder.OPTIONS: options}
+        options = run_options.options_to_keep(self.config)
+        self.progress |= {"identity": identity, "rewards": self.rewards.sources, run_options.OPTIONS: options}
         truncate_after(self.folder, self.progress["rollout"])
         self.state = saved.train
         self.root = saved.key

@@ -15,7 +15,7 @@ import pytest
 from run_harness import TrainingProcess, checkpoints, differences, leaves, rows
 from training_runs import config_in, reward_file, train
 
-from qerl_jax import cli, run_folder
+from qerl_jax import cli, run_options
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
@@ -208,7 +208,7 @@ def test_a_run_begun_before_so_much_was_written_down_continues_and_adds_it(confi
         kept = ("base weights", "training data", "total optimizer steps")
         patch.setattr(Experiment, "identity", lambda self: {name: identity(self)[name] for name in kept})
         patch.setattr(RewardFunctions, "sources", {})
-        patch.setattr(run_folder, "options_to_keep", lambda config: {})
+        patch.setattr(run_options, "options_to_keep", lambda config: {})
         with pytest.raises(Killed):
             train(config, tmp_path / "run")
     train(config, tmp_path / "run")

@@ -1,0 +1,113 @@
+"""Which options of a run may change while it goes on, which are compared, and what of them lies somewhere."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.config import Config
+from qerl_jax.config_files import config_from_dict, config_to_dict, effective_options
+from qerl_jax.data import dataset
+from qerl_jax.errors import UserError
+from qerl_jax.models import source
+from qerl_jax.recipes import RUN_CONFIG
+from qerl_jax.rewards import loading
+from qerl_jax.rewards.loading import titles
+
+OPTIONS = "options"  # in a checkpoint's progress
+# What says where something lies, and the name of the same thing that holds in any working folder.
+_PLACES = {
+    "model.model_name_or_path": source.from_anywhere,
+    "lora.adapter": source.from_anywhere,
+    "data.train_dataset": dataset.from_anywhere,
+    "evaluation.eval_dataset": dataset.from_anywhere,
+}
+_REWARDS = "reward.functions"
+LOCATIONS = *_PLACES, _REWARDS
+# What may change between the two halves of a run without changing what it computes.
+_FREE = {
+    "run.output_dir",
+    "run.save_steps",
+    "run.save_total_limit",
+    "run.log_completions",
+    "run.report_to",
+    "run.max_nonfinite_steps",
+    "reward.timeout",
+    "evaluation.eval_steps",
+    "evaluation.batch_size",
+}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def with_whole_paths(config: Config) -> Config:
+    """The config by which the same things are found from any working folder."""
+    values = config_to_dict(config)
+    for option, from_anywhere in _PLACES.items():
+        section, name = option.split(".")
+        if values[section][name] is not None:
+            values[section][name] = from_anywhere(values[section][name])
+    _rename_functions(values, loading.from_anywhere)
+    return config_from_dict(values)
+
+
+def _rename_functions(values: dict[str, Any], rename: Callable[[str], str]) -> None:
+    """Renames the reward functions of a config's nested options, and with them the metric of dynamic sampling."""
+    functions, sampling = values["reward"]["functions"], values["grpo"]["dynamic_sampling"]
+    given = titles([one["function"] for one in functions])
+    for one in functions:
+        one["function"] = rename(one["function"])
+    if sampling["metric"] in given:  # a title may hold a path
+        sampling["metric"] = titles([one["function"] for one in functions])[given.index(sampling["metric"])]
+
+
+def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
+    """Refuses a run, in `folder`, when what one of these options of its config names is no longer there.
+
+    Raises:
+      UserError: naming the option, the place, and the file to write another one into.
+    """
+    values = _flat(config_to_dict(config))
+    functions = [one["function"].rpartition(":")[0] for one in values[_REWARDS]]
+    for option in options:
+        for place in functions if option == _REWARDS else [values[option]]:
+            if place is not None and os.path.isabs(place) and not os.path.exists(place):
+                raise UserError(
+                    f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into "
+                    f"{folder / RUN_CONFIG}"
+                )
+
+
+def options_to_keep(config: Config) -> dict[str, Any]:
+    """What each checkpoint keeps of its run's config, as OPTIONS of its progress: the options with an effect that the
+    run's course depends on, by name. Of what lies somewhere there is no place: it may move, and the identity knows what
+    it is."""
+    return _without_places(effective_options(config))
+
+
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    _rename_functions(values, loading.without_place)
+    return {name: value for name, value in _flat(values).items() if name not in _FREE | _PLACES.keys()}
+
+
+def changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
+    """What differs and matters to the run's course, a line each.
+
+    Where the newest checkpoint's options, `kept`, are not those of the file, `stored`, the file was edited, and they
+    count. There are none in a checkpoint that an earlier version wrote.
+    """
+    old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
+    in_file, in_given = _without_places(config_to_dict(stored)), _without_places(config_to_dict(given))
+    for name in kept.keys() & in_file.keys():
+        if kept[name] != in_file[name]:
+            old[name], new[name] = kept[name], in_given[name]
+    return [
+        f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if name not in _FREE and old.get(name) != new.get(name)
+    ]
