@@ -246,12 +246,11 @@ def restore_checkpoint[Tree](
     raise UserError(f"{directory}: {tried} is damaged; the warnings above say where. Start again in another folder.")
 
 
-def newest_progress(directory: str | os.PathLike[str]) -> Progress | None:
-    """What the newest undamaged checkpoint holds beside its arrays, None where there is none."""
+def newest_progress(directory: str | os.PathLike[str]) -> tuple[Progress, int] | None:
+    """What the newest undamaged checkpoint holds beside its arrays, and its step; None where there is none."""
     for step, folder in sorted(_folders(with_home(directory)).items(), reverse=True):
         with contextlib.suppress(Damaged):
-            progress: Progress = read_manifest(folder, step)["progress"]
-            return progress
+            return read_manifest(folder, step)["progress"], step
     return None
 
 

@@ -16,7 +16,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
@@ -24,6 +24,7 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import load_config, save_yaml, settled_config
 from qerl_jax.durable import locked, make_folder, named, staying
 from qerl_jax.errors import UserError
+from qerl_jax.manifest import Progress
 from qerl_jax.metrics import ROWS, TENSORBOARD, WANDB_RUN_ID, check_services
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fields import Fields
@@ -72,6 +73,50 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
       UserError: it has no name, another process works on it, it is no run folder, the config differs from the stored
         one, or what it names has gone or is not installed.
     """
+    folder, config = _named(config, fresh)
+    make_folder(folder)
+    with locked(folder / _LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
+        config, begun, changed, _ = _compared(folder, config)
+        if changed:  # There is only the checkpoint before the first step: a mistake may still be corrected.
+            _forget(folder)
+        if changed or begun is None:
+            config = _with_dtype(config, settled_dtype(config.model.dtype))
+        if config != begun:  # or the command that continues the run would fall back to what was free to change
+            run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
+            save_yaml(dataclasses.replace(config, run=run), folder / CONFIG)
+        for name in ROWS:  # by which the folder, once copied, is known as a run's (`recipes.read_recipe`)
+            (folder / name).touch()
+        yield folder, config
+
+
+def standing(config: Config, identity: dict[str, Any]) -> str | None:
+    """What `open_run` and the trainer would do with the folder that a config names, on a line; None where the run would
+    begin. Nothing is written there.
+
+    Args:
+      config: the run's.
+      identity: what it would be trained on (`rl.assembly.Experiment.identity`).
+    """
+    try:
+        folder, config = _named(config, fresh=False)
+        _, begun, changed, newest = _compared(folder, config)
+        if begun is None or changed:
+            return None
+        if newest is None:
+            raise UserError(f"every checkpoint in {folder / CHECKPOINTS} is damaged")
+        progress, step = newest
+        refuse_changed_identity(folder, progress["identity"], identity)
+    except RunFinished as finished:
+        return f"run: {finished}"
+    except UserError as error:
+        said, *lines = str(error).splitlines()
+        return f"run: `{program()} train` refuses it: {said} {'; '.join(map(str.strip, lines))}".rstrip()
+    return f"run: continues {folder} from step {step} of {identity['total optimizer steps']}"
+
+
+def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
+    """The folder that a run of `config` has, which may be yet to be made, and the config that names it, with whole
+    paths."""
     if config.run.output_dir is None:
         raise UserError(
             "run.output_dir is None, so the run has no folder; expected a name, as in "
@@ -82,44 +127,56 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         folder = _beside(folder)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
     config = with_whole_paths(settled_config(config))
-    stored = folder / CONFIG
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
-    if folder.is_dir() and not stored.is_file() and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
+    stored = (folder / CONFIG).is_file()
+    if folder.is_dir() and not stored and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
     if not (folder / SUMMARY).is_file():  # a finished run reports nothing any more
         check_services(config.run.report_to)
-    make_folder(folder)
-    with locked(folder / _LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
-        begun = load_config(str(stored)) if checkpoint_steps(folder / CHECKPOINTS) else None
-        kept = (newest_progress(folder / CHECKPOINTS) or {}).get(OPTIONS, {})
-        if begun is not None and config.model.dtype == "auto":
-            config = _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
-        changed = [] if begun is None else changes(begun, kept, config)
-        if changed and any(checkpoint_steps(folder / CHECKPOINTS)):
-            raise UserError(
-                f"{folder} was begun with another config:\n  "
-                + "\n  ".join(changed)
-                + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
-                "or run.output_dir=NAME"
-            )
-        if (folder / SUMMARY).is_file():
-            raise RunFinished(
-                f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
-                f"({_beside(folder)}); `run.output_dir=NAME` names one."
-            )
-        if begun is not None:
-            refuse_what_has_gone(config, folder, *LOCATIONS)
-        if changed:  # There is only the checkpoint before the first step: a mistake may still be corrected.
-            _forget(folder)
-        if changed or begun is None:
-            config = _with_dtype(config, settled_dtype(config.model.dtype))
-        if config != begun:  # or the command that continues the run would fall back to what was free to change
-            run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
-            save_yaml(dataclasses.replace(config, run=run), stored)
-        for name in ROWS:  # by which the folder, once copied, is known as a run's (`recipes.read_recipe`)
-            (folder / name).touch()
-        yield folder, config
+    return folder, config
+
+
+class _Compared(NamedTuple):
+    """A config, held against what a run's folder holds.
+
+    Attributes:
+      config: it, with the dtype that the run began with.
+      begun: the folder's; None where it has no checkpoint yet.
+      changed: how they differ, where that may still be: there is only the checkpoint before the first step.
+      newest: progress and step of the newest undamaged checkpoint.
+    """
+
+    config: Config
+    begun: Config | None
+    changed: list[str]
+    newest: tuple[Progress, int] | None
+
+
+def _compared(folder: Path, config: Config) -> _Compared:
+    """Refuses what `open_run` refuses of a run that has begun; nothing is written."""
+    newest = newest_progress(folder / CHECKPOINTS)
+    kept = {} if newest is None else newest[0].get(OPTIONS, {})
+    steps = checkpoint_steps(folder / CHECKPOINTS)
+    begun = load_config(str(folder / CONFIG)) if steps else None
+    if begun is not None and config.model.dtype == "auto":
+        config = _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
+    changed = [] if begun is None else changes(begun, kept, config)
+    if changed and any(steps):
+        raise UserError(
+            f"{folder} was begun with another config:\n  "
+            + "\n  ".join(changed)
+            + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
+            "or run.output_dir=NAME"
+        )
+    if (folder / SUMMARY).is_file():
+        raise RunFinished(
+            f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
+            f"({_beside(folder)}); `run.output_dir=NAME` names one."
+        )
+    if begun is not None:
+        refuse_what_has_gone(config, folder, *LOCATIONS)
+    return _Compared(config, begun, changed, newest)
 
 
 def _forget(folder: Path) -> None:
@@ -206,8 +263,8 @@ def identity_of(folder: Path) -> dict[str, Any]:
     """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither."""
     if (summary := folder / SUMMARY).is_file():
         return Fields(read_json(summary), str(summary)).object("identity")
-    progress = newest_progress(folder / CHECKPOINTS)
-    return {} if progress is None else progress["identity"]
+    newest = newest_progress(folder / CHECKPOINTS)
+    return {} if newest is None else newest[0]["identity"]
 
 
 def _refuse_changes(said: str, stored: dict[str, Any], now: dict[str, Any], otherwise: str) -> None:

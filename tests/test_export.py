@@ -127,7 +127,7 @@ def test_a_finished_run_whose_first_adapter_is_gone(tmp_path, base, run):
     ):
         export_model(folder, tmp_path / "out", "peft")
     save_adapter(adapter, folder / "adapter", "base")
-    (folder / "summary.json").write_text(json.dumps(newest_progress(folder / "checkpoints")))
+    (folder / "summary.json").write_text(json.dumps(newest_progress(folder / "checkpoints")[0]))
     export_model(folder, tmp_path / "out", "peft")
     assert_equal(load_adapter(tmp_path / "out", model), adapter)
     write_folder(base, random_arrays(seed=1), V4)

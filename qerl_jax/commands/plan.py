@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Prints the steps of the run that `qerl train` would begin with the same words, and the memory that rollouts, evaluations
-and updates would take on this device. All is loaded, checked and compiled as for the run, and refused as there where it
-does not fit into what the device says it has. A run's folder is not looked at, and nothing is sampled or written.
+and updates would take on this device; of a run that has begun also whether it would be continued, is finished, or would
+be refused, and why. All is loaded, checked and compiled as for the run, and refused as there where it does not fit into
+what the device says it has. Nothing is sampled or written.
 """
 _EXAMPLES = """\
 examples:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from qerl_jax import run_folder
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import settled_config
@@ -67,9 +68,10 @@ class RunMemory:
 
 
 def plan_run(config: Config) -> str:
-    """What a run that `config` begins will do and take: its steps, and its memory on this device.
+    """What a run that `config` begins will do and take: its steps, and its memory on this device. Where it has begun, a
+    line before says that it would be continued or refused, or is finished.
 
-    All is loaded and compiled as for the run; its folder is not looked at, and nothing is sampled or written.
+    All is loaded and compiled as for the run; nothing is sampled or written.
 
     Raises:
       UserError: what `qerl_jax.rl.trainer.train` would refuse of options, data, rewards, model and memory.
@@ -82,8 +84,9 @@ def plan_run(config: Config) -> str:
         state = learner.begin(initial_adapter(config, experiment.policy.model, key))
         memory = compiled_run(experiment, collector, learner, state, key)
     steps, problems = experiment.total_steps, len(experiment.dataset)
+    begun = run_folder.standing(config, experiment.identity())
     rollouts, prompts = -(-steps // config.updates_per_rollout), config.prompts_per_rollout
-    return (
+    return ("" if begun is None else f"{begun}\n") + (
         f"steps: {steps:,} of {config.completions_per_update:,} completions; {rollouts:,} rollouts of {prompts:,} x "
         f"{config.generation.num_generations} completions (prompts x num_generations): "
         f"{rollouts * prompts / problems:.2f} epochs of {problems:,} prompts\n{memory}"

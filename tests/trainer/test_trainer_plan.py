@@ -1,6 +1,7 @@
 """What a run takes is said before it samples anything, and a run whose update cannot fit is refused by then."""
 
 import re
+import shutil
 
 import jax
 import pytest
@@ -62,3 +63,41 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
     cli.main(["train", str(config)])
     assert memory in capsys.readouterr().out.splitlines()
     assert len(rows(tmp_path / "run")) == 6 and rows(tmp_path / "run")[-1]["rollout"] == 2
+
+
+def told(capsys, *words):
+    """The plan's line on the run's folder, after its figures have been found to be there."""
+    assert cli.main(["plan", *map(str, words)]) == 0
+    line, steps, memory = capsys.readouterr().out.splitlines()
+    assert steps.startswith("steps: 6 of ") and memory.startswith("memory: weights ")
+    return line
+
+
+def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp_path, capsys):
+    stored = finished / "config.yaml"
+    assert told(capsys, stored).startswith(f"run: {finished} is finished: see {finished}/summary.json. `--fresh` ")
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "summary.json").unlink()
+    stored, before = run / "config.yaml", {*run.rglob("*")}
+    assert told(capsys, stored) == f"run: continues {run} from step 6 of 6"
+    shutil.rmtree(run / "checkpoints/step_00000006")
+    (run / "checkpoints/step_00000004/manifest.json").write_text("{}")
+    assert told(capsys, stored, "reward.timeout=9") == f"run: continues {run} from step 2 of 6"
+    assert {*run.rglob("*")} < before
+    text = stored.read_text()
+    stored.write_text(text.replace("lora_r: 4", "lora_r: 8"))
+    assert re.fullmatch(
+        f"run: `.*qerl.* train` refuses it: {run} was begun with another config: lora.lora_r was 4, is now 8; "
+        r"run.seed was 0, is now 1; Go back to the old values .* run.output_dir=NAME",
+        told(capsys, stored, "run.seed=1"),
+    )
+    stored.write_text(text)
+    data = tmp_path / "problems.jsonl"
+    (row,) = re.findall("train_dataset: (.*)", text)
+    with open(row) as file:
+        data.write_text("".join(file.readlines()[1:]))
+    stored.write_text(text.replace(row, str(data)))
+    assert re.search("refuses it: .* training data was '.*', is now '.*'; Restore", told(capsys, stored))
+    for step in (0, 2):
+        (run / f"checkpoints/step_{step:08d}/manifest.json").write_text("{}")
+    assert told(capsys, stored).endswith(f" train` refuses it: every checkpoint in {run}/checkpoints is damaged")
