@@ -165,12 +165,14 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
     summary.json, or of an evaluation at that step, again, unless `num_generations_eval` replaces the run's own.
 
     Raises:
-      UserError: the run has saved nothing yet, or something it names is gone or another model now.
+      UserError: the run has saved nothing yet, something it names is gone or another model now, or its config says
+        another model or adapter than it began with.
     """
     config = load_config(str(run / run_folder.CONFIG))
     run_options.refuse_what_has_gone(
         config, run, "model.model_name_or_path", "evaluation.eval_dataset", "reward.functions"
     )
+    identity = run_folder.trained_on(run, config)
     if num_generations_eval is not None:
         options = dataclasses.replace(config.evaluation, num_generations_eval=num_generations_eval)
         config = dataclasses.replace(config, evaluation=options)
@@ -180,7 +182,6 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         rewards.check(examples, config.evaluation.eval_dataset)
         adapter = learned_adapter(run, config)
         policy = configured_policy(config)
-        identity = run_folder.identity_of(run)
         now = model_identity(config.model.model_name_or_path, policy.fingerprint)
         run_folder.refuse_another_model(run, identity, now)
         check_prompts(policy.tokenizer, examples, data.where, config.data.max_prompt_length)

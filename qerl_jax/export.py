@@ -11,7 +11,7 @@ checkpoint is taken. A folder appears whole or not at all.
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,14 @@ from qerl_jax.run_or_model import find_run
 
 
 class _Source(NamedTuple):
-    """What is exported: a model's name, how its weights are held, and the run that it comes from."""
+    """What is exported: a model's name, how its weights are held, and the run that it comes from, with what that was
+    trained on, where its own adapter counts."""
 
     model: str
     weight_format: str | None
     run: Path | None
     config: Config | None
+    identity: dict[str, Any]
 
 
 def export_model(
@@ -64,12 +66,12 @@ def export_model(
     Raises:
       UserError: an unknown format, an option that would have no effect, nothing to export, an adapter that cannot be
         used with the model, a model that is not the one trained on (of format "peft" its tokenizer and ids alone are
-        compared), or a `path` that holds other files.
+        compared), a config that says another one, or a `path` that holds other files.
     """
     if format not in EXPORT_FORMATS:
         hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
         raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{hint}")
-    found = _source(os.fspath(source))
+    found = _source(os.fspath(source), own_adapter=adapter is None)
     if adapter is not None:
         check_adapter(adapter, found.model)
         warn_of_scaled_base(adapter, found.model)
@@ -113,13 +115,14 @@ def export_model(
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 
 
-def _source(name: str) -> _Source:
+def _source(name: str, own_adapter: bool) -> _Source:
     run = find_run(name)
     if run is None:
-        return _Source(name, None, None, None)
+        return _Source(name, None, None, None, {})
     config = load_config(str(run / run_folder.CONFIG))
     run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
-    return _Source(config.model.model_name_or_path, config.model.weight_format, run, config)
+    identity = run_folder.trained_on(run, config) if own_adapter else {}
+    return _Source(config.model.model_name_or_path, config.model.weight_format, run, config, identity)
 
 
 def _as_trained(source: _Source, model: Model) -> Model:
@@ -134,7 +137,7 @@ def _refuse_another_model(source: _Source, model: Model | None) -> None:
     """Refuses a run whose model is not the one it was trained on; without `model` no weights are compared."""
     if source.run is not None:
         now = model_identity(source.model, None if model is None else fingerprint(model))
-        run_folder.refuse_another_model(source.run, run_folder.identity_of(source.run), now)
+        run_folder.refuse_another_model(source.run, source.identity, now)
 
 
 def _adapter(source: _Source, folder: str | os.PathLike[str] | None) -> Adapter | None:

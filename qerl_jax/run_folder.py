@@ -30,7 +30,14 @@ from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fields import Fields
 from qerl_jax.models.files import read_json
 from qerl_jax.program import program
-from qerl_jax.run_options import LOCATIONS, OPTIONS, changes, refuse_what_has_gone, with_whole_paths
+from qerl_jax.run_options import (
+    LOCATIONS,
+    OPTIONS,
+    changes,
+    changes_of_policy,
+    refuse_what_has_gone,
+    with_whole_paths,
+)
 
 CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
 SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
@@ -164,9 +171,7 @@ def _compared(folder: Path, config: Config) -> _Compared:
     changed = [] if begun is None else changes(begun, kept, config)
     if changed and any(steps):
         raise UserError(
-            f"{folder} was begun with another config:\n  "
-            + "\n  ".join(changed)
-            + f"\nGo back to the old values to continue it, or start another run: `--fresh` ({_beside(folder)}) "
+            f"{_begun_otherwise(folder, changed)} to continue it, or start another run: `--fresh` ({_beside(folder)}) "
             "or run.output_dir=NAME"
         )
     if (folder / SUMMARY).is_file():
@@ -249,7 +254,7 @@ def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, An
 
     Args:
       folder: the run's.
-      stored: what it was trained on (`identity_of`).
+      stored: what it was trained on (`trained_on`).
       now: that of the model (`rl.assembly.model_identity`). What is not known of both is not compared.
 
     Raises:
@@ -259,12 +264,30 @@ def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, An
     _refuse_changes(said, stored, now, f"write its place into model.model_name_or_path of {folder / CONFIG}")
 
 
-def identity_of(folder: Path) -> dict[str, Any]:
-    """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither."""
+def trained_on(folder: Path, config: Config) -> dict[str, Any]:
+    """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither.
+
+    Args:
+      folder: the run's.
+      config: its own, by which its model and what it has learned are to be loaded.
+
+    Raises:
+      UserError: the config has been edited since, and would load others.
+    """
     if (summary := folder / SUMMARY).is_file():
-        return Fields(read_json(summary), str(summary)).object("identity")
-    newest = newest_progress(folder / CHECKPOINTS)
-    return {} if newest is None else newest[0]["identity"]
+        fields = Fields(read_json(summary), str(summary))
+        identity, kept = fields.object("identity"), fields.object(OPTIONS)
+    else:
+        progress, _ = newest_progress(folder / CHECKPOINTS) or ({}, 0)
+        identity, kept = progress.get("identity", {}), progress.get(OPTIONS, {})
+    if changed := changes_of_policy(kept, config):
+        raise UserError(_begun_otherwise(folder, changed) + f" in {folder / CONFIG}")
+    return identity
+
+
+def _begun_otherwise(folder: Path, changed: list[str]) -> str:
+    lines = "\n  ".join(changed)
+    return f"{folder} was begun with another config:\n  {lines}\nGo back to the old values"
 
 
 def _refuse_changes(said: str, stored: dict[str, Any], now: dict[str, Any], otherwise: str) -> None:

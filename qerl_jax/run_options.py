@@ -14,7 +14,7 @@ from qerl_jax.recipes import RUN_CONFIG
 from qerl_jax.rewards import loading
 from qerl_jax.rewards.loading import titles
 
-OPTIONS = "options"  # in a checkpoint's progress
+OPTIONS = "options"  # in a checkpoint's progress, and in the summary of a finished run
 # What says where something lies, and the name of the same thing that holds in any working folder.
 _PLACES = {
     "model.model_name_or_path": source.from_anywhere,
@@ -24,6 +24,7 @@ _PLACES = {
 }
 _REWARDS = "reward.functions"
 LOCATIONS = *_PLACES, _REWARDS
+_POLICY = "model.", "lora."  # the sections of what is used of a run: its model, and what it has learned
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -84,9 +85,9 @@ def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
 
 
 def options_to_keep(config: Config) -> dict[str, Any]:
-    """What each checkpoint keeps of its run's config, as OPTIONS of its progress: the options with an effect that the
-    run's course depends on, by name. Of what lies somewhere there is no place: it may move, and the identity knows what
-    it is."""
+    """What each checkpoint keeps of its run's config, as OPTIONS of its progress, and the summary at its end: the
+    options with an effect that the run's course depends on, by name. Of what lies somewhere there is no place: it may
+    move, and the identity knows what it is."""
     return _without_places(effective_options(config))
 
 
@@ -106,8 +107,20 @@ def changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
     for name in kept.keys() & in_file.keys():
         if kept[name] != in_file[name]:
             old[name], new[name] = kept[name], in_given[name]
+    return _differences(old, new, sorted((old.keys() | new.keys()) - _FREE))
+
+
+def changes_of_policy(kept: dict[str, Any], stored: Config) -> list[str]:
+    """What a run's file, `stored`, says of its model and adapter that is not what the options say that the run has
+    `kept`, a line each."""
+    in_file = _without_places(config_to_dict(stored))
+    if stored.model.dtype == "auto":  # which a run settles
+        del in_file["model.dtype"]
+    names = [name for name in sorted(kept.keys() & in_file.keys()) if name.startswith(_POLICY)]
+    return _differences(kept, in_file, names)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], names: list[str]) -> list[str]:
     return [
-        f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if name not in _FREE and old.get(name) != new.get(name)
+        f"{name} was {old.get(name)!r}, is now {new.get(name)!r}" for name in names if old.get(name) != new.get(name)
     ]

@@ -197,6 +197,33 @@ def test_a_run_is_not_measured_on_another_model(trained_on_another, name):
         assert f"{name} was 'other', is now" in error.getvalue() and "--fresh" not in error.getvalue()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new", "change"),
+    [
+        ("weight_format: nvfp4", "weight_format: mxfp4", "model.weight_format was 'nvfp4', is now 'mxfp4'"),
+        ("lora_r: 4", "lora_r: 8", "lora.lora_r was 4, is now 8"),
+    ],
+)
+def test_an_option_edited_since_is_named(trained, tmp_path, ended, old, new, change):
+    folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
+    if not ended:
+        (folder / "summary.json").unlink()
+    stored = folder / "config.yaml"
+    stored.write_text(stored.read_text().replace(old, new))
+    exports = [["export", folder, tmp_path / "out", "--format", name] for name in ("peft", "bf16", "nvfp4")]
+    for words in (["evaluate", folder], ["generate", folder, "--prompt", "x"], *exports):
+        error = io.StringIO()
+        with contextlib.redirect_stderr(error):
+            assert main([str(word) for word in words]) == 2
+        assert error.getvalue() == (
+            f"qerl {words[0]}: {folder} was begun with another config:\n  {change}\n"
+            f"Go back to the old values in {stored}\n"
+        )
+    own = ["--adapter", trained.folder / "adapter", "--greedy", "--prompt", "x"]
+    assert run_main("generate", folder, *own)  # which says itself what it is
+
+
 def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_on_another, caplog):
     run_main("evaluate", trained.folder, "--seed", 4)
     assert not caplog.records

@@ -159,7 +159,7 @@ def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
 def test_a_damaged_identity_of_a_finished_run_is_told(tmp_path):
     (tmp_path / "summary.json").write_text('{"identity": "base"}')
     with pytest.raises(UserError, match=r"summary\.json: identity is 'base'; expected an object"):
-        run_folder.identity_of(tmp_path)
+        run_folder.trained_on(tmp_path, config(tmp_path))
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
@@ -345,6 +345,20 @@ def test_of_a_checkpoint_without_options_the_file_is_believed(tmp_path):
     save_checkpoint(folder / "checkpoints", 10, {}, {})
     with run_folder.open_run(edit(folder, ("seed: 0", "seed: 1"))) as (_, held):
         assert held.run.seed == 1
+
+
+def test_options_edited_since_are_refused_with_what_was_learned_but_those_of_evaluations_may_be(tmp_path):
+    folder = open_once(config(tmp_path, "model.dtype=float32"))
+    options = {"lora.lora_alpha": 32.0, "model.dtype": "float32", "evaluation.num_problems": 4, "of.a.later.version": 1}
+    save_checkpoint(folder / "checkpoints", 10, {}, {"options": options, "identity": {"base weights": "a"}})
+    assert run_folder.trained_on(folder, edit(folder, ("dtype: float32", "dtype: auto"))) == {"base weights": "a"}
+    edited = edit(folder, ("lora_alpha: 32.0", "lora_alpha: 3200.0"), ("\n  dtype: auto", "\n  dtype: bfloat16"))
+    with pytest.raises(UserError) as refusal:
+        run_folder.trained_on(folder, edited)
+    assert str(refusal.value) == (
+        f"{folder} was begun with another config:\n  lora.lora_alpha was 32.0, is now 3200.0\n"
+        f"  model.dtype was 'float32', is now 'bfloat16'\nGo back to the old values in {folder / 'config.yaml'}"
+    )
 
 
 def test_before_the_first_step_a_file_may_be_edited(tmp_path):

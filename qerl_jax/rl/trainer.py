@@ -292,6 +292,7 @@ class _Run:
             "seed": self.config.run.seed,
             "device": jax.devices()[0].device_kind,
             "identity": self.progress["identity"],
+            run_options.OPTIONS: self.progress[run_options.OPTIONS],
             "before": before,
             "after": after,
         }

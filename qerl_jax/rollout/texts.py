@@ -100,17 +100,17 @@ def generate_texts(
     if config is not None:
         model = config.model
         base, weight_format, dtype = model.model_name_or_path, model.weight_format, model.dtype
-    weights = None
+    weights, identity = None, {}
     if adapter is not None:
         weights = load_adapter(adapter, model_shapes(base))
         warn_of_scaled_base(adapter, base)
         warn_of_other_format(adapter, base, weight_format)
     elif run is not None and config is not None:
+        identity = run_folder.trained_on(run, config)
         weights = learned_adapter(run, config)
     policy = load_policy(base, weight_format, dtype)
     if adapter is None and run is not None:
-        now = model_identity(base, policy.fingerprint)
-        run_folder.refuse_another_model(run, run_folder.identity_of(run), now)
+        run_folder.refuse_another_model(run, identity, model_identity(base, policy.fingerprint))
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
         yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)
