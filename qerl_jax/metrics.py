@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: metrics.jsonl, completions.jsonl, TensorBoard and W&B, and one live line.
+"""What a run writes down while it goes: metrics.jsonl, completions.jsonl, TensorBoard and W&B.
 
 A line of a JSONL file is one JSON object, written by a single system call to a file opened for appending, so that a
 kill leaves whole lines and at most one torn one at the end. NaN and infinities are written as null, which JSON has.
@@ -12,14 +12,11 @@ import json
 import logging
 import math
 import os
-import shutil
-import sys
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from qerl_jax.durable import flush, make_folder, write_whole, writing
 from qerl_jax.errors import UserError, shown
@@ -158,92 +155,6 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class LiveLine:
-    """One line on a terminal, rewritten after each step; elsewhere a plain line every `every` steps.
-
-    Args:
-      total_steps: T.
-      every: steps between plain lines where `stream` is no terminal (the first and the last are always shown).
-      stream: where to write; standard output by default.
-      clock: seconds. The time left is the steps left at the pace of the last 10 rollouts; the rows of one rollout,
-        which may be several, are expected together at its end.
-    """
-
-    def __init__(self, total_steps: int, every: int = 10, stream: TextIO | None = None, clock: Any = time.monotonic):
-        self._total, self._every, self._clock = total_steps, every, clock
-        self._stream = sys.stdout if stream is None else stream
-        self._rewrites = self._stream.isatty()
-        self._ticks: list[tuple[float, int]] = []  # when the rows of a rollout came, and the steps before them
-        self._rollout: Any = None
-        self._line = ""
-        self._first = True
-
-    def update(self, row: Mapping[str, Any]) -> None:
-        """Shows the metrics row of a step that has just ended."""
-        step = int(row["step"])
-        rollout = row.get("rollout", step)
-        if rollout != self._rollout:
-            self._rollout = rollout
-            self._ticks = [*self._ticks[-10:], (self._clock(), step - 1)]
-        self._line = self._text(row, step)
-        if self._rewrites:
-            self._draw()
-        elif self._first or step % self._every == 0 or step == self._total:
-            self._stream.write(self._line + "\n")
-            self._stream.flush()
-        self._first = False
-
-    def note(self, text: str) -> None:
-        """Prints a line above the live one."""
-        self._stream.write(f"\r\033[K{text}\n" if self._rewrites else f"{text}\n")
-        self._stream.flush()
-        if self._rewrites and self._line:
-            self._draw()
-
-    def close(self) -> None:
-        """Leaves the last state of the line standing."""
-        if self._rewrites and self._line:
-            self._stream.write("\n")
-            self._stream.flush()
-        self._line = ""
-
-    def _draw(self) -> None:
-        width = shutil.get_terminal_size().columns
-        self._stream.write(f"\r\033[K{self._line[: max(1, width - 1)]}")
-        self._stream.flush()
-
-    def _text(self, row: Mapping[str, Any], step: int) -> str:
-        parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
-        for label, key, form in _SHOWN:
-            value = row.get(key)
-            if value is not None:
-                parts.append(f"{label}{format(float(value), form)}")
-        if "perf/throughput" in row:
-            parts.append(f"{float(row['perf/throughput']):,.0f} tokens/s")
-        (began, first), (now, last) = self._ticks[0], self._ticks[-1]
-        if last > first:
-            parts.append(f"{duration((now - began) / (last - first) * (self._total - step))} left")
-        return "  ".join(parts)
-
-
-_SHOWN = (
-    ("reward ", "reward", ".3f"),
-    ("accuracy ", "rewards/accuracy/mean", ".1%"),
-    ("entropy ", "entropy", ".3f"),
-    ("sigma ", "aqn/sigma", ".1e"),
-)
-
-
-def duration(seconds: float) -> str:
-    """`42s`, `3m05s` or `2h07m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 class _TensorBoard:

@@ -22,7 +22,7 @@ import qerl_jax
 from qerl_jax import option_names
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.metrics import duration
+from qerl_jax.live_line import duration
 from qerl_jax.models.compressed_tensors import quantization_config
 from qerl_jax.models.loading import Opened, open_model
 from qerl_jax.models.params import Layer

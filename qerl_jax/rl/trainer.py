@@ -26,7 +26,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
-from qerl_jax.metrics import METRICS, LiveLine, MetricsWriter, read_rows, truncate_after
+from qerl_jax.live_line import LiveLine
+from qerl_jax.metrics import METRICS, MetricsWriter, read_rows, truncate_after
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
