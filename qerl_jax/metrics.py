@@ -26,6 +26,7 @@ from qerl_jax.option_names import Service
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 ROWS = METRICS, COMPLETIONS
+_COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # what each number of has a row, or several
 TENSORBOARD = "tensorboard"
 WANDB_RUN_ID = "wandb_run_id"  # a file: the same run goes on after a resume
 
@@ -58,28 +59,65 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def truncate_after(run_dir: Path, rollout: int) -> None:
+def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
     """Cuts metrics.jsonl and completions.jsonl back to the rows with row["rollout"] < rollout.
 
     The first rollout to be made again is `rollout`. A torn last line goes too; a damaged line further up is reported
     and dropped. Each file is replaced whole, so a kill meanwhile leaves the old or the new one.
+
+    Returns:
+      The steps of the rows left in metrics.jsonl, and the rollouts of those in completions.jsonl, by the files' names.
     """
-    for name in ROWS:
+    left: dict[str, set[int]] = {name: set() for name in ROWS}
+    for name, numbers in left.items():
         path = run_dir / name
         if not path.exists():
             continue
         temporary = path.with_name(f".{name}.tmp")
         with writing(path), path.open("rb") as source, temporary.open("wb") as target:
-            for number, line, row in _parsed(source):
+            for place, line, row in _parsed(source):
                 if row is None or not isinstance(row.get("rollout"), int):
                     if line.endswith(b"\n"):
-                        _log.warning("%s, line %d: not a JSON object with `rollout`; dropped", path, number)
+                        _log.warning("%s, line %d: not a JSON object with `rollout`; dropped", path, place)
                 elif row["rollout"] < rollout:
                     target.write(line)
+                    if isinstance(number := row.get(_COUNTED[name]), int):
+                        numbers.add(number)
             target.flush()
             os.fsync(target.fileno())
         temporary.replace(path)
         flush(run_dir)  # or a power failure might bring the old file back, without rows that are yet to be added
+    return left
+
+
+def warn_of_missing_rows(run_dir: Path, left: Mapping[str, set[int]], steps: int, rollouts: int) -> None:
+    """Says which rows a run that goes on does not find any more.
+
+    Args:
+      run_dir: its folder.
+      left: what `truncate_after` found.
+      steps: of which metrics.jsonl has had rows.
+      rollouts: of which completions.jsonl has; 0 where none are logged.
+    """
+    for name, made in ((METRICS, range(1, steps + 1)), (COMPLETIONS, range(rollouts))):
+        missing = set(made) - left[name]
+        if missing:
+            _log.warning(
+                "%s: the rows of %s %s are missing: they were lost or removed since%s; the run goes on without them "
+                "(to have them, stop it and put them back, before the others)",
+                run_dir / name,
+                _COUNTED[name] if len(missing) == 1 else f"{_COUNTED[name]}s",
+                _spans(missing),
+                ", or run.log_completions was false" if name == COMPLETIONS else "",
+            )
+
+
+def _spans(numbers: set[int]) -> str:
+    """Ascending, `1 to 4, 7`."""
+    firsts = sorted(number for number in numbers if number - 1 not in numbers)
+    lasts = sorted(number for number in numbers if number + 1 not in numbers)
+    spans = zip(firsts, lasts, strict=True)
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def check_services(report_to: Sequence[Service]) -> None:

@@ -13,7 +13,7 @@ from full_disk import full_disk
 
 from qerl_jax import metrics
 from qerl_jax.errors import UserError
-from qerl_jax.metrics import MetricsWriter, json_line, read_rows, truncate_after
+from qerl_jax.metrics import MetricsWriter, json_line, read_rows, truncate_after, warn_of_missing_rows
 
 
 def test_rows_of_any_number_type_become_json(tmp_path):
@@ -54,7 +54,7 @@ def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
     kept = '{"step": 1, "rollout": 0}\n{"step": 2, "rollout": 0}\n{"step": 3, "rollout": 1}\n'
     metrics.write_text(kept + '{"step": 4, "rollout": 2}\n{"step": 5, "rol')
     completions.write_text('{"rollout": 0, "completion": "é"}\ndamaged\n{"rollout": 3, "completion": ""}\n')
-    truncate_after(tmp_path, 2)
+    assert truncate_after(tmp_path, 2) == {"metrics.jsonl": {1, 2, 3}, "completions.jsonl": {0}}
     assert metrics.read_text() == kept
     assert completions.read_text() == '{"rollout": 0, "completion": "é"}\n'
     assert "completions.jsonl, line 2: not a JSON object with `rollout`; dropped" in caplog.text
@@ -65,8 +65,18 @@ def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
     assert "completions.jsonl, line 1: not a JSON object with `rollout`; dropped" in caplog.text
     truncate_after(tmp_path, 0)
     assert metrics.read_text() == completions.read_text() == ""
-    truncate_after(tmp_path / "nothing_here", 5)
+    assert truncate_after(tmp_path / "nothing_here", 5) == {"metrics.jsonl": set(), "completions.jsonl": set()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["completions.jsonl", "metrics.jsonl"]
+
+
+def test_rows_that_are_missing_are_named_in_spans(tmp_path, caplog):
+    left = {"metrics.jsonl": {3, 5, 9}, "completions.jsonl": {0, 1}}
+    warn_of_missing_rows(tmp_path, left, steps=9, rollouts=2)
+    (record,) = caplog.records
+    assert record.message.startswith(f"{tmp_path}/metrics.jsonl: the rows of steps 1 to 2, 4, 6 to 8 are missing: they")
+    caplog.clear()
+    warn_of_missing_rows(tmp_path, left, steps=0, rollouts=0)
+    assert not caplog.records
 
 
 def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):

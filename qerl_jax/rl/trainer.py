@@ -27,7 +27,7 @@ from qerl_jax.evaluation import evaluate
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.live_line import LiveLine
-from qerl_jax.metrics import METRICS, MetricsWriter, read_rows, truncate_after
+from qerl_jax.metrics import METRICS, MetricsWriter, read_rows, truncate_after, warn_of_missing_rows
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
@@ -113,7 +113,9 @@ class _Run:
             run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
         options = run_options.options_to_keep(self.config)
         self.progress |= {"identity": identity, "rewards": self.rewards.sources, run_options.OPTIONS: options}
-        truncate_after(self.folder, self.progress["rollout"])
+        left = truncate_after(self.folder, self.progress["rollout"])
+        logged = self.progress["rollout"] if self.config.run.log_completions else 0
+        warn_of_missing_rows(self.folder, left, int(saved.train.step), logged)
         self.state = saved.train
         self.root = saved.key
         self.saved_at = int(self.state.step) if found is not None else -1

@@ -109,6 +109,31 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     assert differences(run, finished) == []
 
 
+def test_rows_that_were_lost_are_told_once_the_run_goes_on(config, stopped, tmp_path, caplog, monkeypatch):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    lines = (run / "completions.jsonl").read_text().splitlines(keepends=True)
+    (run / "completions.jsonl").write_text("".join(line for line in lines if json.loads(line)["rollout"] != 1))
+    stop_after(monkeypatch, 6)
+    with pytest.raises(Killed):
+        train(config, run)
+    assert [record.message for record in caplog.records] == [
+        f"{run}/metrics.jsonl: the rows of steps 1 to 4 are missing: they were lost or removed since; the run goes on "
+        "without them (to have them, stop it and put them back, before the others)",
+        f"{run}/completions.jsonl: the rows of rollout 1 are missing: they were lost or removed since, or "
+        "run.log_completions was false; the run goes on without them (to have them, stop it and put them back, before "
+        "the others)",
+    ]
+
+
+def test_completions_that_are_not_logged_are_not_missed(config, tmp_path, caplog, monkeypatch):
+    for step in (2, 4):
+        stop_after(monkeypatch, step)
+        with pytest.raises(Killed):
+            train(config, tmp_path / "run", "run.log_completions=false")
+    assert not caplog.records
+
+
 def test_no_whole_checkpoint_left_is_an_error_that_deletes_nothing(config, stopped, tmp_path):
     run = shutil.copytree(stopped, tmp_path / "run")
     for manifest in run.glob("checkpoints/*/manifest.json"):
