@@ -96,6 +96,7 @@ class _Run:
         self._begin_or_resume()
 
     def _begin_or_resume(self) -> None:
+        self.check_folder()
         root = jax.random.key(self.config.run.seed)
         adapter = initial_adapter(self.config, self.experiment.policy.model, jax.random.fold_in(root, _INIT))
         saved = Saved(self.learner.begin(adapter), root)

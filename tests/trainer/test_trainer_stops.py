@@ -305,17 +305,24 @@ def test_a_folder_that_is_moved_amid_its_run_stops_it_and_is_not_made_again(
     assert differences(moved, finished) == []
 
 
-def test_nor_is_one_that_is_moved_while_the_model_is_loaded(config, tmp_path, monkeypatch):
-    assemble = trainer.assemble
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nor_is_one_that_is_moved_while_the_model_is_loaded(config, stopped, tmp_path, monkeypatch, replaced):
+    assemble, run = trainer.assemble, tmp_path / "run"
+    rows = {name: (stopped / name).read_bytes() for name in ("metrics.jsonl", "completions.jsonl")}
 
     def assemble_and_move(*arguments):
-        (tmp_path / "run").rename(tmp_path / "moved")
+        run.rename(tmp_path / "moved")
+        if replaced:
+            run.mkdir()
+            for name, content in rows.items():
+                (run / name).write_bytes(content)
         return assemble(*arguments)
 
     monkeypatch.setattr(trainer, "assemble", assemble_and_move)
     with pytest.raises(UserError, match="the run's folder is no longer there"):
-        train(config, tmp_path / "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+        train(config, run)
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("run/*")} == (rows if replaced else {})
+    assert (tmp_path / "moved/config.yaml").is_file()
 
 
 def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
