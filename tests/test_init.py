@@ -46,3 +46,13 @@ def test_a_dtype_may_be_given_by_name():
 def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         init_adapter(jax.random.key(0), tiny_model(), **options)
+
+
+@pytest.mark.parametrize(("modules", "message"), [
+    ("q_proj", r"target_modules is 'q_proj', one text; expected a list of names, such as \['q_proj'\]; allowed in it:"),
+    (["q_prj"], r"target_modules holds 'q_prj'; allowed: q_proj, .*, down_proj \(did you mean 'q_proj'\?\)"),
+    ([], "target_modules is empty; allowed: one projection or more"),
+])  # fmt: skip
+def test_modules_that_cannot_be_trained_are_refused_by_name(modules, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        init_adapter(jax.random.key(0), tiny_model(), target_modules=modules)

@@ -145,15 +145,21 @@ def init_adapter(
       train_norms: also train input and post-attention norm scales, starting from the base's.
 
     Raises:
-      UserError: an unknown projection name, none, or a rank or an alpha that is too low or too high.
+      UserError: an unknown projection name, none, one text in place of a list, or a rank or an alpha that is too low or
+        too high.
     """
+    if isinstance(target_modules, str):  # whose letters would be taken for names
+        raise UserError(
+            f"target_modules is {target_modules!r}, one text; expected a list of names, such as ['q_proj']; allowed in "
+            f"it: {', '.join(PROJECTIONS)}"
+        )
     names = tuple(target_modules)
     for name in names:
         if name not in PROJECTIONS:
             hint = nearest(name, PROJECTIONS)
-            raise UserError(f"lora_target_modules: {name!r} is unknown; allowed: {', '.join(PROJECTIONS)}{hint}")
+            raise UserError(f"target_modules holds {name!r}; allowed: {', '.join(PROJECTIONS)}{hint}")
     if not names:
-        raise UserError("lora_target_modules is empty; allowed: one projection or more")
+        raise UserError("target_modules is empty; allowed: one projection or more")
     check_lora(lora_r, lora_alpha)
 
     scaling = lora_scaling(lora_r, lora_alpha, use_rslora)
