@@ -18,7 +18,7 @@ from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.state import TrainState
-from qerl_jax.rollout.memory import nbytes
+from qerl_jax.rollout.memory import nbytes, sized
 
 
 class Sampling(NamedTuple):
@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
 
     def __str__(self) -> str:
         at_once = f"all {self.slots}" if self.slots == self.samples else f"{self.slots} of {self.samples}"
-        return f"{at_once} completions at once, {_size(self.nbytes)}"
+        return f"{at_once} completions at once, {sized(self.nbytes)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,12 @@ class RunMemory:
 
     def __str__(self) -> str:
         parts = [f"a rollout, {self.rollout}", f"an evaluation, {self.evaluation}"]
-        parts += [] if self.update is None else [f"an update, {_size(self.update)}"]
+        parts += [] if self.update is None else [f"an update, {sized(self.update)}"]
         most = self.weights + self.trained + max(self.rollout.nbytes, self.evaluation.nbytes, self.update or 0)
-        has = "what the device has is not known" if self.limit is None else f"the device has {_size(self.limit)}"
+        has = "what the device has is not known" if self.limit is None else f"the device has {sized(self.limit)}"
         return (
-            f"memory: weights {_size(self.weights)}, adapter with gradient and optimizer {_size(self.trained)}; "
-            f"beside them by turns {', '.join(parts[:-1])}, and {parts[-1]}: {_size(most)} at most; {has}"
+            f"memory: weights {sized(self.weights)}, adapter with gradient and optimizer {sized(self.trained)}; "
+            f"beside them by turns {', '.join(parts[:-1])}, and {parts[-1]}: {sized(most)} at most; {has}"
         )
 
 
@@ -143,10 +143,6 @@ def _made_by(program: jax.stages.Compiled) -> int | None:
     return made
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 def refuse_what_does_not_fit(memory: RunMemory, config: Config) -> None:
     """Holds an update, a rollout and an evaluation against the device's limit, where that is known.
 
@@ -168,8 +164,8 @@ def _refuse_sampling(memory: RunMemory, limit: int, cache: float) -> None:
     for what, (sampling, slots) in sizes.items():
         if kept + sampling.nbytes > limit:
             raise UserError(
-                f"{what} does not fit in memory: weights, adapter and optimizer need {_size(kept)}, and {sampling} "
-                f"with generation.kv_cache_gb {cache:g}; the device has {_size(limit)}. Try a lower {slots}; or "
+                f"{what} does not fit in memory: weights, adapter and optimizer need {sized(kept)}, and {sampling} "
+                f"with generation.kv_cache_gb {cache:g}; the device has {sized(limit)}. Try a lower {slots}; or "
                 "generation.kv_cache_gb=null, which takes what the device has left"
             )
 
@@ -186,10 +182,10 @@ def _refuse_update(memory: RunMemory, limit: int, config: Config) -> None:
     ways += [] if optimizer.gradient_checkpointing else ["optimizer.gradient_checkpointing=true"]
     ways.append("a lower generation.max_completion_length")
     raise UserError(
-        f"an update does not fit in memory: weights, adapter and optimizer need {kept / 1e9:.1f} GB, and "
+        f"an update does not fit in memory: weights, adapter and optimizer need {sized(kept)}, and "
         f"{size} {'row' if size == 1 else 'rows'} of {config.row_tokens} tokens at once "
-        f"(optimizer.per_device_train_batch_size) {temporary / 1e9:.1f} GB; the device has "
-        f"{limit / 1e9:.1f} GB. Try {'; or '.join(ways)}"
+        f"(optimizer.per_device_train_batch_size) {sized(temporary)}; the device has "
+        f"{sized(limit)}. Try {'; or '.join(ways)}"
     )
 
 

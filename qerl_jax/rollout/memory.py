@@ -109,8 +109,8 @@ def plan_slots(
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:
         raise UserError(
-            f"not one completion fits in memory: {C} tokens (max_completion_length) need {slot_bytes / 1e6:.1f} MB and "
-            f"a prompt of up to {P} tokens (max_prompt_length) {row_bytes / 1e6:.1f} MB; {max(0, budget) / 1e6:.1f} MB "
+            f"not one completion fits in memory: {C} tokens (max_completion_length) need {sized(slot_bytes)} and "
+            f"a prompt of up to {P} tokens (max_prompt_length) {sized(row_bytes)}; {sized(max(0, budget))} "
             "are there for them. Shorten one of the lengths, or give the cache more memory (a run's is "
             "generation.kv_cache_gb)"
         )
@@ -122,6 +122,12 @@ def _device_bytes(taken: int) -> int:
     run that is continued plans as before."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return int(_SHARE * stats["bytes_limit"]) - taken if "bytes_limit" in stats else _CPU_BYTES
+
+
+def sized(count: int) -> str:
+    """`40.0 GB`, `16.0 MB`, `4.9 kB` or `12 bytes`."""
+    sizes = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+    return next((f"{count / size:.1f} {unit}" for unit, size in sizes.items() if count >= size), f"{count} bytes")
 
 
 def nbytes(tree: Any) -> int:
