@@ -85,8 +85,8 @@ class OutputTiles:
         """To each CTA of the pair."""
         p.warp_sync()
 
-        barrier = mem.map_rank(self.sums_full, self.lane)
-        p.when(p.lt(self.lane, self.plan.cluster), lambda: mem.barrier_arrive_in_cluster(barrier))
+        full, is_one = self.sums_full, p.lt(self.lane, self.plan.cluster)
+        p.when(is_one, lambda: mem.barrier_arrive_in_cluster(mem.map_rank(full, self.lane)))
 
     def tile_sum(self, i: int, tile):
         """A tile's sum over the quads of this CTA, or of the pair."""

@@ -114,8 +114,9 @@ class OutputTiles:
         p.cluster_wait()
         if not plan.sums_apart:
             p.warp_sync()
-            barrier = mem.map_rank(self.rings_free, self.lane)
-            p.when(p.lt(self.lane, c.cluster), lambda: mem.barrier_arrive_in_cluster(barrier))
+            free = self.rings_free
+            is_one = p.lt(self.lane, c.cluster)
+            p.when(is_one, lambda: mem.barrier_arrive_in_cluster(mem.map_rank(free, self.lane)))
             mem.barrier_wait_for_cluster(self.rings_free, p.i32(0))
         part = p.add(p.mul(self.rank, c.warps_k), warp_k)
 

@@ -82,6 +82,8 @@ def compiled_programs(folder: Path) -> Iterator[None]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # a folder that was opened before would still be used
     try:
+        # Whatever is compiled first opens the folder, and makes it where it is not: now, as it may be moved soon.
+        jax.jit(lambda: 0)()
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", None)

@@ -81,7 +81,8 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
                         _log.warning("%s, line %d: not a JSON object with `rollout`; dropped", path, place)
                 elif row["rollout"] < rollout:
                     target.write(line)
-                    if isinstance(number := row.get(_COUNTED[name]), int):
+                    # an evaluation's row has the step of the update before it
+                    if (name == COMPLETIONS or "loss" in row) and isinstance(number := row.get(_COUNTED[name]), int):
                         numbers.add(number)
             target.flush()
             os.fsync(target.fileno())

@@ -98,7 +98,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
 def standing(config: Config, identity: dict[str, Any]) -> str | None:
     """What `open_run` and the trainer would do with the folder that a config names, on a line; None where the run would
-    begin. Nothing is written there.
+    begin. Nothing is written there, and whether another process is at work on it is not looked at.
 
     Args:
       config: the run's.
@@ -162,14 +162,11 @@ class _Compared(NamedTuple):
 
 def _compared(folder: Path, config: Config) -> _Compared:
     """Refuses what `open_run` refuses of a run that has begun; nothing is written."""
-    newest = newest_progress(folder / CHECKPOINTS)
+    begun, newest = _begun(folder)
     kept = {} if newest is None else newest[0].get(OPTIONS, {})
-    steps = checkpoint_steps(folder / CHECKPOINTS)
-    begun = load_config(str(folder / CONFIG)) if steps else None
-    if begun is not None and config.model.dtype == "auto":
-        config = _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
+    config = as_begun(folder, config)
     changed = [] if begun is None else changes(begun, kept, config)
-    if changed and any(steps):
+    if changed and any(checkpoint_steps(folder / CHECKPOINTS)):
         raise UserError(
             f"{_begun_otherwise(folder, changed)} to continue it, or start another run: `--fresh` ({_beside(folder)}) "
             "or run.output_dir=NAME"
@@ -182,6 +179,21 @@ def _compared(folder: Path, config: Config) -> _Compared:
     if begun is not None:
         refuse_what_has_gone(config, folder, *LOCATIONS)
     return _Compared(config, begun, changed, newest)
+
+
+def _begun(folder: Path) -> tuple[Config | None, tuple[Progress, int] | None]:
+    """The config of a folder that has a checkpoint, and progress and step of its newest undamaged one."""
+    steps = checkpoint_steps(folder / CHECKPOINTS)
+    return load_config(str(folder / CONFIG)) if steps else None, newest_progress(folder / CHECKPOINTS)
+
+
+def as_begun(folder: Path, config: Config) -> Config:
+    """The config of the run in a folder with the dtype that it began with, if it has begun, in the place of `auto`."""
+    begun, newest = _begun(folder)
+    if begun is None or config.model.dtype != "auto":
+        return config
+    kept = {} if newest is None else newest[0].get(OPTIONS, {})
+    return _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
 
 
 def _forget(folder: Path) -> None:

@@ -32,6 +32,14 @@ def test_each_folder_gets_its_own_programs(no_cache, tmp_path):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_folder_that_is_moved_is_not_made_again(no_cache, tmp_path):
+    run = tmp_path / "run"
+    with compiled_programs(run / "compiled"):
+        run.rename(tmp_path / "moved")
+        _compile(5)
+    assert (tmp_path / "moved/compiled").is_dir() and not run.exists()
+
+
 def test_a_torn_program_is_written_again(no_cache, tmp_path):
     with compiled_programs(tmp_path):
         _compile(4)

@@ -1,5 +1,6 @@
 """Rows on disk, cutting them back on resume, and the services."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -51,7 +52,8 @@ def test_a_new_writer_appends(tmp_path):
 
 def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
     metrics, completions = tmp_path / "metrics.jsonl", tmp_path / "completions.jsonl"
-    kept = '{"step": 1, "rollout": 0}\n{"step": 2, "rollout": 0}\n{"step": 3, "rollout": 1}\n'
+    kept = "".join(json.dumps({"step": s, "rollout": r, "loss": None}) + "\n" for s, r in ((1, 0), (2, 0), (3, 1)))
+    kept += '{"step": 4, "rollout": 1, "eval/accuracy": 0.5}\n'  # the update's own row was lost
     metrics.write_text(kept + '{"step": 4, "rollout": 2}\n{"step": 5, "rol')
     completions.write_text('{"rollout": 0, "completion": "é"}\ndamaged\n{"rollout": 3, "completion": ""}\n')
     assert truncate_after(tmp_path, 2) == {"metrics.jsonl": {1, 2, 3}, "completions.jsonl": {0}}

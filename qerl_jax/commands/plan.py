@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Prints the steps of the run that `qerl train` would begin with the same words, and the memory that rollouts, evaluations
 and updates would take on this device; of a run that has begun also whether it would be continued, is finished, or would
-be refused, and why. All is loaded, checked and compiled as for the run, and refused as there where it does not fit into
-what the device says it has. Nothing is sampled or written.
+be refused, and why (but for another process that is at work on it). All is loaded, checked and compiled as for the run,
+and refused as there where it does not fit into what the device says it has. Nothing is sampled or written.
 """
 _EXAMPLES = """\
 examples:

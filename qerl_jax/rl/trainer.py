@@ -216,7 +216,10 @@ class _Run:
         except UserError as error:
             if self.saved_at < 0:  # nothing was
                 raise
-            self._save()
+            try:
+                self._save()
+            except UserError as unsaved:
+                raise UserError(f"{error}\n{unsaved}") from error
             raise UserError(f"{error}\n{self._saved()}") from error
 
     def _stop_if_interrupted(self) -> None:

@@ -88,8 +88,8 @@ def generate_texts(
 
     Raises:
       UserError: a folder that is neither run nor model, a model that cannot be loaded or that the adapter does not fit,
-        a run that has saved nothing yet or that a format is given for, lengths that do not fit the model, an empty stop
-        text.
+        a run that has saved nothing yet or that a format is given for, one whose model is another than it was trained
+        on, or whose config says another one or another adapter, lengths that do not fit the model, an empty stop text.
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")

@@ -7,7 +7,7 @@ import jax
 import pytest
 from run_harness import checkpoints, rows
 from tiny import Device
-from training_runs import config_in, train
+from training_runs import Killed, config_in, stop_after, train
 
 from qerl_jax import cli
 from qerl_jax.config_files import load_config
@@ -102,3 +102,13 @@ def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp
     for step in (0, 2):
         (run / f"checkpoints/step_{step:08d}/manifest.json").write_text("{}")
     assert told(capsys, stored).endswith(f" train` refuses it: every checkpoint in {run}/checkpoints is damaged")
+
+
+def test_a_run_that_began_in_another_dtype_is_planned_in_that(config, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    stop_after(monkeypatch, 2)
+    with pytest.raises(Killed):
+        train(config, run, "model.dtype=bfloat16")
+    capsys.readouterr()
+    line = told(capsys, config, f"run.output_dir={run}", "model.dtype=auto")
+    assert line == f"run: continues {run} from step 2 of 6"

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from run_harness import TrainingProcess, checkpoints, differences, leaves, rows
-from training_runs import config_in, reward_file, train
+from training_runs import Killed, config_in, reward_file, stop_after, train
 
 from qerl_jax import cli, run_options
 from qerl_jax.config_files import load_config
@@ -28,22 +28,6 @@ COUNTED = """\
     calls += 1
     scores = [sum(character.isdigit() for character in text) / 10 + len(text) / 1000 for text in completions]
 """
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the trainer catches it."""
-
-
-def stop_after(patch, step):
-    """From now on a run dies as soon as it has saved this step."""
-    save = trainer.save_checkpoint
-
-    def save_and_die(directory, saved_step, *arguments, **options):
-        save(directory, saved_step, *arguments, **options)
-        if saved_step == step:
-            raise Killed
-
-    patch.setattr(trainer, "save_checkpoint", save_and_die)
 
 
 @pytest.fixture(scope="module")
@@ -440,6 +424,18 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     mine, theirs = leaves(run)[1], leaves(finished)[1]
     assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
     assert mine == theirs
+
+
+def test_a_failing_reward_function_is_told_even_where_nothing_can_be_saved(policy, tmp_path):
+    config, run = config_in(tmp_path, policy), tmp_path / "run"
+    move = f"__import__('os').rename({str(run)!r}, {str(tmp_path / 'moved')!r})"
+    reward_file(
+        tmp_path,
+        COUNTED + f"    if calls == 4:\n        {move}\n        raise ValueError('no such unit')\n    return scores\n",
+    )
+    with pytest.raises(UserError, match=r"(?s)no such unit.*\n.*the run's folder is no longer there"):
+        train(config, run)
+    assert not run.exists() and checkpoints(tmp_path / "moved") == [0, 2]
 
 
 def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(policy, finished, tmp_path):

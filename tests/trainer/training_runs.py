@@ -29,6 +29,22 @@ def train(config, run, *words):
     return trainer.train(load_config(str(config), [f"run.output_dir={run}", *words]))
 
 
+class Killed(BaseException):
+    """Stands for a kill: nothing in the trainer catches it."""
+
+
+def stop_after(patch, step):
+    """From now on a run dies as soon as it has saved this step."""
+    save = trainer.save_checkpoint
+
+    def save_and_die(directory, saved_step, *arguments, **options):
+        save(directory, saved_step, *arguments, **options)
+        if saved_step == step:
+            raise Killed
+
+    patch.setattr(trainer, "save_checkpoint", save_and_die)
+
+
 def same_adapter(run, other, step=None):
     mine, theirs = leaves(run, step)[0], leaves(other, step)[0]
     names = [name for name in mine if name.startswith("train.adapter")]
