@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from run_harness import TrainingProcess, checkpoints, differences, leaves, rows
-from training_runs import Killed, config_in, reward_file, stop_after, train
+from training_runs import COUNTED, Killed, config_in, reward_file, stop_after, train
 
 from qerl_jax import cli, run_options
 from qerl_jax.config_files import load_config
@@ -23,11 +23,6 @@ from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import experience, plan, trainer
 from qerl_jax.rl.assembly import Experiment
-
-COUNTED = """\
-    calls += 1
-    scores = [sum(character.isdigit() for character in text) / 10 + len(text) / 1000 for text in completions]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -262,53 +257,6 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
     assert differences(tmp_path / "run", finished) == []
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize(("step", "saved"), [(2, [0, 2]), (6, [0, 2, 4, 6])])
-def test_a_folder_that_is_moved_amid_its_run_stops_it_and_is_not_made_again(
-    config, finished, tmp_path, monkeypatch, step, saved, replaced
-):
-    run, moved, save = tmp_path / "run", tmp_path / "moved", trainer.save_checkpoint
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / ".lock").touch()
-
-    def save_and_move(directory, saved_step, *arguments, **options):
-        save(directory, saved_step, *arguments, **options)
-        if saved_step == step:
-            run.rename(moved)
-            if replaced:
-                (tmp_path / "other").rename(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "save_checkpoint", save_and_move)
-        message = rf"{run}: the run's folder is no longer there: it was moved,.* `.*qerl.* train NEW/config.yaml`"
-        with pytest.raises(UserError, match=message):
-            train(config, run)
-    assert checkpoints(moved) == saved and len(rows(moved)) == step
-    assert [path.name for path in tmp_path.rglob("run/*")] == ([".lock"] if replaced else [])
-    trainer.train(load_config(f"{moved}/config.yaml"))
-    assert differences(moved, finished) == []
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_nor_is_one_that_is_moved_while_the_model_is_loaded(config, stopped, tmp_path, monkeypatch, replaced):
-    assemble, run = trainer.assemble, tmp_path / "run"
-    rows = {name: (stopped / name).read_bytes() for name in ("metrics.jsonl", "completions.jsonl")}
-
-    def assemble_and_move(*arguments):
-        run.rename(tmp_path / "moved")
-        if replaced:
-            run.mkdir()
-            for name, content in rows.items():
-                (run / name).write_bytes(content)
-        return assemble(*arguments)
-
-    monkeypatch.setattr(trainer, "assemble", assemble_and_move)
-    with pytest.raises(UserError, match="the run's folder is no longer there"):
-        train(config, run)
-    assert {path.name: path.read_bytes() for path in tmp_path.rglob("run/*")} == (rows if replaced else {})
-    assert (tmp_path / "moved/config.yaml").is_file()
-
-
 def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
     run = train(config, tmp_path / "run", "run.save_steps=null")
     assert checkpoints(run) == [0, 6]
@@ -424,18 +372,6 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     mine, theirs = leaves(run)[1], leaves(finished)[1]
     assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
     assert mine == theirs
-
-
-def test_a_failing_reward_function_is_told_even_where_nothing_can_be_saved(policy, tmp_path):
-    config, run = config_in(tmp_path, policy), tmp_path / "run"
-    move = f"__import__('os').rename({str(run)!r}, {str(tmp_path / 'moved')!r})"
-    reward_file(
-        tmp_path,
-        COUNTED + f"    if calls == 4:\n        {move}\n        raise ValueError('no such unit')\n    return scores\n",
-    )
-    with pytest.raises(UserError, match=r"(?s)no such unit.*\n.*the run's folder is no longer there"):
-        train(config, run)
-    assert not run.exists() and checkpoints(tmp_path / "moved") == [0, 2]
 
 
 def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(policy, finished, tmp_path):

@@ -29,6 +29,12 @@ def train(config, run, *words):
     return trainer.train(load_config(str(config), [f"run.output_dir={run}", *words]))
 
 
+COUNTED = """\
+    calls += 1
+    scores = [sum(character.isdigit() for character in text) / 10 + len(text) / 1000 for text in completions]
+"""
+
+
 class Killed(BaseException):
     """Stands for a kill: nothing in the trainer catches it."""
 
