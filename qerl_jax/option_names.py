@@ -27,8 +27,8 @@ Service = Literal["tensorboard", "wandb"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def check_format(weight_format: str) -> None:
-    """Raises UserError for a name that no format of weights has."""
-    if weight_format not in FORMATS:
+def check_format(weight_format: str | None) -> None:
+    """Raises UserError for a name that no format of weights has; None, where a folder's own is meant, is no name."""
+    if weight_format is not None and weight_format not in FORMATS:
         known = ", ".join(FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; allowed: {known}{nearest(weight_format, FORMATS)}")

@@ -162,9 +162,8 @@ class _Compared(NamedTuple):
 
 def _compared(folder: Path, config: Config) -> _Compared:
     """Refuses what `open_run` refuses of a run that has begun; nothing is written."""
-    begun, newest = _begun(folder)
-    kept = {} if newest is None else newest[0].get(OPTIONS, {})
-    config = as_begun(folder, config)
+    begun, kept, newest = _begun(folder)
+    config = _in_its_dtype(config, begun, kept)
     changed = [] if begun is None else changes(begun, kept, config)
     if changed and any(checkpoint_steps(folder / CHECKPOINTS)):
         raise UserError(
@@ -181,18 +180,25 @@ def _compared(folder: Path, config: Config) -> _Compared:
     return _Compared(config, begun, changed, newest)
 
 
-def _begun(folder: Path) -> tuple[Config | None, tuple[Progress, int] | None]:
-    """The config of a folder that has a checkpoint, and progress and step of its newest undamaged one."""
-    steps = checkpoint_steps(folder / CHECKPOINTS)
-    return load_config(str(folder / CONFIG)) if steps else None, newest_progress(folder / CHECKPOINTS)
+def _begun(folder: Path) -> tuple[Config | None, dict[str, Any], tuple[Progress, int] | None]:
+    """The config of a folder that has a checkpoint, the options that its newest undamaged one keeps, and the progress
+    and step of that."""
+    steps, newest = checkpoint_steps(folder / CHECKPOINTS), newest_progress(folder / CHECKPOINTS)
+    begun = load_config(str(folder / CONFIG)) if steps else None
+    return begun, {} if newest is None else newest[0].get(OPTIONS, {}), newest
 
 
-def as_begun(folder: Path, config: Config) -> Config:
-    """The config of the run in a folder with the dtype that it began with, if it has begun, in the place of `auto`."""
-    begun, newest = _begun(folder)
+def as_begun(config: Config) -> Config:
+    """The config of a run with the dtype that it began with, if it has begun, in the place of `auto`."""
+    if config.run.output_dir is None:
+        return config
+    begun, kept, _ = _begun(Path(config.run.output_dir))
+    return _in_its_dtype(config, begun, kept)
+
+
+def _in_its_dtype(config: Config, begun: Config | None, kept: dict[str, Any]) -> Config:
     if begun is None or config.model.dtype != "auto":
         return config
-    kept = {} if newest is None else newest[0].get(OPTIONS, {})
     return _with_dtype(config, kept.get("model.dtype", begun.model.dtype))
 
 

@@ -178,8 +178,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     Raises:
       UserError: naming file and tensor, what was expected and what was found.
     """
-    if weight_format is not None:
-        check_format(weight_format)
+    check_format(weight_format)
     folder, _, config, packing, tensors = open_model(path)
     made = None if weight_format is None or packing is not None else PACKED.get(weight_format)
     if packing is not None and weight_format not in (None, "bf16", packing.weight_format):

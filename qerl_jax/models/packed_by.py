@@ -40,8 +40,7 @@ def rounded_to(path: str | os.PathLike[str], weight_format: str | None) -> str:
     Raises:
       UserError: there is no such folder or format, or no folder that can be read.
     """
-    if weight_format is not None:
-        check_format(weight_format)
+    check_format(weight_format)
     folder = resolve(path)
     packing = packing_of(read_json(folder / CONFIG), folder)
     return weight_format or "bf16" if packing is None else packing.weight_format

@@ -200,8 +200,7 @@ def save_adapter(
       ValueError: ranks, scalings or modules differ among layers, there is no pair, or several adapters are stacked in
         one.
     """
-    if weight_format is not None:
-        check_format(weight_format)
+    check_format(weight_format)
     check_single(adapter)
     pairs = [pair for layer in adapter.lora for pair in layer.values()]
     if not pairs:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -77,9 +76,7 @@ def plan_run(config: Config) -> str:
     Raises:
       UserError: what `qerl_jax.rl.trainer.train` would refuse of options, data, rewards, model and memory.
     """
-    config = settled_config(config)
-    if config.run.output_dir is not None:
-        config = run_folder.as_begun(Path(config.run.output_dir), config)
+    config = run_folder.as_begun(settled_config(config))
     check_services(config.run.report_to)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         experiment = assemble(config, rewards)
