@@ -17,6 +17,10 @@ WARPS = 12
 # where the streams are long (32B, 82 items a warp: 97.4 -> 92.6 us; 14B, 48: 63.5 -> 64.5).
 MORE_WARPS, LONG_STREAM, MOST_RANKS = 16, 64, 64
 SERVICE_WARPS = 4
+# Items under way to all warps of a CTA, at most: more, where x of few rows leaves room for them, hold up what CTAs wait
+# for between parts (measured, 7 items for each of 12 warps instead of 4: one row of 7B 52.2 us for 50.4, of 32B, 5 for 3
+# of 16, 86.5 for 84.1).
+MOST_ITEMS = 48
 # Slices of K whose products with A are added afterwards, about: every CTA adds them all, each is a warp's work.
 LORA_SLICES = 24
 # An exchange of sums between CTAs takes about as long as so many items of each.
@@ -233,8 +237,8 @@ def make_block_plan(
 ) -> BlockPlan:
     """Raises ValueError naming the constraint when the kernel does not take the shape.
 
-    Without `depth` the ring gets what is left of the shared memory, which is what a CTA can fetch while it waits for
-    the others; without `warps` there are as many as measured better.
+    Without `depth` the rings get what is left of the shared memory, up to MOST_ITEMS, which is what a CTA can fetch
+    while it waits for the others; without `warps` there are as many as measured better.
     """
     if not 1 <= m <= MAX_ROWS:
         raise ValueError(f"M must be in 1..{MAX_ROWS}, got {m}")
@@ -259,7 +263,7 @@ def make_block_plan(
     def with_warps(count: int, rows: int) -> BlockPlan:
         plan = BlockPlan(rows, hidden, parts, ctas, count, depth or 2)
         fits = (SMEM_LIMIT - plan.ring_at) // (count * QUAD_BYTES)
-        return plan if depth else dataclasses.replace(plan, depth=max(2, min(16, fits)))
+        return plan if depth else dataclasses.replace(plan, depth=max(2, min(MOST_ITEMS // count, fits)))
 
     if warps is None:
         is_long = with_warps(WARPS, m).items_warp > LONG_STREAM

@@ -19,7 +19,7 @@ from pallas_kernels import (
     takes_between_attentions,
 )
 from pallas_kernels.block import plan_of
-from pallas_kernels.block_plan import Part, make_block_plan
+from pallas_kernels.block_plan import MOST_ITEMS, Part, make_block_plan
 from pallas_kernels.layout import KernelWeight
 from pallas_kernels.stream_plan import SMEM_LIMIT
 from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
@@ -52,6 +52,7 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
     assert [plan.warps for plan in plans] == [16 if name == "32B" and rank <= 64 else 12] * 2 + [12] * 2
     for plan in plans:
         assert plan.total <= SMEM_LIMIT and plan.depth >= (3 if plan.panels == 1 or name != "32B" else 2)
+        assert plan.depth * plan.warps <= MOST_ITEMS
         for part in plan.parts:
             assert part.groups * part.slices * part.cuts <= 132 and part.cuts == plan.panels
             assert part.slices == 1 or part.cuts == 2 or part.groups % 2 == 0  # a pair of CTAs reads the same columns
@@ -61,7 +62,7 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
 
 
 def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
-    # of 72B's width: 16 warps would have rings of four items for one row, of one for eight
+    # of 72B's width: 16 warps would have rings of three items for one row, of one for eight
     D, F, kv = 8192, 29440, 1024
     parts = (
         Part(D, (D,), (32,), (False,), joins=True),
@@ -69,7 +70,7 @@ def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
         Part(F, (D,), (32,), (False,), joins=True),
         Part(D, (D, kv, kv), (32,) * 3, (True,) * 3, normed=True),
     )
-    assert make_block_plan(1, D, parts, 132, warps=16).depth == 4
+    assert make_block_plan(1, D, parts, 132, warps=16).depth == 3
     assert [make_block_plan(m, D, parts, 132).warps for m in (1, 8)] == [12, 12]
 
 
