@@ -21,6 +21,7 @@ dtype where that is not the device's own.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import json
@@ -41,7 +42,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.report import versions, write
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
-from pallas_kernels import has_kernels
+from pallas_kernels import compiling_for, describe, has_kernels
 from qerl_jax.formats import FORMATS
 from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
@@ -301,7 +302,10 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default=compute_dtype().name, help="that models are computed in")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=has_kernels())
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, help="default: where there are some")
+    parser.add_argument(
+        "--compute-capability", type=int, metavar="80", help="compile what a GPU of this one would run, for this one"
+    )
     parser.add_argument(
         "--profile", type=int, nargs="+", default=[], metavar="BATCH", help="also kernels' device times"
     )
@@ -318,6 +322,12 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None, show: Callable[[str], None] = print) -> int:
     arguments = arguments_of(words)
+    with compiling_for(arguments.compute_capability) if arguments.compute_capability else contextlib.nullcontext():
+        return run(arguments, show)
+
+
+def run(arguments: argparse.Namespace, show: Callable[[str], None]) -> int:
+    kernels = has_kernels() if arguments.kernels is None else arguments.kernels
     config = MODELS[arguments.model]
     on_cpu = jax.default_backend() == "cpu"
     dtype = compute_dtype(arguments.dtype)
@@ -327,7 +337,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
         "versions": versions("jax", "jaxlib", "flax", "numpy"),
         "settings": {
             "repeats": arguments.repeats,
-            "kernels": arguments.kernels,
+            "kernels": kernels and describe(),
             "dtype": str(dtype),
             "sigma": _SIGMA,
         },
@@ -339,7 +349,7 @@ def main(words: list[str] | None = None, show: Callable[[str], None] = print) ->
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     show(f"{about['device']}, reads {bandwidth * 1e-12:.2f} TB/s\n{HEADER}")
     for weight_format in arguments.format:
-        model = random_model(config, dtype, weight_format, arguments.kernels)
+        model = random_model(config, dtype, weight_format, kernels)
         done: list[tuple[dict[str, Any], Case]] = []
         sizes = list(itertools.product(arguments.lora_rank, arguments.batch))
         rest = arguments.num_generations, arguments.prompt, arguments.new, arguments.kv_cache_dtype

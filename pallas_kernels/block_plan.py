@@ -17,9 +17,9 @@ WARPS = 12
 # where the streams are long (32B, 82 items a warp: 97.4 -> 92.6 us; 14B, 48: 63.5 -> 64.5).
 MORE_WARPS, LONG_STREAM, MOST_RANKS = 16, 64, 64
 SERVICE_WARPS = 4
-# Items under way to all warps of a CTA, at most: more, where x of few rows leaves room for them, hold up what CTAs wait
-# for between parts (measured, 7 items for each of 12 warps instead of 4: one row of 7B 52.2 us for 50.4, of 32B, 5 for 3
-# of 16, 86.5 for 84.1).
+# Items under way to all warps of a CTA, at most: more, for which x of few rows leaves room, hold up what CTAs wait for
+# between parts. Measured, us: 7 instead of 4 for each of 12 warps, one row of 7B, 52.2 and 50.4; 5 instead of 3 for 16,
+# one row of 32B, 86.5 and 84.1.
 MOST_ITEMS = 48
 # Slices of K whose products with A are added afterwards, about: every CTA adds them all, each is a warp's work.
 LORA_SLICES = 24

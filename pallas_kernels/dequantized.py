@@ -38,22 +38,28 @@ def exact(weight: KernelWeight) -> jax.Array:
     return w[: weight.n, : weight.k]
 
 
-def _weight(weight: KernelWeight, kernel: bool):
+def _weight(weight: KernelWeight, by: str):
     """W [N, K] in 16 bits and what its products must be divided by, over the global scale."""
-    if not kernel:
+    if by == "dequantize":
         return exact(weight), 1.0
-    return dequantize_kernel.dequantize(weight.data, weight.dtype)[: weight.n, : weight.k], 1.0 / EPILOGUE_FACTOR
+    if by == "dequantize-triton":
+        from . import triton_kernel  # needs triton, which only this path does
+
+        w = triton_kernel.dequantize(weight)
+    else:
+        w = dequantize_kernel.dequantize(weight.data, weight.dtype)
+    return w[: weight.n, : weight.k], 1.0 / EPILOGUE_FACTOR
 
 
-def matmul(x_MK, weight: KernelWeight, global_scale, *, kernel: bool = False) -> jax.Array:
-    """x W^T in float32 [M, N]; `kernel` takes the Mosaic GPU dequantization instead of XLA's."""
-    w, divisor = _weight(weight, kernel)
+def matmul(x_MK, weight: KernelWeight, global_scale, by: str = "dequantize"):
+    """x W^T in float32 [M, N]; `by` is one of `variants.DEQUANTIZING`: XLA, or the Mosaic GPU or the Triton kernel."""
+    w, divisor = _weight(weight, by)
     y = jnp.dot(x_MK.astype(w.dtype), w.T, preferred_element_type=jnp.float32)
     return y * (1.0 / (jnp.asarray(global_scale, jnp.float32).reshape(()) * divisor))
 
 
-def matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, kernel: bool = False) -> jax.Array:
+def matmul_dx(dy_MN, weight: KernelWeight, global_scale, by: str = "dequantize"):
     """dy W in float32 [M, K]."""
-    w, divisor = _weight(weight, kernel)
+    w, divisor = _weight(weight, by)
     dx = jnp.dot(dy_MN.astype(w.dtype), w, preferred_element_type=jnp.float32)
     return dx * (1.0 / (jnp.asarray(global_scale, jnp.float32).reshape(()) * divisor))

@@ -30,7 +30,8 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
         16 bits: cast float32 masters once, outside a decode loop. A rank that is no multiple of 16 is padded.
       bias: None or [N]; for a list, a list (entries may be None) or None.
       backend: None (by the table), "mosaic" (the streaming kernel), "wide" (the kernel for many rows), "triton" (the
-        portable kernel), "dequantize", "dequantize-mosaic" (dequantize + dot, by XLA or by a kernel), or "reference".
+        portable kernel), "dequantize", "dequantize-mosaic", "dequantize-triton" (dequantize + dot, by XLA or by a
+        kernel), or "reference".
       out_dtype: of y; None is x's dtype. float32 is the sums as they are, for what is added to something wider; the
         backward pass multiplies in x's dtype all the same.
 
@@ -180,9 +181,8 @@ def product(route, out_dtype):
             from . import triton_kernel  # needs triton, which only this path does
 
             ys = [triton_kernel.matmul(x, w, s) for w, s in zip(weights, scales, strict=True)]
-        elif variant in ("dequantize", "dequantize-mosaic"):
-            kernel = variant == "dequantize-mosaic"
-            ys = [dequantized.matmul(x, w, s, kernel=kernel) for w, s in zip(weights, scales, strict=True)]
+        elif variant in variants.DEQUANTIZING:
+            ys = [dequantized.matmul(x, w, s, variant) for w, s in zip(weights, scales, strict=True)]
         elif not any(ranks) or variants.takes_lora(m, k, n, variant, ranks):
             wide_out = jnp.dtype(out_dtype).name != weights[0].dtype
             ys = _mosaic(x, weights, scales, biases, loras, variant, wide_out=wide_out)
@@ -240,7 +240,7 @@ def product_dx(route, wide_out=False):
         if variant == "reference":
             parts = [fp4_matmul_dx_reference(dy.astype(jnp.float32), w, s) for dy, w, s in each]
         else:
-            parts = [dequantized.matmul_dx(dy, w, s, kernel=variant == "dequantize-mosaic") for dy, w, s in each]
+            parts = [dequantized.matmul_dx(dy, w, s, variant) for dy, w, s in each]
         if lora is not None:
             parts.append(_of_adapters(*lora, dys[0].dtype))
         return sum(parts[1:], parts[0]).astype(out_dtype)

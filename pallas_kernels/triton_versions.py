@@ -1,4 +1,19 @@
-"""Which jax-triton works with which triton."""
+"""Whether the Triton kernel can run here, and which jax-triton works with which triton."""
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+
+
+@functools.cache
+def missing() -> str | None:
+    """What the Triton kernel lacks, for the program's log; None where both packages are there and fit."""
+    try:
+        check_versions(version("jax-triton"), version("triton"))
+    except PackageNotFoundError as error:
+        return f"{error.name} is not installed"
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def check_versions(jax_triton: str, triton: str) -> None:

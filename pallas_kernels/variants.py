@@ -24,15 +24,19 @@ from .block_plan import MAX_ROWS
 from .operands import padded_rank
 from .stream_plan import RESIDENT, StreamConfig, make_plan
 from .stream_variants import by_rule
+from .triton_versions import missing
 from .wide_plan import WideConfig
 from .wide_variants import few_rows_config, makes_h_in_time, wide_config
 
 RANGES = (8, 16, 32, 64)
-BACKENDS = ("mosaic", "wide", "triton", "dequantize-mosaic", "dequantize", "reference")
+DEQUANTIZING = ("dequantize", "dequantize-mosaic", "dequantize-triton")
+BACKENDS = ("mosaic", "wide", "triton", *DEQUANTIZING, "reference")
 # Up to this many rows the streaming kernel is the faster one at most shapes without adapters.
 STREAM_ROWS = 64
 # What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
 MAX_STREAM_ROWS = 256
+# The Triton kernel multiplies up to so many rows, 64 at a time; with more it is sooner to dequantize.
+MAX_TRITON_ROWS = 128
 
 
 def _load() -> dict[tuple[int, int, int, bool], StreamConfig]:
@@ -68,20 +72,35 @@ def capability() -> int:
     return round(float(jax.devices()[0].compute_capability) * 10)
 
 
+def family() -> str:
+    """Which kernels the device that is compiled for runs: "mosaic" (Hopper), "triton" (from Ampere on, where jax-triton
+    is installed), "dequantize" (none: dequantize + dot in plain XLA) or, without a CUDA device, "reference"."""
+    at = capability()
+    if at == 90:
+        return "mosaic"
+    if at >= 80 and missing() is None:
+        return "triton"
+    return "dequantize" if at else "reference"
+
+
 def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
     at = capability()
-    if at == 90:
-        return (
-            f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
-            f"{STREAM_ROWS}, wide above, for gradients, and from 17 on in decoding, with adapters or small matrices"
-        )
-    return "NVFP4 kernels: dequantize + dot" if at else "NVFP4 kernels: reference path (no CUDA device)"
+    return (
+        "NVFP4 kernels: "
+        + {
+            "mosaic": f"Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to {STREAM_ROWS}, "
+            "wide above, for gradients, and from 17 on in decoding, with adapters or small matrices",
+            "triton": f"Triton (sm_{at}) up to {MAX_TRITON_ROWS} rows, dequantize + dot above and for gradients",
+            "dequantize": f"none, dequantize + dot (sm_{at}{f'; {missing()}' if at >= 80 else ''})",
+            "reference": "reference path (no CUDA device)",
+        }[family()]
+    )
 
 
 def has_kernels() -> bool:
-    """Whether the default device runs kernels that are better than dequantize + dot in plain XLA."""
-    return capability() == 90
+    """Whether the device that is compiled for runs kernels that are better than dequantize + dot in plain XLA."""
+    return family() in ("mosaic", "triton")
 
 
 def takes_lora(
@@ -173,9 +192,11 @@ def choose(
         return _wide("forward", m, k, n)
     if backend is not None:
         return backend
-    at = capability()
-    if at != 90:
-        return "dequantize" if at else "reference"
+    kernels = family()
+    if kernels == "triton" and m > MAX_TRITON_ROWS:
+        return "dequantize-triton"
+    if kernels != "mosaic":
+        return kernels
     stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(_wide, "forward", m, k, n)
     if m <= STREAM_ROWS:
         few = functools.partial(few_rows_config, m, k, n, ranks)
@@ -187,13 +208,9 @@ def choose_dx(m: int, k: int, n: tuple[int, ...], backend: str | None = None) ->
     """The same for dx, the sum of dy W over weights of so many outputs."""
     if backend in ("mosaic", "wide"):
         return _wide("dx", m, k, n)
-    if backend == "triton":  # its kernel is for the forward product
-        return "dequantize"
-    if backend is not None:
-        return backend
-    at = capability()
-    if at != 90:
-        return "dequantize" if at else "reference"
+    kernels = backend or family()
+    if kernels != "mosaic":
+        return "dequantize-triton" if kernels == "triton" else kernels
     return _first([functools.partial(_wide, "dx", m, k, n)])
 
 
