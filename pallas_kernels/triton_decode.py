@@ -82,7 +82,7 @@ def weights_of_unit(
     FLOAT16: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """W * global_scale / 128 of one unit of a quad of each of TILES row tiles, whose words begin at quad_ptr [TILES, 1].
+    """W * global_scale / 128 of one unit of a quad of each of TILES row tiles; the quads begin at quad_ptr [TILES, 1].
 
     The axes are tile, g, t, step, column of a pair, pair, half of the rows (layout.py): row 8 half + g, column
     16 t + 4 step + 2 pair + column of the unit. The last four are a lane's own.

@@ -85,17 +85,17 @@ def family() -> str:
 
 def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
-    at = capability()
-    return (
-        "NVFP4 kernels: "
-        + {
-            "mosaic": f"Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to {STREAM_ROWS}, "
-            "wide above, for gradients, and from 17 on in decoding, with adapters or small matrices",
-            "triton": f"Triton (sm_{at}) up to {MAX_TRITON_ROWS} rows, dequantize + dot above and for gradients",
-            "dequantize": f"none, dequantize + dot (sm_{at}{f'; {missing()}' if at >= 80 else ''})",
-            "reference": "reference path (no CUDA device)",
-        }[family()]
-    )
+    at, kernels = capability(), family()
+    if kernels == "mosaic":
+        return (
+            f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
+            f"{STREAM_ROWS}, wide above, for gradients, and from 17 on in decoding, with adapters or small matrices"
+        )
+    if kernels == "triton":
+        return f"NVFP4 kernels: Triton (sm_{at}) up to {MAX_TRITON_ROWS} rows, dequantize + dot above, for gradients"
+    if kernels == "dequantize":
+        return f"NVFP4 kernels: none, dequantize + dot (sm_{at}{f'; {missing()}' if at >= 80 else ''})"
+    return "NVFP4 kernels: reference path (no CUDA device)"
 
 
 def has_kernels() -> bool:

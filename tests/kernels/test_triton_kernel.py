@@ -56,7 +56,8 @@ for dtype, m, n, k, plan in (
     dense, x = np.asarray(layout.dequantize(w, 1.0, jnp.float32), np.float64), x.astype(np.float64)
     error = np.abs(sums.sum(0, dtype=np.float64) * layout.EPILOGUE_FACTOR - x @ dense.T)
     assert (error <= 1e-5 * (np.abs(x) @ np.abs(dense).T)).all()
-    assert np.array_equal(out[:n, :k] * layout.EPILOGUE_FACTOR, dense) and not np.any(out[n:]) and not np.any(out[:, k:])
+    assert np.array_equal(out[:n, :k] * layout.EPILOGUE_FACTOR, dense)
+    assert not np.any(out[n:]) and not np.any(out[:, k:])
     print("right", dtype, m, n, k)
 """
 
