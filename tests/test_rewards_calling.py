@@ -1,5 +1,6 @@
 """One call of a reward function: the columns it gets and what it may return."""
 
+import copy
 import re
 
 import numpy as np
@@ -58,6 +59,20 @@ def test_what_is_asynchronous_is_refused_before_a_call():
     for function in (f, F()):
         with pytest.raises(UserError, match="'m:f' is `async def`, but is not awaited: make it a plain function"):
             accepted("m:f", function, ["answer"])
+
+
+def test_a_function_that_empties_its_arguments_is_held_against_the_completions_that_there_were():
+    def f(prompts, completions, completion_ids, answer, level):
+        scores = [float(number) for number in answer]
+        for values in (prompts, completions, completion_ids, answer, level):
+            values.clear()
+        return scores
+
+    batch = copy.deepcopy(BATCH)
+    assert call("f", f, *batch) == [1.0, 2.0]
+    assert batch == BATCH
+    with pytest.raises(UserError, match="'f' returned 1 scores; expected 2, one per completion"):
+        call("f", lambda prompts, **columns: prompts.clear() or [1.0], *batch)
 
 
 @pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])

@@ -36,7 +36,9 @@ def call(
       UserError: see `accepted` and `checked`.
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    arguments = given | {name: columns[name] for name in accepted(spec, function, list(columns))}
+    given |= {name: columns[name] for name in accepted(spec, function, list(columns))}
+    # Lists of its own, whose changes are not seen: of `prompts` below, of all by the next function.
+    arguments = {name: list(values) for name, values in given.items()}
     return checked(spec, function(**arguments), prompts)
 
 
