@@ -75,6 +75,16 @@ def test_a_function_that_empties_its_arguments_is_held_against_the_completions_t
         call("f", lambda prompts, **columns: prompts.clear() or [1.0], *batch)
 
 
+def test_completions_of_one_row_have_objects_of_their_own():
+    def f(prompts, completions, completion_ids, tests):
+        rows = zip(prompts, completion_ids, tests, strict=True)
+        return [len(prompt.pop()["content"]) + ids.pop() + row.pop("n") for prompt, ids, row in rows]
+
+    prompt, ids, row = [{"role": "user", "content": "p"}], [1], {"n": 2}
+    assert call("f", f, [prompt] * 4, ["a"] * 4, [ids] * 4, {"tests": [row] * 4}) == [4.0] * 4
+    assert (prompt, ids, row) == ([{"role": "user", "content": "p"}], [1], {"n": 2})
+
+
 @pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])
 def test_numbers_of_any_kind(values):
     assert checked("f", values, ["p", "q"]) == [1.0, 0.5]

@@ -100,6 +100,22 @@ def test_a_users_function_beside_them_sees_messages_and_repeated_columns(tmp_pat
     assert scores.means == {"accuracy": 0.5, "f": 1.0}
 
 
+def test_what_a_function_changes_is_seen_by_no_other_completion_and_no_other_function(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def takes(prompts, completions, tests, **columns):\n"
+        "    return [sum(row.pop() for _ in range(len(row))) + len(prompt.pop()['content'])\n"
+        "            for prompt, row in zip(prompts, tests)]\n"
+        "def again(prompts, completions, tests, **columns):\n    return takes(prompts, completions, tests)\n"
+    )
+    examples = [{"prompt": [{"role": "user", "content": "p"}], "tests": [0, 1]}]
+    names = [(f"{tmp_path}/mine.py:{name}", 1.0) for name in ("takes", "again")]
+    with RewardFunctions(options(*names)) as rewards:
+        for _ in range(2):
+            scores = rewards(examples, ["a"] * 4, [[1]] * 4, 4)
+            for each in scores.each.values():
+                np.testing.assert_array_equal(each, [2, 2, 2, 2])
+
+
 def test_one_failing_function_leaves_the_others_usable(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import time\n"

@@ -3,6 +3,7 @@
 Runs in the training process for built-in functions and in the worker program for a user's.
 """
 
+import copy
 import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -29,16 +30,17 @@ def call(
 
     Args:
       spec: the function's name in the config, for messages.
-      prompts, completions, completion_ids, columns: one entry for each completion. A function without `**columns` gets
-        the columns that it names.
+      prompts, completions, completion_ids, columns: one entry for each completion, of which the function gets copies. A
+        function without `**columns` gets the columns that it names.
 
     Raises:
       UserError: see `accepted` and `checked`.
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     given |= {name: columns[name] for name in accepted(spec, function, list(columns))}
-    # Lists of its own, whose changes are not seen: of `prompts` below, of all by the next function.
-    arguments = {name: list(values) for name, values in given.items()}
+    # A function may change what it is given: neither another completion of the group, which has the same row, nor the
+    # next function, nor `prompts` below is to see it.
+    arguments = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
     return checked(spec, function(**arguments), prompts)
 
 
