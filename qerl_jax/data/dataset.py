@@ -18,7 +18,7 @@ import numpy as np
 from qerl_jax.data import ROW_FILES, arithmetic
 from qerl_jax.data.hashing import fold
 from qerl_jax.data.prompts import check_prompt
-from qerl_jax.data.row_files import line_of, parts, read_bytes, read_lines, read_rows
+from qerl_jax.data.row_files import line_of, read_bytes, read_lines, read_rows
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, is_whole, nearest
 
@@ -32,8 +32,8 @@ _TYPES = {
     list: "a list",
     dict: "an object",
 }
-# Of each part of a column, `tests[].input` say: its type, and the first line that has one.
-_Types = dict[tuple[str, ...], tuple[str, int]]
+# Of each column: its type, and the first line that has one.
+_Types = dict[str, tuple[str, int]]
 
 
 class Dataset(Protocol):
@@ -119,18 +119,18 @@ def _without_nulls(prompt: Any) -> Any:
 
 
 def _check_types(row: dict[str, Any], types: _Types, number: int, where: str) -> None:
-    """Refuses a part of a column that has another type than before. A prompt's too: reward functions are given
-    prompts and completions of several rows, all texts or all messages."""
-    for path, value in parts(row):
+    """Refuses a column that has another type than before: reward functions are given those of several rows at once,
+    prompts and completions all texts or all messages. What is in its lists and objects, such as the arguments of tests,
+    nothing else reads, and a row may have its own."""
+    for name, value in row.items():
         if value is None:
             continue
         found = _TYPES[type(value)]
-        before, line = types.setdefault(path, (found, number))
+        before, line = types.setdefault(name, (found, number))
         if found != before:
-            null = "" if path == ("prompt",) else ", or null"
+            null = "" if name == "prompt" else ", or null"
             raise UserError(
-                f"{where}: column {''.join(path)!r} is {found}, but {before} in line {line}; expected one type in all "
-                f"rows{null}"
+                f"{where}: column {name!r} is {found}, but {before} in line {line}; expected one type in all rows{null}"
             )
 
 

@@ -85,7 +85,7 @@ def _check_columns(row: dict[str, Any], where: str) -> None:
     if "prompt" not in row:
         found = ", ".join(map(repr, row)) or "none"
         raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
-    for part, _ in parts(row):
+    for part, _ in _parts(row):
         if len(part) > _DEEPEST:
             raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
     _check_text(row, where)
@@ -102,7 +102,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def parts(row: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _parts(row: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Columns and all that is in them, by where it stands: `("tests", "[]", ".input")` say."""
     found: list[tuple[tuple[str, ...], Any]] = [((name,), value) for name, value in row.items()]
     for path, value in found:  # which grow meanwhile
