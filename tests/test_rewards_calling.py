@@ -1,6 +1,7 @@
 """One call of a reward function: the columns it gets and what it may return."""
 
 import copy
+import gc
 import re
 
 import numpy as np
@@ -83,6 +84,20 @@ def test_completions_of_one_row_have_objects_of_their_own():
     prompt, ids, row = [{"role": "user", "content": "p"}], [1], {"n": 2}
     assert call("f", f, [prompt] * 4, ["a"] * 4, [ids] * 4, {"tests": [row] * 4}) == [4.0] * 4
     assert (prompt, ids, row) == ([{"role": "user", "content": "p"}], [1], {"n": 2})
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_coroutines_that_are_returned_are_closed_without_a_warning(count, recwarn):
+    async def score():
+        return 1.0
+
+    def f(**columns):
+        return score() if count is None else [score() for _ in range(count)]
+
+    with pytest.raises(UserError, match=r"'m:f' returned <coroutine object .* \(coroutine\).*; expected a"):
+        call("m:f", f, *BATCH)
+    gc.collect()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("values", [(1, 0.5), np.asarray([1.0, 0.5]), [True, np.float32(0.5)], [np.asarray(1), 0.5]])

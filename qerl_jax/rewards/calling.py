@@ -98,6 +98,9 @@ def checked(spec: str, values: Any, prompts: Sequence[Any]) -> list[float | None
       UserError: naming the function, and the row that is wrong by its prompt.
     """
     count = len(prompts)
+    for value in values if isinstance(values, (list, tuple)) else [values]:
+        if inspect.iscoroutine(value):
+            value.close()  # or Python warns that nobody awaited it, before the message that says more
     is_list = isinstance(values, Sequence) or (hasattr(values, "__array__") and np.ndim(values) > 0)
     if isinstance(values, (str, bytes, dict)) or not is_list:
         raise UserError(
