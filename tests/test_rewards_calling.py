@@ -125,6 +125,13 @@ def test_numbers_of_any_kind(values):
         ([1, "1"], "returned '1' (str) for a completion of the prompt that begins 'q'"),
         ([[1], [2]], "returned [1] (list) for a completion of the prompt that begins 'p'"),
         ([1, 10**400], "that begins 'q'"),
+        (
+            np.zeros((2, 1)),
+            "returned an array of shape (2, 1); expected a list of 2 numbers or None, or an array of shape (2,); "
+            ".reshape(-1) makes it one",
+        ),
+        (np.zeros((1, 2), np.float32), "returned an array of shape (1, 2); expected a list of 2 numbers or None"),
+        (np.zeros((2, 3)), "returned an array of shape (2, 3); expected a list of 2 numbers or None, or an array of"),
     ],
 )
 def test_anything_else_names_function_and_prompt(values, message):

@@ -106,6 +106,12 @@ def checked(spec: str, values: Any, prompts: Sequence[Any]) -> list[float | None
         raise UserError(
             f"reward function {spec!r} returned {_shown(values)}; expected a list of {count} numbers or None"
         )
+    if len(shape := np.shape(values) if hasattr(values, "__array__") else ()) > 1:
+        flat = "; .reshape(-1) makes it one" if np.prod(shape) == count else ""
+        raise UserError(
+            f"reward function {spec!r} returned an array of shape {tuple(shape)}; expected a list of {count} numbers "
+            f"or None, or an array of shape ({count},){flat}"
+        )
     values = list(values)
     if len(values) != count:
         raise UserError(f"reward function {spec!r} returned {len(values)} scores; expected {count}, one per completion")
