@@ -100,8 +100,15 @@ def save_checkpoint(
     if step < 0 or (save_total_limit is not None and save_total_limit < 1):
         raise ValueError(f"step must be >= 0 and save_total_limit >= 1; got {step} and {save_total_limit}")
     leaves = _leaves(tree)
-    if json.loads(json.dumps(progress, allow_nan=False)) != progress:
-        raise TypeError(f"progress must hold JSON values only (no tuples, no keys but strings); got {progress!r}")
+    try:
+        survives = json.loads(json.dumps(progress, allow_nan=False)) == progress
+    except TypeError:
+        survives = False
+    if not survives:
+        raise TypeError(
+            f"progress must hold JSON values only (no tuples, no keys but strings): {_no_json(progress)}; make one of "
+            "it by int(...), float(...) or bool(...), .tolist() of an array, list(...) of a tuple, str(...) of a key"
+        )
     directory = with_home(directory).absolute()
     make_folder(directory)
     remove_partial(directory)
@@ -137,6 +144,17 @@ def save_checkpoint(
             os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
         remove_partial(directory)
     return final
+
+
+def _no_json(value: Any, place: str = "progress") -> str:
+    """What of a value JSON does not give back as it is, and where it stands; empty where there is nothing."""
+    if isinstance(value, list):
+        return next(filter(None, (_no_json(item, f"{place}[{i}]") for i, item in enumerate(value))), "")
+    if isinstance(value, dict):
+        keys = (f"{place} has the key {key!r:.60}" for key in value if not isinstance(key, str))
+        return next(keys, "") or next(filter(None, (_no_json(value[key], f"{place}[{key!r}]") for key in value)), "")
+    fine = value is None or isinstance(value, bool | int | float | str)
+    return "" if fine else f"{place} is {value!r:.60} ({type(value).__name__})"
 
 
 def _remove_until_gone(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -226,6 +227,22 @@ def test_what_cannot_be_saved(tmp_path):
         save_checkpoint(tmp_path, 0, {}, {"a": float("nan")})
     with pytest.raises(ValueError, match="save_total_limit"):
         save_checkpoint(tmp_path, 0, {}, {}, save_total_limit=0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        ({"cursor": np.int64(3)}, "progress['cursor'] is np.int64(3) (int64); make one of it by int(...), float"),
+        ({"a": [1, {"b": np.zeros(2)}]}, "progress['a'][1]['b'] is array([0., 0.]) (ndarray); make"),
+        ({"a": {"b": (1, 2)}}, "progress['a']['b'] is (1, 2) (tuple); make"),
+        ({"a": [{1: 2}]}, "progress['a'][0] has the key 1; make"),
+    ],
+)
+def test_progress_that_json_does_not_hold_is_named_before_anything_is_written(tmp_path, progress, said):
+    expected = f"progress must hold JSON values only (no tuples, no keys but strings): {said}"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        save_checkpoint(tmp_path / "new", 1, {}, progress)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(tmp_path, monkeypatch, caplog):
