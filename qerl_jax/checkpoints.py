@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from qerl_jax.durable import flush, flush_tree, make_folder, with_home
+from qerl_jax.durable import flush, flush_tree, make_folder, refuse_no_folder, with_home
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import (
     Damaged,
@@ -57,13 +57,22 @@ _logger = logging.getLogger(__name__)
 
 
 def checkpoint_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, ascending; their bytes are not looked at."""
+    """Steps of the complete checkpoints in `directory`, ascending; their bytes are not looked at.
+
+    Raises:
+      UserError: `directory` is a file or lies in one.
+    """
     return sorted(_folders(with_home(directory)))
 
 
 def remove_partial(directory: str | os.PathLike[str]) -> None:
-    """Clears what killed saves left behind. For the one program that writes to `directory`, at its start."""
+    """Clears what killed saves left behind. For the one program that writes to `directory`, at its start.
+
+    Raises:
+      UserError: `directory` is a file or lies in one.
+    """
     directory = with_home(directory)
+    refuse_no_folder(directory)
     for path in list(directory.glob(f"{_OLD}step_*")):
         final = path.with_name(path.name.removeprefix(_OLD))
         os.rename(path, path.with_name(_TEMP + final.name + ".old") if final.exists() else final)
@@ -239,9 +248,10 @@ def restore_checkpoint[Tree](
       (tree, progress, step), or None where there is no checkpoint at all.
 
     Raises:
-      UserError: every checkpoint is damaged, `step` does not exist or is damaged, a leaf of `target` is absent from the
-        checkpoint or of another dtype or shape there, or a static field of a `flax.struct` node, such as the scaling of
-        a LoRA pair, had another value (checkpoints of earlier versions do not know it).
+      UserError: `directory` is a file or lies in one, every checkpoint is damaged, `step` does not exist or is damaged,
+        a leaf of `target` is absent from the checkpoint or of another dtype or shape there, or a static field of a
+        `flax.struct` node, such as the scaling of a LoRA pair, had another value (checkpoints of earlier versions do
+        not know it).
     """
     folders = _folders(with_home(directory).absolute())
     if step is None and not folders:
@@ -265,7 +275,11 @@ def restore_checkpoint[Tree](
 
 
 def newest_progress(directory: str | os.PathLike[str]) -> tuple[Progress, int] | None:
-    """What the newest undamaged checkpoint holds beside its arrays, and its step; None where there is none."""
+    """What the newest undamaged checkpoint holds beside its arrays, and its step; None where there is none.
+
+    Raises:
+      UserError: `directory` is a file or lies in one.
+    """
     for step, folder in sorted(_folders(with_home(directory)).items(), reverse=True):
         with contextlib.suppress(Damaged):
             return read_manifest(folder, step)["progress"], step
@@ -274,6 +288,7 @@ def newest_progress(directory: str | os.PathLike[str]) -> tuple[Progress, int] |
 
 def _folders(directory: Path) -> dict[int, Path]:
     """Complete checkpoints by step; one that is being replaced counts until its successor is in place."""
+    refuse_no_folder(directory)
     found: dict[int, Path] = {}
     for prefix in ("", _OLD):
         for path in directory.glob(f"{prefix}step_*"):

@@ -40,14 +40,22 @@ def make_folder(path: Path) -> None:
     """Makes a folder and those that it lies in, where they are not there yet.
 
     Raises:
-      UserError: one of them is a file, or a symbolic link that leads nowhere.
+      UserError: see `refuse_no_folder`.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        other = next(name for name in (path, *path.parents) if os.path.lexists(name) and not name.is_dir())
-        kind = "file" if other.exists() else f"symbolic link to {other.readlink()}, which does not exist"
-        raise UserError(f"{other} is a {kind}; expected a folder") from None
+    refuse_no_folder(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def refuse_no_folder(path: Path) -> None:
+    """Refuses a path where no folder is or can be made.
+
+    Raises:
+      UserError: it, or what it lies in, is a file, or a symbolic link that leads nowhere.
+    """
+    there = next((name for name in (path, *path.parents) if os.path.lexists(name)), None)
+    if there is not None and not os.path.isdir(there):
+        kind = "file" if there.exists() else f"symbolic link to {there.readlink()}, which does not exist"
+        raise UserError(f"{there} is a {kind}; expected a folder")
 
 
 def named(folder: Path) -> Path:

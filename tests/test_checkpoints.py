@@ -26,7 +26,13 @@ import pytest
 from full_disk import full_disk
 
 from qerl_jax import checkpoints
-from qerl_jax.checkpoints import checkpoint_steps, remove_partial, restore_checkpoint, save_checkpoint
+from qerl_jax.checkpoints import (
+    checkpoint_steps,
+    newest_progress,
+    remove_partial,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, LoRA
 
@@ -509,5 +515,11 @@ def test_checkpoints_may_lie_at_home(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["file", "file/inside"])
 def test_a_folder_that_is_a_file_is_named(tmp_path, name):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file is a file; expected a folder"):
-        save_checkpoint(tmp_path / name, 0, {"a": jnp.ones(2)}, {})
+    tree = {"a": jnp.ones(2)}
+    for call in (
+        lambda directory: save_checkpoint(directory, 0, tree, {}),
+        lambda directory: restore_checkpoint(directory, tree),
+        checkpoint_steps, newest_progress, remove_partial,
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"^{tmp_path}/file is a file; expected a folder$"):
+            call(tmp_path / name)
