@@ -22,7 +22,7 @@ from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config, save_yaml, settled_config
-from qerl_jax.durable import locked, make_folder, named, staying
+from qerl_jax.durable import locked, make_folder, named, refuse_no_folder, staying
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import Progress
 from qerl_jax.metrics import ROWS, TENSORBOARD, WANDB_RUN_ID, check_services
@@ -136,6 +136,10 @@ def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
     config = with_whole_paths(settled_config(config))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
+    try:
+        refuse_no_folder(folder)
+    except UserError as error:
+        raise UserError(f"{folder}: run.output_dir cannot be made: {error}") from None
     stored = (folder / CONFIG).is_file()
     if folder.is_dir() and not stored and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
@@ -190,7 +194,7 @@ def _begun(folder: Path) -> tuple[Config | None, dict[str, Any], tuple[Progress,
 
 def as_begun(config: Config) -> Config:
     """The config of a run with the dtype that it began with, if it has begun, in the place of `auto`."""
-    if config.run.output_dir is None:
+    if config.run.output_dir is None or not os.path.isdir(config.run.output_dir):
         return config
     begun, kept, _ = _begun(Path(config.run.output_dir))
     return _in_its_dtype(config, begun, kept)

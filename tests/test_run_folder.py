@@ -172,6 +172,20 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
         open_once(load_config("quickstart", [f"run.output_dir={tmp_path / 'file'}"]))
 
 
+@pytest.mark.parametrize("name", ["file/run", "file/deep/run", "link", "link/run"])
+def test_a_folder_that_cannot_be_made_is_refused_by_the_plan_as_by_the_run(tmp_path, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("gone")
+    found = "file is a file" if name.startswith("file") else "link is a symbolic link to gone, which does not exist"
+    expected = f"{tmp_path / name}: run.output_dir cannot be made: {tmp_path}/{found}; expected a folder"
+    given = load_config("quickstart", [f"run.output_dir={tmp_path / name}"])
+    with pytest.raises(UserError) as refusal:
+        open_once(given)
+    assert str(refusal.value) == expected
+    assert run_folder.as_begun(given) == given
+    assert run_folder.standing(given, {}).endswith(f" train` refuses it: {expected}")
+
+
 def test_a_second_process_is_refused(tmp_path):
     script = (
         "import sys; from qerl_jax import run_folder; from qerl_jax.config_files import load_config\n"
