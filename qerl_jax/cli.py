@@ -7,8 +7,8 @@
     qerl plot runs/quickstart runs/quickstart-2
 
 Exit codes: 0 done; 1 whoever read the output has gone (a run that trains says so and goes on); 2 a mistake in the
-arguments, options or files, told in one line each; 3 some prompts of a file could not be answered; 130 interrupted by
-Ctrl-C, or by SIGTERM or SIGHUP while a run trains.
+arguments, options or files, told in one line each (of a run's folder by `plan` in the plan); 3 some prompts of a file
+could not be answered; 130 interrupted by Ctrl-C, or by SIGTERM or SIGHUP while a run trains.
 JAX is imported by the commands that compute, so that `--help` answers at once.
 """
 

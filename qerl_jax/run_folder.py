@@ -96,9 +96,16 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
         yield folder, config
 
 
-def standing(config: Config, identity: dict[str, Any]) -> str | None:
-    """What `open_run` and the trainer would do with the folder that a config names, on a line; None where the run would
-    begin. Nothing is written there, and whether another process is at work on it is not looked at.
+class Standing(NamedTuple):
+    """What would become of a run, on a line, and whether it would be refused."""
+
+    said: str
+    refused: bool = False
+
+
+def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
+    """What `open_run` and the trainer would do with the folder that a config names; None where the run would begin.
+    Nothing is written there, and whether another process is at work on it is not looked at.
 
     Args:
       config: the run's.
@@ -114,11 +121,12 @@ def standing(config: Config, identity: dict[str, Any]) -> str | None:
         progress, step = newest
         refuse_changed_identity(folder, progress["identity"], identity)
     except RunFinished as finished:
-        return f"run: {finished}"
+        return Standing(f"run: {finished}")
     except UserError as error:
-        said, *lines = str(error).splitlines()
-        return f"run: `{program()} train` refuses it: {said} {'; '.join(map(str.strip, lines))}".rstrip()
-    return f"run: continues {folder} from step {step} of {identity['total optimizer steps']}"
+        first, *lines = str(error).splitlines()
+        said = f"run: `{program()} train` refuses it: {first} {'; '.join(map(str.strip, lines))}".rstrip()
+        return Standing(said, refused=True)
+    return Standing(f"run: continues {folder} from step {step} of {identity['total optimizer steps']}")
 
 
 def _named(config: Config, fresh: bool) -> tuple[Path, Config]:

@@ -183,7 +183,8 @@ def test_a_folder_that_cannot_be_made_is_refused_by_the_plan_as_by_the_run(tmp_p
         open_once(given)
     assert str(refusal.value) == expected
     assert run_folder.as_begun(given) == given
-    assert run_folder.standing(given, {}).endswith(f" train` refuses it: {expected}")
+    planned = run_folder.standing(given, {})
+    assert planned.said.endswith(f" train` refuses it: {expected}") and planned.refused
 
 
 def test_a_second_process_is_refused(tmp_path):

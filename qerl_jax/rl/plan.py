@@ -67,9 +67,12 @@ class RunMemory:
         )
 
 
-def plan_run(config: Config) -> str:
+def plan_run(config: Config) -> tuple[str, bool]:
     """What a run that `config` begins will do and take: its steps, and its memory on this device. Where it has begun, a
     line before says that it would be continued or refused, or is finished.
+
+    Returns:
+      (the lines, whether the run would be refused for what lies in its folder).
 
     All is loaded and compiled as for the run; nothing is sampled or written.
 
@@ -86,11 +89,12 @@ def plan_run(config: Config) -> str:
     steps, problems = experiment.total_steps, len(experiment.dataset)
     begun = run_folder.standing(config, experiment.identity())
     rollouts, prompts = -(-steps // config.updates_per_rollout), config.prompts_per_rollout
-    return ("" if begun is None else f"{begun}\n") + (
+    plan = (
         f"steps: {steps:,} of {config.completions_per_update:,} completions; {rollouts:,} rollouts of {prompts:,} x "
         f"{config.generation.num_generations} completions (prompts x num_generations): "
         f"{rollouts * prompts / problems:.2f} epochs of {problems:,} prompts\n{memory}"
     )
+    return (plan, False) if begun is None else (f"{begun.said}\n{plan}", begun.refused)
 
 
 def compiled_run(

@@ -38,7 +38,8 @@ def test_an_evaluation_that_is_larger_than_a_rollout_is_refused_where_it_cannot_
     )
     with pytest.raises(UserError, match=message):
         plan_run(load_config(str(config)))
-    assert "an evaluation, 8 of 384 completions" in plan_run(load_config(str(config), ["evaluation.batch_size=8"]))
+    plan, refused = plan_run(load_config(str(config), ["evaluation.batch_size=8"]))
+    assert "an evaluation, 8 of 384 completions" in plan and not refused
 
 
 def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_behind(policy, tmp_path, capsys):
@@ -66,9 +67,9 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
     assert len(rows(tmp_path / "run")) == 6 and rows(tmp_path / "run")[-1]["rollout"] == 2
 
 
-def told(capsys, *words):
+def told(capsys, *words, code=0):
     """The plan's line on the run's folder, after its figures have been found to be there."""
-    assert cli.main(["plan", *map(str, words)]) == 0
+    assert cli.main(["plan", *map(str, words)]) == code
     line, steps, memory = capsys.readouterr().out.splitlines()
     assert steps.startswith("steps: 6 of ") and memory.startswith("memory: weights ")
     return line
@@ -90,7 +91,7 @@ def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp
     assert re.fullmatch(
         f"run: `.*qerl.* train` refuses it: {run} was begun with another config: lora.lora_r was 4, is now 8; "
         r"run.seed was 0, is now 1; Go back to the old values .* run.output_dir=NAME",
-        told(capsys, stored, "run.seed=1"),
+        told(capsys, stored, "run.seed=1", code=2),
     )
     stored.write_text(text)
     data = tmp_path / "problems.jsonl"
@@ -98,10 +99,12 @@ def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp
     with open(row) as file:
         data.write_text("".join(file.readlines()[1:]))
     stored.write_text(text.replace(row, str(data)))
-    assert re.search("refuses it: .* training data was '.*', is now '.*'; Restore", told(capsys, stored))
+    assert re.search("refuses it: .* training data was '.*', is now '.*'; Restore", told(capsys, stored, code=2))
     for step in (0, 2):
         (run / f"checkpoints/step_{step:08d}/manifest.json").write_text("{}")
-    assert told(capsys, stored).endswith(f" train` refuses it: every checkpoint in {run}/checkpoints is damaged")
+    assert told(capsys, stored, code=2).endswith(
+        f" train` refuses it: every checkpoint in {run}/checkpoints is damaged"
+    )
 
 
 def test_a_run_that_began_in_another_dtype_is_planned_in_that(config, tmp_path, capsys, monkeypatch):
