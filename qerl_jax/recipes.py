@@ -13,14 +13,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.metrics import ROWS
 
-# What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end and
-# for a mapping that holds itself.
+# What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end.
 _UNREADABLE = YAMLError, ValueError, RecursionError
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -118,6 +117,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
 def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
     try:
         node = YAML(typ="safe", pure=True).compose(text)
+        _refuse_repeats(node)
         values = YAML(typ="safe", pure=True).load(text)
         sources: dict[str, Source] = {}
         _locate(node, "", where, sources)
@@ -135,6 +135,36 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
         )
     # A section whose options are all commented out is null to YAML.
     return {name: {} if section is None else section for name, section in values.items()}, sources
+
+
+def _refuse_repeats(node: Node | None) -> None:
+    """Raises MarkedYAMLError where a mapping has a key twice, of which ruamel does not say where the first one is, or
+    something holds itself by an alias, which ruamel reads."""
+    seen: set[Node] = set()
+
+    def look(node: Node | None, mark: Any, around: tuple[Node, ...]) -> None:
+        """`mark` is where the key or the list stands that holds the node: an alias is the anchor's own node."""
+        if node in around:
+            place, name = f"line {node.start_mark.line + 1}", node.anchor
+            problem = f"*{name} is in what &{name} in {place} names, which would never end; write out what is meant"
+            raise MarkedYAMLError(problem=problem, problem_mark=mark)
+        if node in seen or not isinstance(node, SequenceNode | MappingNode):
+            return
+        seen.add(node)
+        if isinstance(node, SequenceNode):
+            for item in node.value:
+                look(item, node.start_mark, (*around, node))
+            return
+        lines: dict[tuple[str | None, str], int] = {}
+        for key, value in node.value:
+            if isinstance(key, ScalarNode):
+                if (name := (key.tag, key.value)) in lines:
+                    problem = f'found duplicate key "{key.value}", also in line {lines[name]}; keep one, for all of it'
+                    raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                lines[name] = key.start_mark.line + 1
+            look(value, key.start_mark, (*around, node))
+
+    look(node, None, ())
 
 
 def _locate(node: Node, prefix: str, where: str, sources: dict[str, Source]) -> None:
@@ -163,6 +193,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     found: dict[str, Source] = {}
     try:
         node = YAML(typ="safe", pure=True).compose(text)
+        _refuse_repeats(node)
         value = YAML(typ="safe", pure=True).load(text)
         _set_by_override(option, value, found)
     except _UNREADABLE as error:

@@ -33,7 +33,14 @@ def test_a_section_may_be_empty(tmp_path):
     [
         ("a: [1", "line 1, column 6: not readable as YAML: expected ',' or ']'"),
         ("a:\n  b: 1\n c: 2\n", "line 3, column 2: not readable as YAML"),
-        ("a: 1\na: 2", 'line 2, column 1: not readable as YAML: found duplicate key "a"'),
+        ("a: 1\na: 2", 'line 2, column 1: not readable as YAML: found duplicate key "a", also in line 1; keep'),
+        (
+            "b:\n  x: {c: 1}\n\n  x: {d: 2}\n",
+            'line 4, column 3: not readable as YAML: found duplicate key "x", also in line 2; keep one, for all of it',
+        ),
+        ("x: &a [*a]", "line 1, column 4: not readable as YAML: *a is in what &a in line 1 names, which would never"),
+        ("b: 1\nx: &a\n  y:\n    z: *a\n", "line 4, column 5: not readable as YAML: *a is in what &a in line 2 names"),
+        ("x: &a\n  b: 1\n  <<: *a\n", "line 3, column 3: not readable as YAML: *a is in what &a in line 1 names"),
         (
             "a: !!python/object:os.system {}",
             "line 1, column 4: not readable as YAML: could not determine a constructor",
