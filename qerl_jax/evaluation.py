@@ -25,6 +25,7 @@ from qerl_jax.models.params import Adapter
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
     Policy,
+    check_held_out,
     configured_policy,
     decode_completions,
     evaluation_data,
@@ -179,7 +180,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         data = evaluation_data(config, seed)
         examples = held_out(config, data)
-        rewards.check(examples, config.evaluation.eval_dataset)
+        check_held_out(config, rewards, examples)
         adapter = learned_adapter(run, config)
         policy = configured_policy(config)
         now = model_identity(config.model.model_name_or_path, policy.fingerprint)

@@ -8,14 +8,14 @@ from qerl_jax.durable import named
 from qerl_jax.program import program
 
 
-def report(folder: Path, summary: dict[str, Any]) -> str:
-    """The closing report of a run, from the contents of its summary.json."""
+def report(folder: Path, summary: dict[str, Any], eval_dataset: str) -> str:
+    """The closing report of a run, from the contents of its summary.json and the name of its evaluation's data set."""
     before, after = summary["before"], summary["after"]
     lines = ["", f"{summary['steps']} optimizer steps, seed {summary['seed']}, on {summary['device']}", ""]
     # A reward function that applies to no row of a measurement is not in it.
     names = list(dict.fromkeys(name for when in (before, after) for name in when["sampled"] | when["greedy"]))
     width = max(len(name) for name in names)
-    lines.append(f"held-out problems {'':{max(0, width - 17)}}        sampled              greedy")
+    lines += [f"held-out problems of {eval_dataset}", f"{'':{max(18, width + 1)}}        sampled              greedy"]
     for name in names:
         cells = []
         for mode in ("sampled", "greedy"):

@@ -183,9 +183,13 @@ def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refu
     assert f"rows.jsonl: reward function '{own}:short' does not take prompts, completion_ids; expected" in said
     own.write_text("def needs(completions, level, **columns):\n    return level\n")
     said = refused(*words, "reward.functions=[{function: mine.py:needs}]")
-    assert f"rows.jsonl: reward function '{own}:needs' needs a column 'level'; the data set has answer" in said
+    expected = f"reward function '{own}:needs' needs a column 'level'; the data set has answer"
+    assert f"data.train_dataset {folder}/rows.jsonl: {expected}" in said
     said = refused(*words[:3], "evaluation.eval_dataset=rows.jsonl", "reward.functions=[{function: mine.py:needs}]")
-    assert f"arithmetic: reward function '{own}:needs' needs a column 'level'" in said
+    assert f"data.train_dataset arithmetic: {expected}" in said
+    jsonl(folder, *[row | {"level": 1} for row in rows])
+    said = refused(*words, "reward.functions=[{function: mine.py:needs}]")
+    assert f"evaluation.eval_dataset arithmetic: {expected}" in said
     (folder / "empty").mkdir()
     said = refused(*words[:3], "lora.adapter=empty")
     assert "empty/adapter_config.json is missing; expected a PEFT folder" in said

@@ -26,23 +26,26 @@ def cells(text, name):
 
 def test_shares_are_percentages_and_other_rewards_are_not():
     values = {"accuracy": 0.125, "format": 1.0, "brevity": -12.34, "completions/mean_length": 7.25}
-    text = report(Path("runs/x"), summary(measured(values, values), measured(values, values)))
+    text = report(Path("runs/x"), summary(measured(values, values), measured(values, values)), "arithmetic")
     assert cells(text, "accuracy") == ["12.5%", "->", "12.5%"] * 2
     assert cells(text, "format") == ["100.0%", "->", "100.0%"] * 2
     assert cells(text, "brevity") == ["-12.3", "->", "-12.3"] * 2
     assert cells(text, "completions/mean_length") == ["7.2", "->", "7.2"] * 2
+    heading, columns, first = text.splitlines()[3:6]
+    assert heading == "held-out problems of arithmetic" and columns.split() == ["sampled", "greedy"]
+    assert columns.index("sampled") == first.index("12.5%") + 2
 
 
 def test_a_function_that_applied_nowhere_in_one_measurement_has_a_dash_there():
     before = measured({"mine": 1.0, "completions/mean_length": 3.0}, {"completions/mean_length": 3.0})
     after = measured({"completions/mean_length": 4.0}, {"completions/mean_length": 4.0})
-    assert cells(report(Path("x"), summary(before, after)), "mine") == ["1", "->", "-", "-", "->", "-"]
+    assert cells(report(Path("x"), summary(before, after), "arithmetic"), "mine") == ["1", "->", "-", "-", "->", "-"]
 
 
 def test_a_prompt_of_any_text_is_quoted():
     numbers = {"completions/mean_length": 1.0}
     point = measured(numbers, numbers, prompt='Ann\'s "$5"\nhow many?')
-    text = report(Path("my run"), summary(point, point))
+    text = report(Path("my run"), summary(point, point), "arithmetic")
     assert "--prompt 'Ann'\"'\"'s \"$5\" how many?'\n" in text
     assert "plot 'my run'\n" in text
 
@@ -51,7 +54,7 @@ def test_of_a_conversation_the_last_message_is_shown_and_no_prompt_that_would_pa
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "how\nmany?"}]
     numbers = {"completions/mean_length": 1.0}
     point = measured(numbers, numbers, prompt=talk)
-    text = report(Path("x"), summary(point, point))
+    text = report(Path("x"), summary(point, point), "arithmetic")
     assert "  how many?\n" in text and "generate" not in text
     assert "evaluate x --seed 1\n" in text and "plot x\n" in text
 
@@ -59,10 +62,10 @@ def test_of_a_conversation_the_last_message_is_shown_and_no_prompt_that_would_pa
 @pytest.mark.parametrize(("seed", "other"), [(0, 1), (1, 0), (7, 1)])
 def test_what_to_do_next_is_not_the_same_run_again(seed, other):
     point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
-    text = report(Path("x"), summary(point, point) | {"seed": seed})
+    text = report(Path("x"), summary(point, point) | {"seed": seed}, "arithmetic")
     assert f"evaluate x --seed {other}\n" in text
     assert f"train x/config.yaml run.seed={other} run.output_dir=x-seed{other}" in text
-    here = report(Path("."), summary(point, point) | {"seed": seed})
+    here = report(Path("."), summary(point, point) | {"seed": seed}, "arithmetic")
     assert f"train ./config.yaml run.seed={other} run.output_dir={shlex.quote(f'{Path.cwd()}-seed{other}')}" in here
 
 
@@ -83,6 +86,6 @@ def test_the_commands_name_the_program_as_it_can_be_called_from_here(script, on_
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     monkeypatch.setattr(shutil, "which", lambda name: str(folder / "qerl") if on_path else None)
     point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
-    (line,) = (line for line in report(Path("x"), summary(point, point)).splitlines() if " plot " in line)
+    (line,) = (line for line in report(Path("x"), summary(point, point), "arithmetic").splitlines() if " plot " in line)
     assert line.endswith(expected) and (script is None or line == f"  {expected}")
     assert f"  {continuing(Path('x'))}" == line.replace("plot x", "train x/config.yaml")

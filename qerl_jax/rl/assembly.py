@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import pallas_kernels
-from qerl_jax.config import Config
+from qerl_jax.config import Config, EvaluationOptions
 from qerl_jax.data.dataset import Dataset, load_dataset
 from qerl_jax.data.prompts import check_prompts
 from qerl_jax.errors import UserError
@@ -194,6 +194,11 @@ def held_out(config: Config, dataset: Dataset) -> list[dict[str, Any]]:
     return [dataset[i] for i in range(min(config.evaluation.num_problems, len(dataset)))]
 
 
+def check_held_out(config: Config, rewards: RewardFunctions, examples: list[dict[str, Any]]) -> None:
+    """Refuses problems of an evaluation that `rewards` cannot score; the UserError names the option and the data."""
+    rewards.check(examples, f"evaluation.eval_dataset {config.evaluation.eval_dataset}")
+
+
 def _warn_of_problems_trained_on(trained: list[dict[str, Any]], evaluated: list[dict[str, Any]], name: str) -> None:
     known = {json.dumps(example["prompt"], sort_keys=True) for example in trained}
     both = sum(json.dumps(example["prompt"], sort_keys=True) in known for example in evaluated)
@@ -207,6 +212,18 @@ def _warn_of_problems_trained_on(trained: list[dict[str, Any]], evaluated: list[
         )
 
 
+def _warn_of_evaluation_on_other_data(config: Config) -> None:
+    trained, evaluated = config.data.train_dataset, config.evaluation.eval_dataset
+    if evaluated == EvaluationOptions().eval_dataset != trained:
+        _log.warning(
+            "the run is trained on %s, but evaluated on %s, the default of evaluation.eval_dataset; name a file of "
+            "held-out rows there. An evaluation is always made before and after a run; evaluation.num_problems=1 keeps "
+            "it short",
+            trained,
+            evaluated,
+        )
+
+
 def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     """Loads and builds what the config names; data that `rewards` cannot score and an adapter that cannot be used with
     the model are refused before that is loaded.
@@ -216,14 +233,11 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     """
     dataset = load_dataset(config.data.train_dataset, split="train")
     of_evaluation = evaluation_data(config, config.run.seed)
-    read = [
-        (config.data.train_dataset, dataset, [dataset[i] for i in range(len(dataset))]),
-        (config.evaluation.eval_dataset, of_evaluation, held_out(config, of_evaluation)),
-    ]
-    for name, _, examples in read:
-        rewards.check(examples, name)
-    (_, _, trained), (name, _, evaluated) = read
-    _warn_of_problems_trained_on(trained, evaluated, name)
+    trained, evaluated = [dataset[i] for i in range(len(dataset))], held_out(config, of_evaluation)
+    rewards.check(trained, f"data.train_dataset {config.data.train_dataset}")
+    check_held_out(config, rewards, evaluated)
+    _warn_of_evaluation_on_other_data(config)
+    _warn_of_problems_trained_on(trained, evaluated, config.evaluation.eval_dataset)
     total_steps = config.total_steps(len(dataset))
     adapter, base = config.lora.adapter, config.model.model_name_or_path
     if adapter is not None:
@@ -231,7 +245,7 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
         warn_of_scaled_base(adapter, base)
         warn_of_other_format(adapter, base, config.model.weight_format, "model.weight_format")
     policy = configured_policy(config)
-    for _, rows, examples in read:
+    for rows, examples in ((dataset, trained), (of_evaluation, evaluated)):
         check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     correction = SamplerCorrection(**dataclasses.asdict(grpo.sampler_correction))

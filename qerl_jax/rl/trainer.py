@@ -264,7 +264,7 @@ class _Run:
         return results
 
     def _evaluate(self, when: str) -> dict[str, Any]:
-        self.live.note(f"evaluating {when}, on held-out problems")
+        self.live.note(f"evaluating {when}, on held-out problems of {self.config.evaluation.eval_dataset}")
         experiment, seed = self.experiment, self.config.run.seed
         examples = held_out(self.config, experiment.evaluation_data)
         with self._saved_if_it_fails():
@@ -305,7 +305,7 @@ class _Run:
         }
         plot_runs([self.folder], self.folder / run_folder.PLOTS, summary)
         write_whole(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
-        print(report(self.folder, summary))
+        print(report(self.folder, summary, self.config.evaluation.eval_dataset))
         return self.folder
 
 

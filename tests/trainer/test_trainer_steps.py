@@ -60,7 +60,9 @@ def test_evaluation_on_the_way_changes_nothing_in_training(config, finished, tmp
     for row in evaluated:
         assert {"eval/greedy/digits", "eval/digits", "eval/completions/mean_length"} <= row.keys()
     # Before training, on the way and at the end, where one evaluation serves for both.
-    assert capsys.readouterr().out.count("evaluating ") == 1 + len({step for step, _ in at} | {6})
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluating ")]
+    assert len(said) == 1 + len({step for step, _ in at} | {6})
+    assert said[0] == f"evaluating before training, on held-out problems of {config.parent / 'held_out.jsonl'}"
     assert [row for row in rows(run) if row not in evaluated] == rows(finished)
     assert same_adapter(run, finished)
     assert (run / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
@@ -254,10 +256,12 @@ def test_the_options_of_the_loss_reach_the_update(config):
         assert assemble(options, rewards).settings.update.loss == LossSpec(**names)
 
 
-def test_problems_that_are_trained_on_and_evaluated_are_counted(config, tmp_path, caplog):
-    few, more = arithmetic_rows(tmp_path, 3), tmp_path / "more.jsonl"
+def test_an_evaluation_on_other_data_or_on_that_of_training_is_told(config, tmp_path, caplog):
+    few, more, held_out = arithmetic_rows(tmp_path, 3), tmp_path / "more.jsonl", tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "What is 2 and 2?", "answer": 4}\n')
     more.write_text(few.read_text() + '{"prompt": "What is 2 and 2?", "answer": 4}\n')
-    for evaluated, said in (("arithmetic", None), (more, "3 of the 4 problems of the evaluation")):
+    other = f"the run is trained on {few}, but evaluated on arithmetic, the default of evaluation.eval_dataset; name a"
+    for evaluated, said in (("arithmetic", other), (held_out, None), (more, "3 of the 4 problems of the evaluation")):
         words = [f"data.train_dataset={few}", f"evaluation.eval_dataset={evaluated}", "evaluation.num_problems=4"]
         options = load_config(str(config), words)
         caplog.clear()

@@ -10,13 +10,15 @@ from qerl_jax.rl import trainer
 
 
 def config_in(folder, policy, **sections):
-    """These tests' config with `sections` laid over it; a file of few rows, since a run checks all of them."""
-    data = folder / "problems.jsonl"
-    problems = load_dataset("arithmetic", size=64)
+    """These tests' config with `sections` laid over it; files of few rows, since a run checks all that it trains on."""
+    files = {"train": folder / "problems.jsonl", "eval": folder / "held_out.jsonl"}
     folder.mkdir(parents=True, exist_ok=True)
-    data.write_text("".join(json.dumps(problems[index]) + "\n" for index in range(64)))
+    for split, file in files.items():
+        problems = load_dataset("arithmetic", split, size=64)
+        file.write_text("".join(json.dumps(problems[index]) + "\n" for index in range(64)))
     base = {
-        "data": {"train_dataset": str(data)},
+        "data": {"train_dataset": str(files["train"])},
+        "evaluation": {"eval_dataset": str(files["eval"])},
         "optimizer": {"max_steps": 6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         "run": {"save_steps": 2, "save_total_limit": 9},
     }
