@@ -84,7 +84,7 @@ def test_lowers_through_jax_triton_without_a_gpu(architecture, monkeypatch):
     assert "triton_kernel_call" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("architecture", [80, 89, 90, 120])
+@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("m, dtype", [(8, "bfloat16"), (8, "float16"), (16, "bfloat16"), (64, "bfloat16")])
 def test_compiles_without_a_gpu(architecture, m, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # jax-triton 0.3 sets it to nothing
