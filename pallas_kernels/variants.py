@@ -72,7 +72,7 @@ def capability() -> int:
     return round(float(jax.devices()[0].compute_capability) * 10)
 
 
-def family() -> str:
+def kernel_family() -> str:
     """Which kernels the device that is compiled for runs: "mosaic" (Hopper), "triton" (from Ampere on, where jax-triton
     is installed), "dequantize" (none: dequantize + dot in plain XLA) or, without a CUDA device, "reference"."""
     at = capability()
@@ -85,7 +85,7 @@ def family() -> str:
 
 def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
-    at, kernels = capability(), family()
+    at, kernels = capability(), kernel_family()
     if kernels == "mosaic":
         return (
             f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
@@ -100,7 +100,7 @@ def describe() -> str:
 
 def has_kernels() -> bool:
     """Whether the device that is compiled for runs kernels that are better than dequantize + dot in plain XLA."""
-    return family() in ("mosaic", "triton")
+    return kernel_family() in ("mosaic", "triton")
 
 
 def takes_lora(
@@ -154,7 +154,8 @@ def has_room_for_a_wave() -> bool:
 
 def multiprocessors() -> int:
     """Of the default device; where there is none, or another is compiled for, an H200's."""
-    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else RESIDENT[1]
+    is_for_this = _TARGET.get() is None and jax.default_backend() == "gpu"
+    return jax.devices()[0].core_count if is_for_this else RESIDENT[1]
 
 
 def _range(m: int) -> int:
@@ -184,15 +185,14 @@ def choose(
     m: int, k: int, n: tuple[int, ...], backend: str | None = None, ranks: tuple[int, ...] = ()
 ) -> str | StreamConfig | WideConfig:
     """A path's name, or the configuration of the streaming kernel, with room for LoRA if it can, or the wide kernel."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
+    _check_backend(backend)
     if backend == "mosaic":
         return config_for(m, k, n, ranks)
     if backend == "wide":
         return _wide("forward", m, k, n)
     if backend is not None:
         return backend
-    kernels = family()
+    kernels = kernel_family()
     if kernels == "triton" and m > MAX_TRITON_ROWS:
         return "dequantize-triton"
     if kernels != "mosaic":
@@ -206,12 +206,18 @@ def choose(
 
 def choose_dx(m: int, k: int, n: tuple[int, ...], backend: str | None = None) -> str | WideConfig:
     """The same for dx, the sum of dy W over weights of so many outputs."""
+    _check_backend(backend)
     if backend in ("mosaic", "wide"):
         return _wide("dx", m, k, n)
-    kernels = backend or family()
+    kernels = backend or kernel_family()
     if kernels != "mosaic":
         return "dequantize-triton" if kernels == "triton" else kernels
     return _first([functools.partial(_wide, "dx", m, k, n)])
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
 
 
 def choose_prepared(

@@ -16,6 +16,7 @@ from qerl_jax.config import Config, EvaluationOptions
 from qerl_jax.data.dataset import Dataset, load_dataset
 from qerl_jax.data.prompts import check_prompts
 from qerl_jax.errors import UserError
+from qerl_jax.formats import KernelNVFP4, format_of
 from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import for_kernels, init_adapter
@@ -69,6 +70,19 @@ def load_policy(path: str, weight_format: str | None, dtype: DtypeOption) -> Pol
     generation = load_generation_config(path)
     ends = generation.eos_token_ids, generation.pad_token_id
     return Policy(model, tokenizer, *ends, identity, rounded_to(path, weight_format))
+
+
+def kernels_said(model: Model) -> str | None:
+    """Which kernels multiply by the NVFP4 weights of a model on a GPU, or why none do; None where there is no GPU, or
+    no such weight."""
+    weight, dtype = model.base.layers[0].q_proj, model.base.embed.dtype
+    if format_of(weight) != "nvfp4" or pallas_kernels.kernel_family() == "reference":
+        return None
+    if pallas_kernels.has_kernels() and not isinstance(weight, KernelNVFP4):
+        return (
+            f"NVFP4 kernels: none, dequantize + dot (they multiply in bfloat16 or float16, the model in {dtype.name})"
+        )
+    return pallas_kernels.describe()
 
 
 def configured_policy(config: Config) -> Policy:

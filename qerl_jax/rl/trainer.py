@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-import pallas_kernels
 from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.compiled import compiled_programs, compiled_together
@@ -24,14 +23,13 @@ from qerl_jax.config import Config
 from qerl_jax.durable import write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
-from qerl_jax.formats import KernelNVFP4
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.live_line import LiveLine
 from qerl_jax.metrics import METRICS, MetricsWriter, read_rows, truncate_after, warn_of_missing_rows
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
+from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter, kernels_said
 from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.plan import compiled_run, evaluation_programs
@@ -129,8 +127,8 @@ class _Run:
             contextlib.closing(LiveLine(total)) as live,
         ):
             self.writer, self.live = writer, live
-            if isinstance(self.experiment.policy.model.base.layers[0].q_proj, KernelNVFP4):
-                live.note(pallas_kernels.describe())
+            if said := kernels_said(self.experiment.policy.model):
+                live.note(said)
             live.note("compiling")
             self._compile()
             self._stop_if_interrupted()

@@ -1,9 +1,17 @@
 """Which kernels a device runs, what is chosen there, and what the program says of it."""
 
+import types
+
+import jax
+import jax.numpy as jnp
 import pytest
+from tiny import tiny_model
 
 from pallas_kernels import compiling_for, describe, has_kernels, lora_inside, variants
+from pallas_kernels.stream_plan import RESIDENT
 from pallas_kernels.variants import MAX_TRITON_ROWS
+from qerl_jax.models.init import for_kernels
+from qerl_jax.rl.assembly import kernels_said
 
 SHAPE = 3584, (4608,)
 
@@ -62,3 +70,30 @@ def test_what_triton_lacks(installed, lacks, monkeypatch):
     monkeypatch.setattr(triton_versions, "version", version)
     said = triton_versions.missing.__wrapped__()
     assert said is lacks if lacks is None else said.startswith(lacks)
+
+
+@pytest.mark.parametrize("choose", [variants.choose, variants.choose_dx])
+def test_an_unknown_backend(choose):
+    with pytest.raises(ValueError, match=r"backend must be None or one of \('mosaic', .*got 'typo'"):
+        choose(8, *SHAPE, "typo")
+
+
+def test_multiprocessors_are_those_of_the_device_that_is_compiled_for(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(core_count=108, compute_capability="8.0")])
+    assert variants.multiprocessors() == 108 and not variants.has_room_for_a_wave()
+    with compiling_for(90):
+        assert variants.multiprocessors() == RESIDENT[1] and variants.has_room_for_a_wave()
+
+
+def test_what_a_run_says_of_them(monkeypatch):
+    model = tiny_model(dtype=jnp.bfloat16)
+    assert kernels_said(model) is None  # no GPU
+    say(monkeypatch, "jax-triton is not installed")
+    with compiling_for(80):
+        assert kernels_said(model) == "NVFP4 kernels: none, dequantize + dot (sm_80; jax-triton is not installed)"
+        assert kernels_said(tiny_model(weight_format="bf16")) is None
+    with compiling_for(90):
+        assert kernels_said(for_kernels(model)) == describe()
+        said = kernels_said(tiny_model(dtype=jnp.float32))
+    assert said.endswith("dequantize + dot (they multiply in bfloat16 or float16, the model in float32)")
