@@ -21,6 +21,8 @@ SERVICE_WARPS = 4
 # between parts. Measured, us: 7 instead of 4 for each of 12 warps, one row of 7B, 52.2 and 50.4; 5 instead of 3 for 16,
 # one row of 32B, 86.5 and 84.1.
 MOST_ITEMS = 48
+# Items of a warp's ring, at least, with one panel and with two: fewer have not run on a GPU.
+LEAST_ITEMS = 3, 2
 # Slices of K whose products with A are added afterwards, about: every CTA adds them all, each is a warp's work.
 LORA_SLICES = 24
 # An exchange of sums between CTAs takes about as long as so many items of each.
@@ -263,13 +265,15 @@ def make_block_plan(
     def with_warps(count: int, rows: int) -> BlockPlan:
         plan = BlockPlan(rows, hidden, parts, ctas, count, depth or 2)
         fits = (SMEM_LIMIT - plan.ring_at) // (count * QUAD_BYTES)
-        return plan if depth else dataclasses.replace(plan, depth=max(2, min(MOST_ITEMS // count, fits)))
+        least = LEAST_ITEMS[panels - 1]
+        return plan if depth else dataclasses.replace(plan, depth=max(least, min(MOST_ITEMS // count, fits)))
 
     if warps is None:
         is_long = with_warps(WARPS, m).items_warp > LONG_STREAM
         few_ranks = all(rank <= MOST_RANKS for part in parts for rank in part.ranks)
         # asked for all rows of the panels: a row's sums, which are added by warps, must not depend on M
-        has_room = with_warps(MORE_WARPS, panels * PANEL).depth > 2
+        more = with_warps(MORE_WARPS, panels * PANEL)
+        has_room = more.depth > 2 and more.total <= SMEM_LIMIT
         warps = MORE_WARPS if is_long and few_ranks and has_room else WARPS
     plan = with_warps(warps, m)
     if plan.total > SMEM_LIMIT:

@@ -62,8 +62,8 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
 
 
 def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
-    # of 72B's width: 16 warps would have rings of three items for one row, of one for eight
-    D, F, kv = 8192, 29440, 1024
+    # of a width of 7168: 16 warps would have rings of three items for one row, of two for eight
+    D, F, kv = 7168, 18432, 1024
     parts = (
         Part(D, (D,), (32,), (False,), joins=True),
         Part(D, (F, F), (32, 32), (False, False), paired=True, normed=True),
@@ -75,11 +75,16 @@ def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
 
 
 def test_whether_it_is_taken_does_not_depend_on_the_rows_of_a_panel(monkeypatch):
-    """Of 72B's width x of 9 to 11 rows would fit, of 12 to 16 not."""
+    """Of a width of 7168 x of 9 to 12 rows would fit, of 16 not; of 72B's of 1 to 6 rows beside rings of three items, of
+    7 and 8 not."""
+    monkeypatch.setitem(SHAPES, "7168", (7168, 18432, 7168, 1024))
     monkeypatch.setitem(SHAPES, "72B", (8192, 29440, 8192, 1024))
     with compiling_for(90):
-        taken = [takes_between_attentions(m, jnp.bfloat16, shapes_of("72B", 32)) for m in range(1, 17)]
-    assert taken == [True] * 8 + [False] * 8
+        taken = {
+            name: [takes_between_attentions(m, jnp.bfloat16, shapes_of(name, 32)) for m in range(1, 17)]
+            for name in ("7168", "72B")
+        }
+    assert taken == {"7168": [True] * 8 + [False] * 8, "72B": [False] * 16}
 
 
 @pytest.mark.parametrize("change, message", [
