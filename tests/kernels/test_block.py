@@ -75,8 +75,8 @@ def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
 
 
 def test_whether_it_is_taken_does_not_depend_on_the_rows_of_a_panel(monkeypatch):
-    """Of a width of 7168 x of 9 to 12 rows would fit, of 16 not; of 72B's of 1 to 6 rows beside rings of three items, of
-    7 and 8 not."""
+    """Of a width of 7168 x of 9 to 12 rows would fit, of 16 not; of 72B's that of 1 to 6 rows, beside rings of three
+    items, of 7 and 8 not."""
     monkeypatch.setitem(SHAPES, "7168", (7168, 18432, 7168, 1024))
     monkeypatch.setitem(SHAPES, "72B", (8192, 29440, 8192, 1024))
     with compiling_for(90):
