@@ -10,6 +10,7 @@ from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.models.params import norms_of
 from qerl_jax.models.transformer import forward
+from qerl_jax.rollout.attention import empty_kv
 from qerl_jax.rollout.decode import prefill
 
 MODEL = tiny_model()
@@ -17,6 +18,11 @@ ADAPTER = tiny_adapter(MODEL)
 NORMS = norms_of(MODEL, ADAPTER)
 LENGTHS = np.array([11, 1, 4, 8, 5])
 TOKENS = jax.random.randint(jax.random.key(0), (5, 11), 0, MODEL.config.vocab_size)
+
+
+def empty(rows):
+    """A pool for so many prompts of 11 tokens."""
+    return jnp.zeros((rows, MODEL.config.hidden_size)), empty_kv(MODEL, rows, 11)
 
 
 @functools.cache
@@ -27,19 +33,25 @@ def plainly():
 @pytest.mark.parametrize("at_once", [1, 4, 5, 10, 11, 25, 1000])
 def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once):
     """Chunks of one prompt up to 10 tokens at once, then one prompt at a time, two (the last alone), all."""
-    last, layers = jax.jit(prefill, static_argnums=5)(MODEL, ADAPTER, TOKENS, jnp.asarray(LENGTHS), NORMS, at_once)
+    rows = jnp.array([5, 0, 7, 3, 1])  # the third is beyond the pool
+    run = jax.jit(prefill, static_argnums=7)
+    last, layers = run(MODEL, ADAPTER, TOKENS, jnp.asarray(LENGTHS), NORMS, empty(7), rows, at_once)
     hidden, expected = plainly()
-    for row, length in enumerate(LENGTHS):
-        np.testing.assert_allclose(last[row], hidden[row, length - 1], atol=2e-5)
+    where = {0: 5, 1: 0, 3: 3, 4: 1}
+    for row, at in where.items():
+        np.testing.assert_allclose(last[at], hidden[row, LENGTHS[row] - 1], atol=2e-5)
+    for array in jax.tree.leaves((last, layers)):
+        assert not np.any(array[jnp.array([2, 4, 6])])
     for (k, v), (expected_k, expected_v) in zip(layers, expected, strict=True):
-        assert k.shape == v.shape == expected_k.shape
-        for row, length in enumerate(LENGTHS):
-            np.testing.assert_allclose(k[row, :length], expected_k[row, :length], atol=2e-5)
-            np.testing.assert_allclose(v[row, :length], expected_v[row, :length], atol=2e-5)
+        assert k.shape == v.shape == (7, *expected_k.shape[1:])
+        for row, at in where.items():
+            length = LENGTHS[row]
+            np.testing.assert_allclose(k[at, :length], expected_k[row, :length], atol=2e-5)
+            np.testing.assert_allclose(v[at, :length], expected_v[row, :length], atol=2e-5)
 
 
 def test_chunks_behind_the_longest_prompt_are_left_out():
     """Their keys stay the zeros that they were."""
-    _, layers = prefill(MODEL, ADAPTER, TOKENS[:3], jnp.array([2, 1, 4]), NORMS, 4)
+    _, layers = prefill(MODEL, ADAPTER, TOKENS[:3], jnp.array([2, 1, 4]), NORMS, empty(3), jnp.arange(3), 4)
     for k, _ in layers:
         assert np.any(k[:, 3]) and not np.any(k[:, 4:])

@@ -195,6 +195,7 @@ def forward(
     attention_mask_BT: jax.Array | None = None,
     packing: PackedRows | None = None,
     gradient_checkpointing: bool = False,
+    keep: Callable[[int, KV], KV] | None = None,
 ) -> tuple[jax.Array, tuple[KV, ...]]:
     """Final hidden states of whole rows.
 
@@ -206,9 +207,11 @@ def forward(
       attention_mask_BT: 1 where a token is real; None where rows are padded on the right only.
       packing: of a pack of rows, which the one row of `tokens_BT` is then [1, L]; not with a mask.
       gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+      keep: given a layer's number, keys and values, what to return of them; it is made before the next layer begins.
 
     Returns:
-      hidden_BTD after the final norm, and each layer's rotated keys and values [B, T, K, E].
+      hidden_BTD after the final norm, and each layer's rotated keys and values [B, T, K, E], or what `keep` made of
+      them.
     """
     config, base = model.config, model.base
     norms = norms_of(model, adapter) if norms is None else norms
@@ -229,6 +232,8 @@ def forward(
     for i, layer in enumerate(base.layers):
         scales = norms.input[i], norms.post_attention[i]
         x_BTD, kv = run(layer, *in_turn((lora_of(adapter, i), scales, x_BTD)))
+        if keep is not None:
+            x_BTD, kv = jax.lax.optimization_barrier((x_BTD, keep(i, kv)))
         caches.append(kv)
     return final_norm(model, norms.final, x_BTD), tuple(caches)
 

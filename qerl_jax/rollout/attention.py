@@ -73,12 +73,6 @@ def empty_kv(model: Model, rows: int, positions: int, kv_cache_dtype: KVCacheDty
     return tuple((jnp.zeros(shape, keys), jnp.zeros(shape, values)) for _ in model.base.layers)
 
 
-def kept(model: Model, layers: tuple[KV, ...], kv_cache_dtype: KVCacheDtype) -> tuple[KV, ...]:
-    """Keys and values of each layer as the cache keeps them."""
-    keys, values = cache_dtypes(model, kv_cache_dtype)
-    return tuple((stored(k, keys), stored(v, values)) for k, v in layers)
-
-
 def token_attention(
     config: ModelConfig,
     cache: KVCache,

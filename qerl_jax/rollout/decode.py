@@ -1,13 +1,13 @@
 """Prefill of prompts and decoding of one token per slot: the transformer over a cache.
 
-Dimension letters: S slots, A prompts that are prefilled, P prompt positions, T tokens of a chunk, D hidden size, K
-key-value heads, E head size.
+Dimension letters: S slots, A prompts that are prefilled, R rows of the pool, P prompt positions, T tokens of a chunk, D
+hidden size, K key-value heads, E head size.
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reads_units
+from pallas_kernels import reads_units, stored
 from qerl_jax.models.attention import plain_attention
 from qerl_jax.models.params import Adapter, Layer, Model, Norms
 from qerl_jax.models.transformer import (
@@ -23,6 +23,8 @@ from qerl_jax.models.transformer import (
 from qerl_jax.rollout.attention import KVCache, token_attention
 from qerl_jax.rollout.fused import layer_parts, run_layers
 
+# What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values [R, P, K, E].
+Prefilled = tuple[jax.Array, tuple[KV, ...]]
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
 
 
@@ -32,36 +34,53 @@ def prefill(
     tokens_AP: jax.Array,
     lengths_A: jax.Array,
     norms: Norms,
+    pool: Prefilled,
+    rows_A: jax.Array,
     tokens_at_once: int = PREFILL_TOKENS,
-) -> tuple[jax.Array, tuple[KV, ...]]:
-    """Runs prompts (padded on the right) once each.
+) -> Prefilled:
+    """Runs prompts (padded on the right) once each, into rows of a pool.
 
     At most `tokens_at_once` tokens go through the network together: some of the prompts, or, where a single prompt is
-    longer than that, chunk after chunk of it, each attending to the keys of those before.
+    longer than that, chunk after chunk of it, each attending to the keys of those before. What they leave goes into the
+    pool before the next ones begin, so that however many prompts there are it is there once, and in the cache's dtype.
+
+    Args:
+      pool: what prompts leave, for R of them; keys and values in any dtype of the cache.
+      rows_A: the prompts' rows of it; what is for a row beyond the pool is dropped.
 
     Returns:
-      The last token's hidden state [A, D], and each layer's keys and values [A, P, K, E].
+      The pool with the prompts.
     """
     A, P = tokens_AP.shape
     # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
     tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
 
-    def run(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[KV, ...]]:
-        tokens, lengths = rows
+    def run(pool: Prefilled, prompts: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Prefilled, None]:
+        (tokens, lengths, rows), (hidden_RD, layers) = prompts, pool
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[rows].set(stored(new, old.dtype), mode="drop")
+
+        def keep(i: int, kv: KV) -> KV:
+            return put(layers[i][0], kv[0]), put(layers[i][1], kv[1])
+
         if tokens_at_once < P:
-            return _in_chunks(model, adapter, tokens, lengths, norms, tokens_at_once)
-        hidden, caches = forward(model, adapter, tokens, norms=norms)
-        return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
+            last, caches = _in_chunks(model, adapter, tokens, lengths, norms, tokens_at_once)
+            layers = tuple(keep(i, kv) for i, kv in enumerate(caches))
+        else:
+            hidden, layers = forward(model, adapter, tokens, norms=norms, keep=keep)
+            last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return (put(hidden_RD, last), layers), None
 
     together = max(1, tokens_at_once // P)
     if together >= A:
-        return run((tokens_AP, lengths_A))
+        return run(pool, (tokens_AP, lengths_A, rows_A))[0]
     parts = -(-A // together)
     padding = parts * together - A
     tokens = jnp.pad(tokens_AP, ((0, padding), (0, 0))).reshape(parts, together, P)
     lengths = jnp.pad(lengths_A, (0, padding), constant_values=1).reshape(parts, together)
-    done: tuple[jax.Array, tuple[KV, ...]] = jax.lax.map(run, (tokens, lengths))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:A], done)
+    rows = jnp.pad(rows_A, (0, padding), constant_values=pool[0].shape[0]).reshape(parts, together)
+    return jax.lax.scan(run, pool, (tokens, lengths, rows))[0]
 
 
 def _in_chunks(

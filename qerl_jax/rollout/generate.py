@@ -11,7 +11,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
-from qerl_jax.rollout.attention import KVCache, empty_kv, kept
+from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.prepared import Made, made, prepared
@@ -144,15 +144,16 @@ def begun(
 ) -> tuple[Slots, Made]:
     """The first part of `generate`: prompts prefilled, every completion's first token drawn, and what was made ready
     for it, with which `decode` goes on."""
-    N, G, C = prompts.tokens.shape[0], num_generations, settings.max_completion_length
+    (N, P), G, C = prompts.tokens.shape, num_generations, settings.max_completion_length
     B = N * G
     new = made(model, adapter)
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
-    last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms)
-    lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
     dtype = settings.kv_cache_dtype
-    cache = KVCache(kept(model, layers, dtype), empty_kv(model, B, C, dtype), lengths_N)
+    pool = jnp.zeros((N, model.config.hidden_size), model.base.embed.dtype), empty_kv(model, N, P, dtype)
+    last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms, pool, jnp.arange(N))
+    lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
+    cache = KVCache(layers, empty_kv(model, B, C, dtype), lengths_N)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
     limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]

@@ -15,7 +15,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import stored
 from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.models.transformer import KV
 from qerl_jax.rollout import log
@@ -102,16 +101,11 @@ def admit(
     rows_A: jax.Array,
 ) -> QueuedSlots:
     """Prefills prompts into rows of the pool; a row number beyond the pool is that of padding, and is dropped."""
-    last_AD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms)
-
-    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[rows_A].set(stored(rows, pool.dtype), mode="drop")
-
-    cache = slots.cache.replace(
-        prompt=jax.tree.map(put, slots.cache.prompt, layers),
-        prompt_lengths_R=put(slots.cache.prompt_lengths_R, lengths_A),
-    )
-    return slots.replace(cache=cache, prompt_hidden_RD=put(slots.prompt_hidden_RD, last_AD))
+    pool = slots.prompt_hidden_RD, slots.cache.prompt
+    hidden_RD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms, pool, rows_A)
+    lengths_R = slots.cache.prompt_lengths_R.at[rows_A].set(lengths_A, mode="drop")
+    cache = slots.cache.replace(prompt=layers, prompt_lengths_R=lengths_R)
+    return slots.replace(cache=cache, prompt_hidden_RD=hidden_RD)
 
 
 def freed(slots: QueuedSlots, which_S: jax.Array) -> QueuedSlots:
