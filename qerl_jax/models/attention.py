@@ -15,13 +15,14 @@ from qerl_jax.models.flash_attention import flash_attention, flash_backward, fla
 from qerl_jax.models.packed_rows import AsItStands, PackedRows, Placed, placed
 
 
-def _by_cudnn(q: jax.Array) -> bool:
-    return q.dtype.itemsize == 2 and jax.default_backend() == "gpu"
+def by_cudnn(dtype: jnp.dtype) -> bool:
+    """Whether attention in this dtype is cuDNN's, which keeps no scores."""
+    return dtype.itemsize == 2 and jax.default_backend() == "gpu"
 
 
 def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
     """Grouped-query causal attention [B, T, H, E]; `mask_BT` hides key positions (left padding)."""
-    if mask_BT is None and _by_cudnn(q_BTHE):
+    if mask_BT is None and by_cudnn(q_BTHE.dtype):
         return flash_attention(q_BTHE, k_BTKE, v_BTKE)
     mask = None if mask_BT is None else mask_BT[:, None, None, :].astype(bool)
     return plain_attention(q_BTHE, k_BTKE, v_BTKE, mask, is_causal=True)
@@ -51,7 +52,7 @@ def packed_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, packi
 
 
 def _fwd(q: jax.Array, k: jax.Array, v: jax.Array, packing: PackedRows) -> tuple[jax.Array, tuple[Any, ...]]:
-    if not _by_cudnn(q):
+    if not by_cudnn(q.dtype):
         return packed_attention(q, k, v, packing), (packing, q, k, v)
     o, log_sums_LH = _in_frame(packing, _forward, q, k, v)
     return o, (packing, q, k, v, log_sums_LH, o)

@@ -74,7 +74,7 @@ class Engine:
             prompts=prompts,
             max_slots=self.max_slots,
             cache_bytes=self.cache_bytes,
-            resident=[adapter] * 3,  # an optimizer keeps two numbers for each one of the adapter
+            adapter=adapter,
         )
 
     def rollout(

@@ -13,9 +13,14 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import lora_inside
 from qerl_jax.errors import UserError
+from qerl_jax.formats import KernelNVFP4
+from qerl_jax.models.attention import by_cudnn
+from qerl_jax.models.config import MLP
 from qerl_jax.models.linear import fewest_rows
-from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
+from qerl_jax.models.params import Adapter, Model
+from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes
 from qerl_jax.rollout.decode import PREFILL_TOKENS
 from qerl_jax.rollout.prepared import dequantized_bytes
@@ -66,7 +71,7 @@ def plan_slots(
     prompts: int,
     max_slots: int | None = None,
     cache_bytes: int | None = None,
-    resident: Any = None,
+    adapter: Adapter | None = None,
 ) -> Plan:
     """As many slots as there are samples, or as fit.
 
@@ -80,7 +85,7 @@ def plan_slots(
       samples, prompts: how many there are, 1 or more.
       max_slots: no more than these.
       cache_bytes: the bytes for slots and pool; None is what the device has left, or 4 GB on a CPU.
-      resident: a pytree of other arrays that stay on the device beside the model's.
+      adapter: the policy's, which stays on the device with an optimizer's state.
 
     Raises:
       UserError: not even one slot fits, with the numbers.
@@ -103,8 +108,9 @@ def plan_slots(
         return min(prompts, slots + slots // 2)
 
     slots = samples if max_slots is None else min(samples, max_slots)
-    made = dequantized_bytes(model) + _prefill_bytes(model, P, rows(slots))
-    budget = _device_bytes(nbytes((model, resident)) + made) if cache_bytes is None else cache_bytes
+    made = dequantized_bytes(model) + _prefill_bytes(model, adapter, P, rows(slots))
+    # Of an adapter an optimizer keeps two numbers for each one.
+    budget = _device_bytes(nbytes((model, [adapter] * 3)) + made) if cache_bytes is None else cache_bytes
     while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:
@@ -135,13 +141,37 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _prefill_bytes(model: Model, max_prompt_length: int, prompts: int) -> int:
-    """Activations of a prefill: a token's widest ones in one layer, and the keys and values that it leaves."""
-    config, itemsize = model.config, model.base.embed.dtype.itemsize
-    widths = sum(projection_shape(config, name)[0] for name in PROJECTIONS) + 4 * config.hidden_size
-    tokens = max(max_prompt_length, min(PREFILL_TOKENS, prompts * max_prompt_length))
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    scores = (
-        config.num_attention_heads * PREFILL_TOKENS * max_prompt_length * 4 if max_prompt_length > PREFILL_TOKENS else 0
-    )
-    return tokens * (widths + kept) * itemsize + 2 * scores
+def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int, prompts: int) -> int:
+    """What `prefill` makes beside the pool, which more prompts than go through the network at once do not make larger.
+
+    Fitted from above to what XLA says of compiled programs (tests/test_prefill_memory.py): for each token the larger
+    of what a layer's attention and its MLP hold at once; and the keys and values of a prompt that goes in chunks.
+    """
+    config, dtype = model.config, model.base.embed.dtype
+    P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    chunks = -(-P // PREFILL_TOKENS)
+    tokens = PREFILL_TOKENS if chunks > 1 else P * min(prompts, PREFILL_TOKENS // P)
+    # The residual stream and its norm; queries in float32, as they are and rotated, or attended; keys and values twice.
+    attention = (4 + size) * D + (4 + 2 * size) * queries + 2 * size * keys
+    seen, carried = P, 0
+    if chunks > 1:  # from one to the next, and copied on the way
+        seen = chunks * PREFILL_TOKENS
+        carried = 3 * seen * config.num_hidden_layers * 2 * keys * size
+    if chunks > 1 or not by_cudnn(dtype):
+        attention += seen * ((4 + size) * config.num_attention_heads + 2)  # scores, probabilities and their mask
+    # The stream, what is added to it, their sum and a norm; and what is between gate, up and down.
+    mlp = (12 + size) * D + size * _inner_arrays(model, adapter, tokens) * config.intermediate_size
+    return tokens * max(attention, mlp) + carried
+
+
+def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> int:
+    """Arrays of the MLP's inner width that are there at once: SwiGLU's result; without a kernel that makes it gate and
+    up too, and what adapters add to them. On a GPU it is one of these, and XLA joins some layers' matrices of keys and
+    values with LoRA's A instead: 225 MB in 7B, which has 310 for it here."""
+    gate, lora = model.base.layers[0].gate_proj, lora_of(adapter, 0)
+    ranks = tuple(lora[name].a.shape[0] if name in lora else 0 for name in MLP[:2])
+    F, D = gate.shape
+    if isinstance(gate, KernelNVFP4) and lora_inside(tokens, D, (F, F), ranks):
+        return 1
+    return 5 if any(ranks) else 3

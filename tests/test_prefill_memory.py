@@ -1,0 +1,77 @@
+"""What a plan counts for a prefill, against what XLA says that the compiled programs make beside their results."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.init import init_adapter, init_model
+from qerl_jax.models.params import norms_of
+from qerl_jax.rollout import Prompts, SamplingSettings
+from qerl_jax.rollout.memory import plan_slots
+from qerl_jax.rollout.prepared import dequantized_bytes
+from qerl_jax.rollout.programs import programs
+from qerl_jax.rollout.queued import empty_slots
+
+CONFIG = ModelConfig("qwen2", 61, 64, 512, 2, 4, 2, 16, 1e-6, 10000.0, True, True, 10**5)
+KEY = jax.eval_shape(jax.random.key, 0)
+
+
+def shapes(adapted=True, **fields):
+    """A model and an adapter without arrays."""
+    model = jax.eval_shape(lambda: init_model(jax.random.key(0), dataclasses.replace(CONFIG, **fields), jnp.float32))
+    return model, jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, 8, 16.0)) if adapted else None
+
+
+def settings(kv_cache_dtype):
+    return SamplingSettings(8, (3,), 0, kv_cache_dtype=kv_cache_dtype)
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def admitting(model, adapter, prompts, P, kv_cache_dtype="auto"):
+    """Bytes that `admit` of so many prompts makes."""
+    sizes = {"rows": prompts, "max_prompt_length": P, "slots": 4, "used": 4}
+    slots = jax.eval_shape(lambda key: empty_slots(model, settings(kv_cache_dtype), key, **sizes), KEY)
+    operands = slots, model, adapter, jax.eval_shape(norms_of, model, adapter)
+    program = programs().admit.lower(*operands, ints(prompts, P), ints(prompts), ints(prompts)).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def beginning(model, adapter, prompts, P):
+    """Bytes that `begun` with so many prompts makes beside what it returns."""
+    each, norms = ints(prompts), jax.eval_shape(norms_of, model, adapter)
+    of_prompts = Prompts(ints(prompts, P), each, each)
+    operands = model, adapter, of_prompts, KEY, settings("auto"), 1, norms, each
+    return programs().begun.lower(*operands).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("prompts, P, kv_cache_dtype, adapted, fields", [
+    (16, 32, "auto", True, {}),  # all in the network together
+    (2048, 32, "auto", True, {}),  # an eighth of them
+    (2048, 32, "auto", False, {}),
+    (2048, 32, "auto", True, {"num_hidden_layers": 6}),
+    (300, 500, "auto", True, {}),  # scores, and a last part that is filled up
+    (32, 500, "fp8_values", True, {}),
+    (128, 512, "auto", True, {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 6}),
+    (3, 20000, "auto", True, {}),  # a prompt in chunks
+    (3, 20000, "fp8_values", True, {"num_hidden_layers": 6}),
+])  # fmt: skip
+def test_a_plan_counts_what_a_prefill_makes(prompts, P, kv_cache_dtype, adapted, fields):
+    model, adapter = shapes(adapted, **fields)
+    made = admitting(model, adapter, prompts, P, kv_cache_dtype)
+    sizes = {"samples": prompts, "prompts": prompts, "cache_bytes": 10**12}
+    plan = plan_slots(model, settings(kv_cache_dtype), P, **sizes, adapter=adapter)
+    planned = plan.made - dequantized_bytes(model)  # of weights that are no arrays here
+    assert made <= planned <= 1.15 * made
+
+
+@pytest.mark.parametrize("program", [admitting, beginning])
+def test_prompts_that_wait_for_the_network_cost_their_tokens_alone(program):
+    model, adapter = shapes(num_hidden_layers=6)
+    few, many = (program(model, adapter, prompts, 32) for prompts in (1024, 4096))
+    assert many - few < 16 * 3072 * 32  # where the keys and values of a token are 1,536 bytes
