@@ -161,17 +161,20 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     if chunks > 1 or not by_cudnn(dtype):
         attention += seen * ((4 + size) * config.num_attention_heads + 2)  # scores, probabilities and their mask
     # The stream, what is added to it, their sum and a norm; and what is between gate, up and down.
-    mlp = (12 + size) * D + size * _inner_arrays(model, adapter, tokens) * config.intermediate_size
-    return tokens * max(attention, mlp) + carried
+    inner, decoded = _inner_arrays(model, adapter, tokens)
+    mlp = (12 + size) * D + size * inner * config.intermediate_size
+    return tokens * max(attention, mlp) + carried + decoded
 
 
-def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> int:
+def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> tuple[int, int]:
     """Arrays of the MLP's inner width that are there at once: SwiGLU's result; without a kernel that makes it gate and
     up too, and what adapters add to them. On a GPU it is one of these, and XLA joins some layers' matrices of keys and
-    values with LoRA's A instead: 225 MB in 7B, which has 310 for it here."""
+    values with LoRA's A instead: 225 MB in 7B, which has 310 for it here. And the bytes of a weight that is packed, but
+    decoded for such a product."""
     gate, lora = model.base.layers[0].gate_proj, lora_of(adapter, 0)
     ranks = tuple(lora[name].a.shape[0] if name in lora else 0 for name in MLP[:2])
     F, D = gate.shape
-    if isinstance(gate, KernelNVFP4) and lora_inside(tokens, D, (F, F), ranks):
-        return 1
-    return 5 if any(ranks) else 3
+    is_packed = isinstance(gate, KernelNVFP4)
+    if is_packed and lora_inside(tokens, D, (F, F), ranks):
+        return 1, 0
+    return 5 if any(ranks) else 3, is_packed * F * D * model.base.embed.dtype.itemsize
