@@ -1,6 +1,7 @@
 """A `Config` from a YAML file with overrides, or from dictionaries, and back."""
 
 import dataclasses
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,41 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
         source = recipe.sources.get(option)
         later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
         if source is not None and (source.override or not later):
-            problems.append(f"{source}{option} has no effect in this run: {why}; leave it out")
+            problems.append(f"{source}{_without_effect(option, why)}")
     if problems:
         raise UserError("\n".join(problems))
     run = dataclasses.replace(config.run, output_dir=_output_dir(config, recipe))
-    return settled_config(dataclasses.replace(config, run=run))
+    return _settled(dataclasses.replace(config, run=run))
 
 
 def settled_config(config: Config) -> Config:
     """The one Config of all that describe the same run: what `load_config` gives, also of one made in a script.
 
-    grpo.steps_per_generation is filled in, and options without effect are at their defaults.
+    grpo.steps_per_generation is filled in.
+
+    Raises:
+      UserError: one line for each option that would have no effect and is not at its default.
     """
+    settled = _settled(config)
+    problems = [
+        _without_effect(option, why)
+        for option, (why, _) in options_without_effect(config).items()
+        if operator.attrgetter(option)(config) != operator.attrgetter(option)(settled)
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+    return settled
+
+
+def _settled(config: Config) -> Config:
+    """The config with options without effect at their defaults."""
     values = effective_options(config)
     values["grpo"]["steps_per_generation"] = config.steps_per_generation
     return config_from_dict(values)
+
+
+def _without_effect(option: str, why: str) -> str:
+    return f"{option} has no effect in this run: {why}; leave it out"
 
 
 def _output_dir(config: Config, recipe: Recipe) -> str:

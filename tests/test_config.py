@@ -6,9 +6,9 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from qerl_jax.config import Config, GenerationOptions, GrpoOptions, NoiseOptions, OptimizerOptions
+from qerl_jax.config import Config, GenerationOptions, GrpoOptions, LoraOptions, NoiseOptions, OptimizerOptions
 from qerl_jax.config_errors import option_names
-from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml
+from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.errors import UserError
 
 CISPO = ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0"]
@@ -253,6 +253,22 @@ def test_an_option_without_effect_is_an_error(overrides):
 )
 def test_the_same_option_with_effect_is_not(overrides):
     assert load_config("quickstart", overrides) != load_config("quickstart")
+
+
+def test_an_option_without_effect_is_an_error_in_a_config_made_in_a_script_too():
+    steps = OptimizerOptions(max_steps=10)
+    with pytest.raises(UserError) as caught:
+        settled_config(Config(optimizer=steps, grpo=GrpoOptions(epsilon=0.5, delta=9.0)))
+    why = "with one update per rollout and grpo.old_logprobs learner the ratio is exactly 1 and is never clipped"
+    assert str(caught.value).splitlines() == [
+        f"{option} has no effect in this run: {why}; leave it out" for option in ("grpo.epsilon", "grpo.delta")
+    ]
+    with pytest.raises(UserError, match=r"^lora\.lora_r has no effect in this run: it comes from lora\.adapter 'a'"):
+        settled_config(Config(optimizer=steps, lora=LoraOptions(lora_r=8, adapter="a")))
+    given = Config(optimizer=steps, grpo=GrpoOptions(epsilon=0.5, delta=9.0, num_iterations=2))
+    assert settled_config(given).grpo == dataclasses.replace(given.grpo, steps_per_generation=4)
+    cispo = Config(optimizer=steps, grpo=GrpoOptions(loss_type="cispo", epsilon_high=5.0))
+    assert settled_config(cispo).grpo == dataclasses.replace(cispo.grpo, steps_per_generation=4)
 
 
 def test_save_steps_null_is_told_as_it_is():

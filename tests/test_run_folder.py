@@ -130,16 +130,21 @@ def test_only_beside_what_a_run_has_a_config_means_its_own_folder(tmp_path, file
 
 
 def test_a_config_made_in_a_script_continues_its_run(tmp_path):
-    noise = NoiseOptions(num_stages=1, sigma_start=0.02)  # without effect
-    made = Config(
-        optimizer=OptimizerOptions(max_steps=20), noise=noise, run=RunOptions(output_dir=str(tmp_path / "run"))
-    )
+    run = RunOptions(output_dir=str(tmp_path / "run"))
+    made = Config(optimizer=OptimizerOptions(max_steps=20), noise=NoiseOptions(num_stages=1), run=run)
     (open_once(made) / "checkpoints" / "step_00000010").mkdir(parents=True)
     with run_folder.open_run(made) as (folder, held):
         assert held == load_config(str(folder / "config.yaml"))
     other = dataclasses.replace(made, run=dataclasses.replace(made.run, seed=1))
     with pytest.raises(UserError, match=r"config:\n  run.seed was 0, is now 1\nGo back"):
         open_once(other)
+
+
+def test_a_config_made_in_a_script_is_refused_with_an_option_without_effect(tmp_path):
+    noise, run = NoiseOptions(num_stages=1, sigma_start=0.02), RunOptions(output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"^noise\.sigma_start has no effect in this run: with noise\.num_stages 1 "):
+        open_once(Config(optimizer=OptimizerOptions(max_steps=20), noise=noise, run=run))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_config_without_a_folder_is_refused():
