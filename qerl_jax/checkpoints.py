@@ -20,7 +20,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,8 @@ def _tracebacks_unlogged() -> Iterator[None]:
 def restore_checkpoint[Tree](
     directory: str | os.PathLike[str], target: Tree, *, step: int | None = None
 ) -> tuple[Tree, Progress, int] | None:
-    """Reads the newest undamaged checkpoint; a damaged one is named in a warning and the one before it is used.
+    """Reads the newest undamaged checkpoint; a damaged one is named in a warning and the one before it is used. Another
+    program may save and delete checkpoints meanwhile.
 
     Args:
       directory: where checkpoints live. Nothing in it is changed.
@@ -249,29 +250,52 @@ def restore_checkpoint[Tree](
 
     Raises:
       UserError: `directory` is a file or lies in one, every checkpoint is damaged, `step` does not exist or is damaged,
-        a leaf of `target` is absent from the checkpoint or of another dtype or shape there, or a static field of a
-        `flax.struct` node, such as the scaling of a LoRA pair, had another value (checkpoints of earlier versions do
-        not know it).
+        what is read is deleted and nothing newer has appeared, a leaf of `target` is absent from the checkpoint or of
+        another dtype or shape there, or a static field of a `flax.struct` node, such as the scaling of a LoRA pair, had
+        another value (checkpoints of earlier versions do not know it).
     """
-    folders = _folders(with_home(directory).absolute())
-    if step is None and not folders:
-        return None
-    if step is not None and step not in folders:
-        raise UserError(f"{directory}: there is no checkpoint of step {step}; there are {sorted(folders)}")
-    for candidate in sorted(folders, reverse=True) if step is None else [step]:
-        folder = folders[candidate]
+    place = with_home(directory).absolute()
+    candidates: Iterable[tuple[int, Path]] = _newest_first(place)
+    if step is not None:
+        folders = _folders(place)
+        if step not in folders:
+            raise UserError(f"{directory}: there is no checkpoint of step {step}; there are {sorted(folders)}")
+        candidates = [(step, folders[step])]
+    damaged, gone = [], []
+    for candidate, folder in candidates:
         try:
-            manifest = read_manifest(folder, candidate)
-            match_target(folder, manifest, _leaves(target), static_fields(target))
-            host = _read_arrays(folder, manifest["leaves"])
+            manifest, host = _read(folder, candidate, target)
         except Damaged as damage:
-            _logger.warning("checkpoint step %d is damaged and skipped: %s: %s", candidate, folder, damage)
+            if folder.is_dir():
+                damaged.append(candidate)
+                _logger.warning("checkpoint step %d is damaged and skipped: %s: %s", candidate, folder, damage)
+            else:
+                gone.append(candidate)
             continue
         stored = manifest["leaves"]
         placed = [_to_device(host[name], leaf, stored[name]["prng"]) for name, leaf in _leaves(target).items()]
         return jax.tree.unflatten(jax.tree.structure(target), placed), manifest["progress"], candidate
-    tried = f"checkpoint {step}" if step is not None else f"every checkpoint ({', '.join(map(str, sorted(folders)))})"
-    raise UserError(f"{directory}: {tried} is damaged; the warnings above say where. Start again in another folder.")
+    if damaged:
+        tried = f"every checkpoint ({', '.join(map(str, sorted(damaged)))})" if step is None else f"checkpoint {step}"
+        raise UserError(
+            f"{directory}: {tried} is damaged; the warnings above say where. Start again in another folder."
+        )
+    if gone:
+        newer = ", and no newer one is there" if step is None else ""
+        raise UserError(f"{directory}: checkpoint {gone[0]} was deleted while it was read{newer}")
+    return None
+
+
+def _read(folder: Path, step: int, target: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A checkpoint's manifest and arrays; raises Damaged also where the folder goes meanwhile."""
+    manifest = read_manifest(folder, step)
+    match_target(folder, manifest, _leaves(target), static_fields(target))
+    try:
+        return manifest, _read_arrays(folder, manifest["leaves"])
+    except (OSError, ValueError) as error:  # which orbax raises, and what of it depends on what has gone already
+        if folder.is_dir():
+            raise
+        raise Damaged("it was deleted while it was read") from error
 
 
 def newest_progress(directory: str | os.PathLike[str]) -> tuple[Progress, int] | None:
@@ -280,10 +304,24 @@ def newest_progress(directory: str | os.PathLike[str]) -> tuple[Progress, int] |
     Raises:
       UserError: `directory` is a file or lies in one.
     """
-    for step, folder in sorted(_folders(with_home(directory)).items(), reverse=True):
+    for step, folder in _newest_first(with_home(directory)):
         with contextlib.suppress(Damaged):
             return read_manifest(folder, step)["progress"], step
     return None
+
+
+def _newest_first(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Complete checkpoints, for a reader who stops at the first that is whole. Where the one just tried has gone, as a
+    run that goes on deletes old ones, those that have appeared since come next."""
+    folders = _folders(directory)
+    newest = max(folders, default=-1)
+    while folders:
+        step = max(folders)
+        folder = folders.pop(step)
+        yield step, folder
+        if not folder.is_dir():
+            folders |= {step: path for step, path in _folders(directory).items() if step > newest}
+            newest = max((newest, *folders))
 
 
 def _folders(directory: Path) -> dict[int, Path]:

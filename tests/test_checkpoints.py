@@ -416,6 +416,53 @@ def test_all_damaged_is_an_error(two):
         restore_checkpoint(two, make_tree(), step=10)
 
 
+@pytest.fixture(params=["before", "after"])
+def at_the_manifest(request, monkeypatch):
+    """Sets what happens while the checkpoint of a step is read, before its manifest is or after."""
+
+    def happens(step, what):
+        read = checkpoints.read_manifest
+
+        def read_amid(folder, of):
+            if of == step and request.param == "before":
+                what()
+            manifest = read(folder, of)
+            if of == step and request.param == "after":
+                what()
+            return manifest
+
+        monkeypatch.setattr(checkpoints, "read_manifest", read_amid)
+
+    return happens
+
+
+def test_one_that_a_run_deletes_meanwhile_gives_way_to_a_newer_one(two, at_the_manifest, caplog):
+    def saves(step):
+        return lambda: save_checkpoint(two, step, make_tree(seed=step), {"step": step}, save_total_limit=1)
+
+    at_the_manifest(20, saves(30))
+    at_the_manifest(30, saves(40))
+    with caplog.at_level(logging.WARNING, logger="qerl_jax.checkpoints"):
+        tree, progress, step = restore_checkpoint(two, make_tree())
+    assert (step, progress, caplog.records) == (40, {"step": 40}, [])
+    assert_same(tree, make_tree(seed=40))
+
+
+def test_so_does_its_progress(two, at_the_manifest, request):
+    at_the_manifest(20, lambda: save_checkpoint(two, 30, make_tree(), {"step": 30}, save_total_limit=1))
+    read = 20 if "after" in request.node.callspec.id else 30
+    assert newest_progress(two) == ({"step": read}, read)
+
+
+def test_one_that_goes_without_a_newer_one_is_not_called_damaged(two, at_the_manifest):
+    at_the_manifest(20, lambda: [shutil.rmtree(folder) for folder in two.iterdir()])
+    with pytest.raises(UserError, match=r"checkpoint 20 was deleted while it was read, and no newer one is there$"):
+        restore_checkpoint(two, make_tree())
+    save_checkpoint(two, 20, make_tree(), {})
+    with pytest.raises(UserError, match=r"checkpoint 20 was deleted while it was read$"):
+        restore_checkpoint(two, make_tree(), step=20)
+
+
 class Killed(BaseException):
     pass
 
