@@ -206,6 +206,16 @@ def test_bytes_that_are_not_text_name_the_line(tmp_path):
         load_dataset(str(path))
 
 
+def test_rows_are_asked_for_one_by_one(jsonl):
+    for data in (load_dataset("arithmetic", size=4), load_dataset(jsonl({"prompt": "a"}, {"prompt": "b"}))):
+        for index in (slice(0, 2), "prompt", 1.0):
+            with pytest.raises(TypeError, match=re.escape(f"row is asked for by {index!r}; allowed: its number")):
+                data[index]
+        assert data[np.int32(-1)] == data[len(data) - 1]
+        with pytest.raises(IndexError):
+            data[len(data)]
+
+
 def test_unknown_and_missing_data_sets():
     with pytest.raises(UserError, match=r"did you mean 'arithmetic'"):
         load_dataset("aritmetic")

@@ -9,6 +9,7 @@ The order is a function of (seed, cursor): nothing but the cursor has to be save
 import copy
 import functools
 import hashlib
+import operator
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +74,7 @@ class ArithmeticDataset:
         return len(self._prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        index = _one(index)
         return {"prompt": self._prompts[index], "answer": self._answers[index], "operands": self._operands[index]}
 
     def where(self, index: int) -> str:
@@ -103,12 +105,23 @@ class JsonlDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = copy.deepcopy(dict.fromkeys(self._columns) | self._rows[index])
+        row: dict[str, Any] = copy.deepcopy(dict.fromkeys(self._columns) | self._rows[_one(index)])
         row["prompt"] = _without_nulls(row["prompt"])
         return row
 
     def where(self, index: int) -> str:
         return line_of(self._path, self._lines[index])
+
+
+def _one(index: Any) -> int:
+    """The number of a row; of a slice, lists of columns would come, where whoever goes through it expects rows."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise TypeError(
+            f"a data set's row is asked for by {index!r:.60}; allowed: its number; [data[i] for i in range(...)] gives "
+            "several"
+        ) from None
 
 
 def _without_nulls(prompt: Any) -> Any:
