@@ -104,16 +104,16 @@ def configured_policy(config: Config) -> Policy:
 
 def sampling_settings(config: Config, policy: Policy, **changes: Any) -> SamplingSettings:
     """The rollout's sampling; `changes` overrides fields (evaluation has a temperature and a top_p of its own)."""
-    generation = config.generation
-    options = {
-        "max_completion_length": generation.max_completion_length,
-        "temperature": generation.temperature,
-        "top_p": generation.top_p,
-        "top_k": generation.top_k,
-        "min_p": generation.min_p,
-        "kv_cache_dtype": generation.kv_cache_dtype,
-    }
-    return SamplingSettings(eos_token_ids=policy.eos_token_ids, pad_token_id=policy.pad_token_id, **(options | changes))
+    ends: dict[str, Any] = {"eos_token_ids": policy.eos_token_ids, "pad_token_id": policy.pad_token_id}
+    return _by_name(SamplingSettings, config.generation, **(ends | changes))
+
+
+def _by_name[Spec: (SamplingSettings, LossSpec, SamplerCorrection, NoiseSchedule, OptimizerSpec)](
+    kind: type[Spec], options: Any, **others: Any
+) -> Spec:
+    """A `kind` of a section's options of the same names, and of `others`, which are not the section's."""
+    names = {field.name for field in dataclasses.fields(kind)} - others.keys()
+    return kind(**{name: getattr(options, name) for name in names}, **others)
 
 
 def sampling_engine(
@@ -184,18 +184,7 @@ def initial_adapter(config: Config, model: Model, key: jax.Array) -> Adapter:
 
 def optimizer_spec(config: Config, total_steps: int) -> OptimizerSpec:
     """The optimizer that a config describes; the shape of its state does not depend on `total_steps`."""
-    optimizer = config.optimizer
-    return OptimizerSpec(
-        optimizer.learning_rate,
-        total_steps,
-        optimizer.lr_scheduler_type,
-        optimizer.warmup_ratio,
-        optimizer.weight_decay,
-        optimizer.adam_beta1,
-        optimizer.adam_beta2,
-        optimizer.adam_epsilon,
-        optimizer.max_grad_norm,
-    )
+    return _by_name(OptimizerSpec, config.optimizer, total_steps=total_steps)
 
 
 def evaluation_data(config: Config, seed: int) -> Dataset:
@@ -262,23 +251,16 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     for rows, examples in ((dataset, trained), (of_evaluation, evaluated)):
         check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
-    correction = SamplerCorrection(**dataclasses.asdict(grpo.sampler_correction))
     update = UpdateSettings(
         num_generations=config.generation.num_generations,
         temperature=config.generation.temperature,
         micro_batch_size=optimizer.per_device_train_batch_size,
         old_logprobs=grpo.old_logprobs,
-        loss=LossSpec(
-            grpo.loss_type, grpo.beta, grpo.epsilon, grpo.epsilon_high, grpo.importance_sampling_level, grpo.delta
-        ),
-        correction=correction,
+        loss=_by_name(LossSpec, grpo),
+        correction=_by_name(SamplerCorrection, grpo.sampler_correction),
         gradient_checkpointing=optimizer.gradient_checkpointing,
     )
-    schedule = None
-    if noise.num_stages > 1:
-        schedule = NoiseSchedule(
-            noise.num_stages, noise.sigma_start, noise.sigma_end, total_steps, noise.schedule, noise.final_norm
-        )
+    schedule = _by_name(NoiseSchedule, noise, total_steps=total_steps) if noise.num_stages > 1 else None
     settings = StepSettings(sampling_settings(config, policy), update, schedule, grpo.mask_truncated_completions)
     spec = optimizer_spec(config, total_steps)
     return Experiment(config, policy, dataset, of_evaluation, settings, spec, make_optimizer(spec), total_steps)
