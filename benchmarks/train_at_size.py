@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.report import versions, write
 from benchmarks.shapes import MODELS, compute_dtype, random_model
-from qerl_jax import cli, run_folder, save_model
+from qerl_jax import cli, run_files, save_model
 from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.safetensors import read_safetensors
 
@@ -63,7 +63,7 @@ def result_of(run: Path) -> dict[str, Any]:
     """What a finished run's own files say."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [{name: row[name] for name in (*_VALUES, *_PHASES)} for row in rows if "loss" in row]
-    adapter = read_safetensors(run / run_folder.ADAPTER / "adapter_model.safetensors")
+    adapter = read_safetensors(run / run_files.ADAPTER / "adapter_model.safetensors")
     changes = [float(np.abs(np.asarray(b, np.float32)).max()) for name, b in adapter.items() if "lora_B" in name]
     return {
         "steps": steps,

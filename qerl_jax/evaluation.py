@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax import run_folder, run_options
+from qerl_jax import run_files, run_folder, run_options
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
@@ -169,7 +169,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
       UserError: the run has saved nothing yet, something it names is gone or another model now, or its config says
         another model or adapter than it began with.
     """
-    config = load_config(str(run / run_folder.CONFIG))
+    config = load_config(str(run / run_files.CONFIG))
     run_options.refuse_what_has_gone(
         config, run, "model.model_name_or_path", "evaluation.eval_dataset", "reward.functions"
     )

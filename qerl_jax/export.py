@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qerl_jax import run_folder, run_options
+from qerl_jax import run_files, run_folder, run_options
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.durable import where_it_leads
@@ -79,7 +79,7 @@ def export_model(
     if where_it_leads(path).resolve() in (base.resolve(), where_it_leads(source).resolve()):
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     folder = where_it_leads(path)
-    if folder.name == run_folder.ADAPTER and (folder.parent / run_folder.CONFIG).is_file():
+    if folder.name == run_files.ADAPTER and (folder.parent / run_files.CONFIG).is_file():
         raise UserError(f"{path}: there the run in {folder.parent} leaves what it has learned; choose another name")
     if format == "nvfp4":
         if adapter is not None:
@@ -119,7 +119,7 @@ def _source(name: str, own_adapter: bool) -> _Source:
     run = find_run(name)
     if run is None:
         return _Source(name, None, None, None, {})
-    config = load_config(str(run / run_folder.CONFIG))
+    config = load_config(str(run / run_files.CONFIG))
     run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
     identity = run_folder.trained_on(run, config) if own_adapter else {}
     return _Source(config.model.model_name_or_path, config.model.weight_format, run, config, identity)

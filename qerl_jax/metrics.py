@@ -22,13 +22,9 @@ from qerl_jax.durable import flush, make_folder, write_whole, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.models.files import json_value
 from qerl_jax.option_names import Service
+from qerl_jax.run_files import COMPLETIONS, METRICS, ROWS, TENSORBOARD, WANDB_RUN_ID
 
-METRICS = "metrics.jsonl"
-COMPLETIONS = "completions.jsonl"
-ROWS = METRICS, COMPLETIONS
 _COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # what each number of has a row, or several
-TENSORBOARD = "tensorboard"
-WANDB_RUN_ID = "wandb_run_id"  # a file: the same run goes on after a resume
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from qerl_jax.durable import make_folder, writing
 from qerl_jax.errors import UserError, shown
-from qerl_jax.metrics import METRICS, read_rows
+from qerl_jax.metrics import read_rows
 from qerl_jax.models.fields import Fields
 from qerl_jax.models.files import read_json
+from qerl_jax.run_files import METRICS, SUMMARY
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _load(folder: Path, name: str) -> _Run:
         raise UserError(f"{file}: no step was recorded yet; nothing to draw")
     for number, row in enumerate(rows, 1):
         _check(row, f"{file}, line {number}")
-    summary = folder / "summary.json"
+    summary = folder / SUMMARY
     return _Run(name, rows, _measured(read_json(summary), str(summary)) if summary.exists() else {})
 
 

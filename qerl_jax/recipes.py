@@ -17,14 +17,11 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.metrics import ROWS
+from qerl_jax.run_files import CHECKPOINTS, CONFIG, ROWS
 
 # What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end.
 _UNREADABLE = YAMLError, ValueError, RecursionError
 _MERGE = "tag:yaml.org,2002:merge"
-
-# What a run folder calls its config, and the folder of its checkpoints.
-RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,7 @@ def _run_of(path: Path) -> Path | None:
     with its checkpoints beside a file of that name."""
     folder = path.parent
     begun = all((folder / name).is_file() for name in ROWS) or any(folder.glob(f"{CHECKPOINTS}/step_*"))
-    return named(folder) if begun and path.name == RUN_CONFIG else None
+    return named(folder) if begun and path.name == CONFIG else None
 
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:
@@ -97,7 +94,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
     if shipped in shipped_recipes() and (bare or not path.exists()):
         return (importlib.resources.files("qerl_jax") / "configs" / f"{shipped}.yaml").read_text("utf-8"), path_or_name
     if os.path.isdir(path):
-        inside = path / RUN_CONFIG
+        inside = path / CONFIG
         hint = f"; to continue this run name its config: {inside}" if inside.exists() else ""
         raise UserError(f"{path_or_name} is a folder; expected a YAML file or a shipped recipe{hint}")
     try:

@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qerl_jax import recipes
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config, save_yaml, settled_config
 from qerl_jax.durable import locked, make_folder, named, refuse_no_folder, staying
 from qerl_jax.errors import UserError
 from qerl_jax.manifest import Progress
-from qerl_jax.metrics import ROWS, TENSORBOARD, WANDB_RUN_ID, check_services
+from qerl_jax.metrics import check_services
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.models.fields import Fields
 from qerl_jax.models.files import read_json
 from qerl_jax.program import program
+from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.run_options import (
     LOCATIONS,
     OPTIONS,
@@ -39,13 +39,9 @@ from qerl_jax.run_options import (
     with_whole_paths,
 )
 
-CONFIG, CHECKPOINTS = recipes.RUN_CONFIG, recipes.CHECKPOINTS
-SUMMARY, ADAPTER, PLOTS, COMPILED = "summary.json", "adapter", "plots", "compiled"
-
 _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
-_LOCK = ".lock"
-_BEFORE_CONFIG = {_LOCK, f".tmp-{CONFIG}"}
+_BEFORE_CONFIG = {LOCK, f".tmp-{CONFIG}"}
 
 
 class RunFinished(Exception):
@@ -82,7 +78,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     """
     folder, config = _named(config, fresh)
     make_folder(folder)
-    with locked(folder / _LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
+    with locked(folder / LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
         config, begun, changed, _ = _compared(folder, config)
         if changed:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)

@@ -10,9 +10,9 @@ from qerl_jax.config_files import config_from_dict, config_to_dict, effective_op
 from qerl_jax.data import dataset
 from qerl_jax.errors import UserError
 from qerl_jax.models import source
-from qerl_jax.recipes import RUN_CONFIG
 from qerl_jax.rewards import loading
 from qerl_jax.rewards.loading import titles
+from qerl_jax.run_files import CONFIG
 
 OPTIONS = "options"  # in a checkpoint's progress, and in the summary of a finished run
 # What says where something lies, and the name of the same thing that holds in any working folder.
@@ -80,7 +80,7 @@ def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
             if place is not None and os.path.isabs(place) and not os.path.exists(place):
                 raise UserError(
                     f"{option}: {place} is no longer there; put it back or, if it has moved, write its place into "
-                    f"{folder / RUN_CONFIG}"
+                    f"{folder / CONFIG}"
                 )
 
 

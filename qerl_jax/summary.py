@@ -6,6 +6,7 @@ from typing import Any
 
 from qerl_jax.durable import named
 from qerl_jax.program import program
+from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, PLOTS, SUMMARY
 
 
 def report(folder: Path, summary: dict[str, Any], eval_dataset: str) -> str:
@@ -37,12 +38,12 @@ def report(folder: Path, summary: dict[str, Any], eval_dataset: str) -> str:
     generate = [f"  {qerl} generate {run} --n 3 --prompt {shlex.quote(_text(prompt))}"] if is_text else []
     lines += [
         "",
-        f"everything is in {folder}: metrics.jsonl, completions.jsonl, summary.json, plots/, checkpoints/, adapter/",
+        f"everything is in {folder}: {METRICS}, {COMPLETIONS}, {SUMMARY}, {PLOTS}/, {CHECKPOINTS}/, {ADAPTER}/",
         "next:",
         f"  {qerl} evaluate {run} --seed {other}",
         *generate,
         f"  {qerl} plot {run}",
-        f"  {qerl} train {run}/config.yaml run.seed={other} run.output_dir={beside}",
+        f"  {qerl} train {run}/{CONFIG} run.seed={other} run.output_dir={beside}",
     ]
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 
-from qerl_jax import evaluation, run_folder
+from qerl_jax import evaluation, run_files, run_folder
 from qerl_jax.cli import main
 from qerl_jax.commands import generate
 from qerl_jax.data.dataset import load_dataset
@@ -175,9 +175,9 @@ def trained_on_another(trained, tmp_path):
 
     def changed(name):
         folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
-        summary = json.loads((folder / run_folder.SUMMARY).read_text())
+        summary = json.loads((folder / run_files.SUMMARY).read_text())
         summary["identity"][name] = "other"
-        (folder / run_folder.SUMMARY).write_text(json.dumps(summary))
+        (folder / run_files.SUMMARY).write_text(json.dumps(summary))
         return folder
 
     return changed
@@ -245,10 +245,10 @@ def test_a_problem_that_is_too_long_for_the_run_is_named_by_its_line(trained, tm
 
 def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, summary, tmp_path, caplog, monkeypatch):
     folder = Path(shutil.copytree(trained.folder, tmp_path / "run"))
-    (folder / run_folder.SUMMARY).unlink()  # which is written last: the adapter is there
+    (folder / run_files.SUMMARY).unlink()  # which is written last: the adapter is there
     assert run_main("evaluate", folder, "--seed", 3) == run_main("evaluate", trained.folder, "--seed", 3)
     assert caplog.records == []
-    shutil.rmtree(folder / run_folder.ADAPTER)
+    shutil.rmtree(folder / run_files.ADAPTER)
     verified = []
     read = run_folder.newest_progress
     monkeypatch.setattr(run_folder, "newest_progress", lambda path: verified.append(path) or read(path))
@@ -261,7 +261,7 @@ def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, s
     assert run_main("evaluate", folder, "--seed", 3) != evaluated
     said = f"{folder} is of a run that has not ended: taking the checkpoint's of step {{}} of 3"
     assert [record.message for record in caplog.records] == [said.format(2)]
-    shutil.copytree(trained.folder / run_folder.ADAPTER, folder / run_folder.ADAPTER)  # of whatever run
+    shutil.copytree(trained.folder / run_files.ADAPTER, folder / run_files.ADAPTER)  # of whatever run
     assert run_main("evaluate", folder, "--seed", 3) != evaluated
     assert [record.message for record in caplog.records] == [said.format(2)] * 2
 

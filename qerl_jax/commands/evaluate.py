@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command, check_n, check_seed, run_folder
+from qerl_jax.run_files import CONFIG
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_seed(arguments.seed)
     if arguments.n is not None:
         check_n(arguments.n)
-    folder = run_folder(arguments.run, "config.yaml")
+    folder = run_folder(arguments.run, CONFIG)
 
     from qerl_jax.evaluation import evaluate_run
 

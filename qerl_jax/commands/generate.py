@@ -15,6 +15,7 @@ from qerl_jax.data import ROW_FILES
 from qerl_jax.durable import with_home, writing
 from qerl_jax.errors import UserError
 from qerl_jax.option_names import FORMATS
+from qerl_jax.run_files import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -252,7 +253,7 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
     names = (*sampling, "max_completion_length")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    saved = with_home(arguments.model_or_run) / "config.yaml"
+    saved = with_home(arguments.model_or_run) / CONFIG
     start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
     try:
         options = dataclasses.replace(start, **given)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command, run_folder
+from qerl_jax.run_files import METRICS, PLOTS
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -35,8 +36,8 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints the paths of the pictures."""
-    folders = [run_folder(run, "metrics.jsonl") for run in arguments.runs]
-    default = folders[0] / "plots" if len(folders) == 1 else Path("plots")
+    folders = [run_folder(run, METRICS) for run in arguments.runs]
+    default = folders[0] / PLOTS if len(folders) == 1 else Path(PLOTS)
 
     from qerl_jax.plots import plot_runs
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import run_files
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.models.config import ModelConfig
@@ -29,7 +30,6 @@ from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, Tensors, open_tensors
 from qerl_jax.option_names import check_format
 from qerl_jax.program import program
 from qerl_jax.progress import Progress
-from qerl_jax.recipes import RUN_CONFIG
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -143,9 +143,9 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
 
 def _refuse_run_or_adapter(folder: Path, name: str) -> None:
     export, word = f"{program()} export", shlex.quote(name)
-    if (folder / RUN_CONFIG).exists():
+    if (folder / run_files.CONFIG).exists():
         raise UserError(
-            f"{name} is a run, not a model; its base is model.model_name_or_path in {folder / RUN_CONFIG}, and "
+            f"{name} is a run, not a model; its base is model.model_name_or_path in {folder / run_files.CONFIG}, and "
             f"`{export} {word} OUT --format bf16` merges base and adapter into a model"
         )
     if (folder / ADAPTER_CONFIG).exists():

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import run_files
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, shown
 from qerl_jax.models.config import ModelConfig
@@ -38,7 +39,6 @@ from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import companions
 from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
 from qerl_jax.option_names import check_format
-from qerl_jax.recipes import RUN_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINED_ON = "qerl_adapter.json"
@@ -164,8 +164,9 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
     """
     folder = resolve(path)
     if not (folder / ADAPTER_CONFIG).exists():
-        if (folder / RUN_CONFIG).exists():
-            raise UserError(f"{path} is a run, not an adapter; its adapter is {folder / 'adapter'}, once it has ended")
+        if (folder / run_files.CONFIG).exists():
+            own = folder / run_files.ADAPTER
+            raise UserError(f"{path} is a run, not an adapter; its adapter is {own}, once it has ended")
         raise UserError(f"{folder / ADAPTER_CONFIG} is missing; expected a PEFT folder")
     return folder
 

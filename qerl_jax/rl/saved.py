@@ -6,7 +6,7 @@ from pathlib import Path
 import flax.struct
 import jax
 
-from qerl_jax import run_folder, run_options
+from qerl_jax import run_options
 from qerl_jax.checkpoints import checkpoint_steps, restore_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.errors import UserError
@@ -16,6 +16,7 @@ from qerl_jax.models.peft import load_adapter
 from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.state import TrainState, init_state
+from qerl_jax.run_files import ADAPTER, CHECKPOINTS, SUMMARY
 
 _log = logging.getLogger(__name__)
 
@@ -41,18 +42,18 @@ def learned_adapter(run: Path, config: Config) -> Adapter:
       UserError: it has saved nothing yet, nothing that is whole, or an adapter of another network than the model's.
     """
     model = model_shapes(config.model.model_name_or_path)
-    left = (run / run_folder.ADAPTER).is_dir()  # whole, since it appears at once
-    ended = (run / run_folder.SUMMARY).is_file() or not checkpoint_steps(run / run_folder.CHECKPOINTS)
+    left = (run / ADAPTER).is_dir()  # whole, since it appears at once
+    ended = (run / SUMMARY).is_file() or not checkpoint_steps(run / CHECKPOINTS)
     if left and ended:  # of a run that goes on it may be an export
-        return load_adapter(run / run_folder.ADAPTER, model)
+        return load_adapter(run / ADAPTER, model)
     run_options.refuse_what_has_gone(config, run, "lora.adapter")
 
     def begun(base: Model, key: jax.Array) -> Saved:
         return Saved(init_state(initial_adapter(config, base, key), make_optimizer(optimizer_spec(config, 1))), key)
 
-    found = restore_checkpoint(run / run_folder.CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
+    found = restore_checkpoint(run / CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
     if found is None:
-        raise UserError(f"{run}: holds neither {run_folder.ADAPTER}/ nor a checkpoint: the run has saved nothing yet")
+        raise UserError(f"{run}: holds neither {ADAPTER}/ nor a checkpoint: the run has saved nothing yet")
     saved, progress, step = found
     total = progress["identity"]["total optimizer steps"]
     if step < total:

@@ -25,7 +25,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.live_line import LiveLine
-from qerl_jax.metrics import METRICS, MetricsWriter, read_rows, truncate_after, warn_of_missing_rows
+from qerl_jax.metrics import MetricsWriter, read_rows, truncate_after, warn_of_missing_rows
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
@@ -34,6 +34,7 @@ from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.plan import compiled_run, evaluation_programs
 from qerl_jax.rl.saved import Saved
+from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, METRICS, PLOTS, SUMMARY
 from qerl_jax.summary import report
 from qerl_jax.unread import going_on_unread
 
@@ -63,7 +64,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
             run_folder.open_run(config, fresh) as (folder, config),
             run_folder.held(folder) as check_folder,
             going_on_unread(f"the output is closed; the run goes on, and its metrics go on in {folder / METRICS}"),
-            compiled_programs(folder / run_folder.COMPILED),
+            compiled_programs(folder / COMPILED),
             interrupt_flag() as interrupt,
             RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
         ):
@@ -99,8 +100,8 @@ class _Run:
         adapter = initial_adapter(self.config, self.experiment.policy.model, jax.random.fold_in(root, _INIT))
         saved = Saved(self.learner.begin(adapter), root)
         identity = self.experiment.identity()
-        remove_partial(self.folder / run_folder.CHECKPOINTS)
-        found = restore_checkpoint(self.folder / run_folder.CHECKPOINTS, saved)
+        remove_partial(self.folder / CHECKPOINTS)
+        found = restore_checkpoint(self.folder / CHECKPOINTS, saved)
         if found is None:
             self.progress: dict[str, Any] = {
                 "rollout": 0, "cursor": 0, "num_tokens": 0, "nonfinite": 0, "before": None
@@ -275,7 +276,7 @@ class _Run:
             return
         self.writer.sync()
         save_checkpoint(
-            self.folder / run_folder.CHECKPOINTS,
+            self.folder / CHECKPOINTS,
             step,
             Saved(self.state, self.root),
             self.progress,
@@ -288,7 +289,7 @@ class _Run:
         before = self.progress["before"]
         save_adapter(
             self.state.adapter,
-            self.folder / run_folder.ADAPTER,
+            self.folder / ADAPTER,
             self.config.model.model_name_or_path,
             weight_format=self.experiment.policy.rounded_to,
         )
@@ -301,8 +302,8 @@ class _Run:
             "before": before,
             "after": after,
         }
-        plot_runs([self.folder], self.folder / run_folder.PLOTS, summary)
-        write_whole(self.folder / run_folder.SUMMARY, json.dumps(summary, indent=1) + "\n")
+        plot_runs([self.folder], self.folder / PLOTS, summary)
+        write_whole(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         print(report(self.folder, summary, self.config.evaluation.eval_dataset))
         return self.folder
 

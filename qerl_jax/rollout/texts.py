@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax import run_folder, run_options
+from qerl_jax import run_files, run_folder, run_options
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
@@ -148,7 +148,7 @@ def generate_texts(
 
 def _config_of(run: Path, name: str, weight_format: str | None) -> Config:
     """A run's config; refuses a format asked for beside it, and a base that has gone."""
-    config = load_config(str(run / run_folder.CONFIG))
+    config = load_config(str(run / run_files.CONFIG))
     run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
     if weight_format is not None:
         raise UserError(

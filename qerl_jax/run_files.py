@@ -1,0 +1,14 @@
+"""What lies in a run's folder, by name."""
+
+CONFIG = "config.yaml"  # every option in force; the command that continues the run reads it
+METRICS = "metrics.jsonl"  # a row for each update and each evaluation
+COMPLETIONS = "completions.jsonl"  # a row for each completion sampled in training
+ROWS = METRICS, COMPLETIONS  # there from the beginning: by both a folder is known as a run's
+CHECKPOINTS = "checkpoints"  # a folder for each step saved (`checkpoints`)
+COMPILED = "compiled"  # programs, for a start without compiling
+TENSORBOARD = "tensorboard"  # what it is reported to, if it is
+WANDB_RUN_ID = "wandb_run_id"  # by which W&B goes on with the same run after a resume
+ADAPTER = "adapter"  # the PEFT folder of what was learned, when the run has ended
+PLOTS = "plots"  # its pictures, then too
+SUMMARY = "summary.json"  # written last: with it the run is finished
+LOCK = ".lock"  # held by the process at work on it
