@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.files import file_sha256
+from qerl_jax.input_files import file_sha256
 
 Progress = dict[str, Any]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from qerl_jax.durable import flush, make_folder, write_whole, writing
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.files import json_value
+from qerl_jax.input_files import json_value
 from qerl_jax.option_names import Service
 from qerl_jax.run_files import COMPLETIONS, METRICS, ROWS, TENSORBOARD, WANDB_RUN_ID
 

@@ -23,9 +23,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from qerl_jax.durable import make_folder, writing
 from qerl_jax.errors import UserError, shown
+from qerl_jax.input_files import read_json
+from qerl_jax.json_fields import Fields
 from qerl_jax.metrics import read_rows
-from qerl_jax.models.fields import Fields
-from qerl_jax.models.files import read_json
 from qerl_jax.run_files import METRICS, SUMMARY
 
 _log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import load_config, save_yaml, settled_config
 from qerl_jax.durable import locked, make_folder, named, refuse_no_folder, staying
 from qerl_jax.errors import UserError
+from qerl_jax.input_files import read_json
+from qerl_jax.json_fields import Fields
 from qerl_jax.manifest import Progress
 from qerl_jax.metrics import check_services
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
-from qerl_jax.models.fields import Fields
-from qerl_jax.models.files import read_json
 from qerl_jax.program import program
 from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.run_options import (

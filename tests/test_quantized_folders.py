@@ -14,7 +14,7 @@ from folders import assert_equal, write_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import MXFP4Weight, dequantize, quantize_mxfp4
-from qerl_jax.models.files import read_json
+from qerl_jax.input_files import read_json
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.loading import load_model, named_weights
 from qerl_jax.models.safetensors import read_safetensors

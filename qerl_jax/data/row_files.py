@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.models.files import json_value, unique_names
+from qerl_jax.input_files import json_value, unique_names
 
 _DEEPEST = 64  # lists and objects in one another
 

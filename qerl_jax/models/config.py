@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.fields import Fields
+from qerl_jax.json_fields import Fields
 from qerl_jax.models.rope import RopeScaling, read_rope, rope_to_hf
 
 QKV = ("q_proj", "k_proj", "v_proj")

@@ -18,9 +18,9 @@ import numpy as np
 from qerl_jax import run_files
 from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantize
+from qerl_jax.input_files import read_json
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import network_dtype
-from qerl_jax.models.files import read_json
 from qerl_jax.models.init import SHARED_SCALE, init_model
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packed_by import packing_of

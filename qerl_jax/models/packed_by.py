@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError
+from qerl_jax.input_files import read_json
 from qerl_jax.models.compressed_tensors import compressed_tensors_packing
-from qerl_jax.models.files import read_json
 from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
 from qerl_jax.models.packing import Packing
 from qerl_jax.models.source import CONFIG, resolve

@@ -21,8 +21,8 @@ import numpy as np
 from qerl_jax import run_files
 from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, shown
+from qerl_jax.input_files import files_fingerprint
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.files import files_fingerprint
 from qerl_jax.models.loading import Slot, check_tensors, layer_name
 from qerl_jax.models.params import (
     Adapter,

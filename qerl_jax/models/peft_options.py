@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError, nearest, shown
-from qerl_jax.models.files import read_json
+from qerl_jax.input_files import read_json
 from qerl_jax.models.params import MOST_ALPHA, MOST_RANK, PROJECTIONS, lora_scaling
 
 # Trained norm scales: names in `modules_to_save`, and fields of a `Layer`.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.fields import Fields
+from qerl_jax.json_fields import Fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.files import file_size, parse_json
+from qerl_jax.input_files import file_size, parse_json
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)

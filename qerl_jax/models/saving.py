@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.formats import Weight, dequantize
+from qerl_jax.input_files import read_json
 from qerl_jax.models.compressed_tensors import quantization_config, to_store
-from qerl_jax.models.files import read_json
 from qerl_jax.models.loading import named_weights
 from qerl_jax.models.params import PROJECTIONS, Model
 from qerl_jax.models.shards import Stored, weight_files, write_shards

@@ -14,7 +14,7 @@ import numpy as np
 
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest, nearest_beside, shown
-from qerl_jax.models.files import read_json
+from qerl_jax.input_files import read_json
 from qerl_jax.models.safetensors import read_safetensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -12,8 +12,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from qerl_jax.errors import UserError, is_whole
-from qerl_jax.models.fields import Fields
-from qerl_jax.models.files import files_fingerprint, read_json
+from qerl_jax.input_files import files_fingerprint, read_json
+from qerl_jax.json_fields import Fields
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
 
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer", "tokenizer_fingerprint"]

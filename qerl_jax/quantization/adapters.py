@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.files import read_json
+from qerl_jax.input_files import read_json
 from qerl_jax.models.loading import open_model
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.peft import TRAINED_ON, adapter_folder, check_fit, open_adapter

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from qerl_jax.durable import flush, locked, make_folder, write_whole, writing
-from qerl_jax.models.files import file_sha256, json_value
+from qerl_jax.input_files import file_sha256, json_value
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
 _PREFIX = ".quantize-"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from qerl_jax.errors import UserError, shown
-from qerl_jax.models.files import file_size, parse_json, read_json
+from qerl_jax.input_files import file_size, parse_json, read_json
 from qerl_jax.models.safetensors import read_safetensors
 
 
