@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from folders import edit_arrays, edit_options
 
+from qerl_jax import generation
 from qerl_jax.cli import main
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.loading import load_model
@@ -21,7 +22,6 @@ from qerl_jax.models.params import Adapter, LoRA
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.source import resolve
 from qerl_jax.rl import trainer
-from qerl_jax.rollout import texts
 
 MODEL = "builtin:quickstart"
 SHAPE = json.loads((resolve(MODEL) / "config.json").read_text())
@@ -219,7 +219,7 @@ def test_a_run_or_an_adapter_in_the_place_of_a_model_or_an_adapter(folder, refus
 
 
 def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
-    monkeypatch.setattr("qerl_jax.rollout.texts.load_policy", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("qerl_jax.generation.load_policy", lambda *args: pytest.fail("loaded"))
     said = refused("generate", MODEL, "--prompts", "-")
     assert "--prompts -: standard input is not read; expected a .jsonl or .ndjson file" in said
 
@@ -402,8 +402,8 @@ def test_generate_says_that_logits_are_no_numbers(folder, refused, capfd, monkey
         base = loaded.model.base
         return dataclasses.replace(loaded, model=loaded.model.replace(base=base.replace(embed=base.embed * jnp.inf)))
 
-    load_policy = texts.load_policy
-    monkeypatch.setattr(texts, "load_policy", overflowing)
+    load_policy = generation.load_policy
+    monkeypatch.setattr(generation, "load_policy", overflowing)
     words = "generate", MODEL, "--max-new-tokens", "2"
     assert "log-probabilities that are not finite" in refused(*words, "--prompt", "2 pens")
     jsonl(folder, {"prompt": "2 pens"})
@@ -467,7 +467,7 @@ def adapters(tmp_path_factory):
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
-    for name in ("rollout.texts.load_policy", "export.load_model", "rl.assembly.load_model"):
+    for name in ("generation.load_policy", "export.load_model", "rl.assembly.load_model"):
         monkeypatch.setattr(f"qerl_jax.{name}", lambda *args: pytest.fail("loaded"))
 
 

@@ -42,7 +42,7 @@ def calls(monkeypatch):
     fake("qerl_jax.rl.trainer", "train", Path("runs/x"))
     fake("qerl_jax.evaluation", "evaluate_run", {"eval/arithmetic/pass@1": 0.654321, "problems": 512})
     fake(
-        "qerl_jax.rollout.texts",
+        "qerl_jax.generation",
         "generate_texts",
         lambda model, prompts, n, **_: (
             answer(number, i, f"{prompt} -> {i}") if prompt else answer(number, 0, "", error="the prompt is empty")
@@ -258,7 +258,7 @@ def test_generate_replaces_its_output_at_the_first_row_and_keeps_what_came_befor
         assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == ["one"]
         raise KeyboardInterrupt
 
-    calls.fake("qerl_jax.rollout.texts", "generate_texts", interrupted)
+    calls.fake("qerl_jax.generation", "generate_texts", interrupted)
     assert main(["generate", "some/model", "--prompt", "a", "--output", str(output)]) == 130
     assert json.loads(output.read_text())["completion"] == "one"
 

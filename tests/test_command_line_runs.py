@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 
-from qerl_jax import evaluation, run_files, run_folder
+from qerl_jax import evaluation, generation, run_files, run_folder
 from qerl_jax.cli import main
 from qerl_jax.commands import generate
 from qerl_jax.data.dataset import load_dataset
@@ -26,7 +26,6 @@ from qerl_jax.metrics import read_rows
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.rl.assembly import load_policy
-from qerl_jax.rollout import texts
 
 CONFIG = """\
 lora: {lora_r: 4, lora_alpha: 8}
@@ -273,7 +272,7 @@ def test_generate_answers_as_the_evaluation_did(trained, summary):
 
 
 def test_generate_on_a_full_disk_names_the_file(tmp_path):
-    answer = texts.Answer(0, 0, "a" * 9999, [1], np.zeros(1, np.float32), "eos")
+    answer = generation.Answer(0, 0, "a" * 9999, [1], np.zeros(1, np.float32), "eos")
     with pytest.raises(OSError, match=f"File too large: '{tmp_path}/out.jsonl'"), full_disk():
         generate._write_file(iter([answer]), ["x"], False, str(tmp_path / "out.jsonl"))
 
@@ -339,9 +338,9 @@ def test_generate_with_the_models_weights_as_a_run_had_them(trained, prompts, tm
 def test_a_weight_format_that_cannot_be(trained, prompts):
     run, said = str(trained.folder), "is a run, which keeps the one it was trained with, nvfp4; leave it out, or give a"
     with pytest.raises(UserError, match=rf"weight_format \(--weight-format\) is 'bf16', but .* {said} model"):
-        list(texts.generate_texts(run, prompts, weight_format="bf16"))
+        list(generation.generate_texts(run, prompts, weight_format="bf16"))
     with pytest.raises(UserError, match=r"weight_format is 'nvpf4'; allowed: nvfp4, .*did you mean 'nvfp4'"):
-        list(texts.generate_texts(MODEL, prompts, weight_format="nvpf4"))
+        list(generation.generate_texts(MODEL, prompts, weight_format="nvpf4"))
 
 
 def test_generate_of_a_model_has_lengths_that_fit_it(prompts):
@@ -355,21 +354,21 @@ def test_a_long_prompt_beside_another_one_leaves_it_its_length(prompts):
     long = prompts[1]
     while len(prompt_ids(ids, f"{long} a")) <= 126:
         long += " a"
-    (alone,) = texts.generate_texts(MODEL, prompts[:1], greedy=True)
-    beside, cut = texts.generate_texts(MODEL, [prompts[0], long], greedy=True)
+    (alone,) = generation.generate_texts(MODEL, prompts[:1], greedy=True)
+    beside, cut = generation.generate_texts(MODEL, [prompts[0], long], greedy=True)
     assert (beside.text, beside.finish_reason) == (alone.text, "eos")
     assert cut.finish_reason == "length" and len(cut.ids) == 2
 
 
 def test_an_empty_stop_text_is_refused(prompts):
     with pytest.raises(UserError, match="stop holds an empty text"):
-        list(texts.generate_texts(MODEL, prompts, stop=("!", "")))
+        list(generation.generate_texts(MODEL, prompts, stop=("!", "")))
 
 
 @pytest.mark.parametrize("length", [0, 128])
 def test_a_length_that_leaves_nothing_is_refused(prompts, length):
     with pytest.raises(UserError, match=rf"max_completion_length \(.*\) is {length}; allowed: 1 or more, and less"):
-        list(texts.generate_texts(MODEL, prompts, max_completion_length=length))
+        list(generation.generate_texts(MODEL, prompts, max_completion_length=length))
 
 
 def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained, prompts):
@@ -394,7 +393,7 @@ def test_generate_writes_the_same_rows_whatever_runs_beside_them(trained, prompt
     words = ("generate", trained.folder, "--prompts", file, "--n", 3, "--logprobs", "--output")
     outputs = []
     for slots in (64, 3):
-        monkeypatch.setattr(texts, "_MAX_SLOTS", slots)
+        monkeypatch.setattr(generation, "_MAX_SLOTS", slots)
         run_main(*words, tmp_path / f"{slots}.jsonl")
         outputs.append(sorted((tmp_path / f"{slots}.jsonl").read_text().splitlines()))
     assert outputs[0] == outputs[1] and len(outputs[0]) == 3 * len(prompts)
@@ -458,7 +457,7 @@ def test_training_goes_on_from_an_existing_adapter(trained, summary, tmp_path):
 
 
 def test_a_sample_that_is_no_number_is_answered_once_also_in_a_stream(monkeypatch):
-    load = texts.load_policy
+    load = generation.load_policy
 
     def broken(*arguments):
         policy = load(*arguments)
@@ -466,6 +465,6 @@ def test_a_sample_that_is_no_number_is_answered_once_also_in_a_stream(monkeypatc
         spoilt = base.replace(final_norm=base.final_norm * float("nan"))
         return dataclasses.replace(policy, model=policy.model.replace(base=spoilt))
 
-    monkeypatch.setattr(texts, "load_policy", broken)
-    answers = list(texts.generate_texts(MODEL, ["1 + 1"], n=2, max_completion_length=20, stream=True))
+    monkeypatch.setattr(generation, "load_policy", broken)
+    answers = list(generation.generate_texts(MODEL, ["1 + 1"], n=2, max_completion_length=20, stream=True))
     assert [(answer.sample, answer.finish_reason) for answer in answers] == [(0, "error"), (1, "error")]

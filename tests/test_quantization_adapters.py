@@ -9,12 +9,12 @@ from tiny import tiny_adapter
 from qerl_jax.config_files import config_from_dict
 from qerl_jax.errors import UserError
 from qerl_jax.export import export_model
+from qerl_jax.generation import generate_texts
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import assemble
-from qerl_jax.rollout.texts import generate_texts
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_it_is_told_before_weights_are_read(bases, tmp_path, caplog, monkeypatch
     def load(*args):
         raise InterruptedError
 
-    for name in ("rollout.texts.load_policy", "rl.assembly.load_model", "export.load_model"):
+    for name in ("generation.load_policy", "rl.assembly.load_model", "export.load_model"):
         monkeypatch.setattr(f"qerl_jax.{name}", load)
     for use in (
         lambda: list(generate_texts(str(base), [], adapter=adapter)),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from qerl_jax.commands.command import Commands
     from qerl_jax.config import GenerationOptions
-    from qerl_jax.rollout.texts import Answer
+    from qerl_jax.generation import Answer
 
 _DESCRIPTION = """\
 Completes prompts with a model (a Hugging Face folder or hub name) or with the result of a run, before its end with its
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.logprobs and not as_rows:
         raise UserError("--logprobs has no effect on text; add --output FILE, which gets JSON rows")
 
-    from qerl_jax.rollout.texts import generate_texts
+    from qerl_jax.generation import generate_texts
 
     answers = generate_texts(
         arguments.model_or_run,
