@@ -21,7 +21,7 @@ from qerl_jax.rollout.generate import check_limits, check_rows, of_threefry
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
-from qerl_jax.rollout.refilling import Batch, lowered_batch
+from qerl_jax.rollout.refilling import EngineCall, lowered_call
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.tail import decode_to_the_end, default_tail_sizes, worthwhile
@@ -157,7 +157,7 @@ class Engine:
             made = programs().made.lower(model, adapter)
             model, adapter = prepared(model, adapter, made.out_info)
             norms = norms_of(model, adapter) if norms is None else norms
-            yield from lowered_batch(model, adapter, norms, self.settings, plan, self.max_prompt_length, key)
+            yield from lowered_call(model, adapter, norms, self.settings, plan, self.max_prompt_length, key)
             yield made
             return
         shape: Any = jax.ShapeDtypeStruct
@@ -212,7 +212,7 @@ class Engine:
             plan = self.plan(sum(request.n for request in good.values()), len(good), adapter)
             model, adapter = prepared(self.model, adapter, programs().made(self.model, adapter))
             norms = norms_of(model, adapter) if norms is None else norms
-            yield from Batch(
+            yield from EngineCall(
                 model,
                 adapter,
                 norms,

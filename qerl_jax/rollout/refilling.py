@@ -51,7 +51,7 @@ def _prompts_at_once(plan: Plan) -> int:
     return max(fewest_rows(), min(ahead, plan.rows))
 
 
-def lowered_batch(
+def lowered_call(
     model: Model,
     adapter: Adapter | None,
     norms: Norms,
@@ -60,7 +60,7 @@ def lowered_batch(
     max_prompt_length: int,
     key: jax.Array,
 ) -> Iterator[jax.stages.Lowered]:
-    """The programs that a `Batch` without `every` begins with; arrays may be ShapeDtypeStructs."""
+    """The programs that an `EngineCall` without `every` begins with; arrays may be ShapeDtypeStructs."""
     sizes = {"rows": plan.rows, "max_prompt_length": max_prompt_length, "slots": plan.allocated, "used": plan.slots}
     slots = jax.eval_shape(lambda key: empty_slots(model, settings, key, **sizes), key)
     size, places = _prompts_at_once(plan), _QUEUE * plan.slots
@@ -71,7 +71,7 @@ def lowered_batch(
     yield programs().decode_queue.lower(slots, queue, key, model, adapter, norms, _CHUNK, 1, settings, log_steps=_CHUNK)
 
 
-class Batch:
+class EngineCall:
     """One call of `Engine.generate`: what waits, what runs, and the device's state."""
 
     def __init__(
