@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
@@ -141,6 +142,7 @@ class _Run:
             rollouts_left = (total - int(self.state.step)) / config.updates_per_rollout
             traced = self.progress["rollout"] + (1 if rollouts_left > 1 else 0)
             measured = self._evaluate_if_due(self._evaluated_to())
+            learned = dict(self.progress)  # as of the rollout that made the newest step
             while int(self.state.step) < total:
                 self._stop_if_interrupted()
                 first_step = int(self.state.step)
@@ -154,7 +156,9 @@ class _Run:
                         if row["nonfinite"]:
                             live.note(f"step {row['step']}: loss or gradient is not finite; this update was refused")
                 step = int(self.state.step)
-                self._stop_if_never_finite()
+                if step > first_step:
+                    learned = dict(self.progress)
+                self._stop_if_never_finite(learned)
                 measured = self._evaluate_if_due(first_step)
                 if config.run.save_steps and step - self.saved_at >= config.run.save_steps:
                     self._save()
@@ -209,7 +213,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
-        """What was learned before a reward function failed is not to be lost."""
+        """What was learned before a reward function failed, or updates that are not finite, is not to be lost."""
         try:
             yield
         except UserError as error:
@@ -232,15 +236,22 @@ class _Run:
             f"`{run_folder.continuing(self.folder)}` continues it"
         )
 
-    def _stop_if_never_finite(self) -> None:
-        streak, step = self.progress["nonfinite"], int(self.state.step) + 1
-        if streak >= self.config.run.max_nonfinite_steps:
+    def _stop_if_never_finite(self, learned: dict[str, Any]) -> None:
+        """Saves with the progress `learned`, of the newest step: rollouts since then, of which no update was made, are
+        sampled again where the run is continued, by when a reward function may have been corrected."""
+        streak, last = self.progress["nonfinite"], self.progress["rollout"] - 1
+        if streak < self.config.run.max_nonfinite_steps:
+            return
+        self.progress = learned
+        finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(self.state))
+        with self._saved_if_it_fails() if finite else contextlib.nullcontext():
             raise UserError(
-                f"the loss or a gradient was not finite in {streak} updates in a row, at step {step} "
-                f"(rollout {self.progress['rollout'] - 1}), and none of these was made. Look for extreme rewards in "
-                f"{self.folder}/completions.jsonl; in another run (`--fresh`, or run.output_dir=NAME) lower "
-                "optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype float16, if that is it: its "
-                "numbers end at 65504"
+                f"the loss or a gradient was not finite in {streak} updates in a row, at step "
+                f"{int(self.state.step) + 1} (rollout {last}), and none of these was made. Look for extreme rewards in "
+                f"{self.folder}/completions.jsonl, and correct the reward function before the run is continued, with "
+                f"the same completions from rollout {learned['rollout']} on; in another run (`--fresh`, or "
+                "run.output_dir=NAME) lower optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype "
+                "float16, if that is it: its numbers end at 65504"
             )
 
     def _evaluated_to(self) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_harness import checkpoints, leaves, rows
+from run_harness import checkpoints, differences, leaves, rows
 from training_runs import config_in, reward_file, same_adapter, train
 
 from qerl_jax import evaluation
@@ -108,6 +108,36 @@ def test_updates_that_are_never_finite_are_refused_and_stop_the_run(config, tmp_
     assert len(rows(run, "completions.jsonl")) == 2 * 8
     assert capsys.readouterr().out.count("step 1: loss or gradient is not finite; this update was refused") == 3
     assert checkpoints(run) == [0]
+
+
+def test_what_was_learned_before_updates_that_are_never_finite_is_saved(config, tmp_path, monkeypatch):
+    """Also where nothing is saved on the way. The run continues as one that nothing stopped: rollouts of which no
+    update was made are made again."""
+    words = ["run.save_steps=null", "grpo.num_iterations=1", "optimizer.max_steps=8"]
+    run, whole = tmp_path / "run", train(config, tmp_path / "whole", *words)
+    with monkeypatch.context() as patch:
+        poison_batches(patch, range(5, 20))
+        with pytest.raises(UserError, match=r"(?s)at step 6 \(rollout 7\).*\nsaved at step 5 of 8; `.*` continues it"):
+            train(config, run, *words)
+    assert checkpoints(run) == [0, 5] and len(rows(run)) == 8
+    assert leaves(run)[1]["rollout"] == 5
+    train(config, run, *words)
+    assert differences(run, whole) == []
+
+
+def test_a_state_that_is_not_finite_itself_is_not_saved(config, tmp_path, monkeypatch):
+    step, run = Learner.step, tmp_path / "run"
+
+    def diverging(self, state, part):
+        state, row = step(self, state, part)
+        if int(state.step) < 3:
+            return state, row
+        return state.replace(adapter=jax.tree.map(lambda leaf: leaf * jnp.inf, state.adapter)), row
+
+    monkeypatch.setattr(Learner, "step", diverging)
+    with pytest.raises(UserError, match="not finite in 3 updates in a row") as caught:
+        train(config, run, "run.save_steps=6")
+    assert "saved at" not in str(caught.value) and checkpoints(run) == [0]
 
 
 def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_step(config, tmp_path, monkeypatch):
