@@ -1,11 +1,13 @@
-"""Ratios of an update: exactly 1 at the first one after a rollout, bit by bit, and clipped at the second."""
+"""Ratios of an update: exactly 1 at the first one after a rollout, bit by bit, and clipped at the second, which is
+refused where nobody recorded what they are of."""
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from tiny_step import MODEL, SAMPLING, SETTINGS, SGD, UPDATE, batch_of, state_of
+import numpy as np
+from tiny_step import MODEL, SAMPLING, SETTINGS, SGD, UPDATE, assert_trees_close, batch_of, state_of
 
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.update import update_step
@@ -45,3 +47,27 @@ def test_second_update_uses_the_old_policy_and_clips():
     once, first = update(state, batch, TIGHT_IN_THREE)
     _, second = update(once, batch, TIGHT_IN_THREE)
     assert float(first["clip_ratio/region_mean"]) == 0.0 < float(second["clip_ratio/region_mean"])
+
+
+def test_a_second_update_whose_old_policy_nobody_recorded_is_refused():
+    state = state_of()
+    batch = batch_of(state=state)
+    once, first = update(state, batch, TIGHT_IN_THREE)
+    twice, second = update(once, batch, TIGHT_IN_THREE)
+    assert int(first["nonfinite"]) == 0 and int(second["nonfinite"]) == 1
+    assert np.isnan(second["loss"]) and np.isnan(second["sampling/sampling_logp_difference/mean"])
+    assert_trees_close(twice, once, rtol=0, atol=0)
+
+
+def test_a_loss_without_the_old_policy_takes_later_updates_by_the_sampler():
+    def reinforce(logp, old_logp, ref_logp, advantages, mask):
+        return -jnp.sum(jnp.where(mask, logp * advantages, 0)), {}
+
+    state = state_of()
+    batch, later = batch_of(state=state), state.replace(step=jnp.int32(3))
+    first, _ = update(state, batch, UPDATE, reinforce)
+    for old_logprobs, size, refused in (("learner", 12, 1), ("learner", 4, 1), ("sampler", 12, 0)):
+        settings = dataclasses.replace(UPDATE, old_logprobs=old_logprobs, micro_batch_size=size)
+        new, metrics = update(later, batch, settings, reinforce)
+        assert int(metrics["nonfinite"]) == refused
+        assert_trees_close(new.adapter, (state if refused else first).adapter, rtol=0, atol=0)

@@ -105,7 +105,8 @@ def make_batch(
     scored; the loss mask goes by length, never by the pad id. With `advantage_fn` the advantages are of all these
     completions, whatever parts the batch is cut into.
 
-    It serves one update, by a loss without reference; `with_policies` adds what else is needed.
+    It serves one update, the first after the rollout, by a loss without reference; `with_policies` adds what else is
+    needed. Without it `update_step` refuses further ones (its metric nonfinite is 1).
 
     Raises:
       ValueError: not num_generations completions of each prompt, not one reward or advantage for each completion, or
@@ -165,8 +166,8 @@ def with_policies(
     """Adds to a batch what it was drawn without, under the policy of its rollout, `adapter`.
 
     Those are the old policy's log-probabilities if `several_updates` will be made with it (and settings.old_logprobs is
-    `learner`), without which the ratio is 1 in all of them; and if settings.loss.beta is not 0 the reference's, for a
-    loss of your own too.
+    `learner`), without which `update_step` refuses all but the first; and if settings.loss.beta is not 0 the
+    reference's, for a loss of your own too.
     """
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])

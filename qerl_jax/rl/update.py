@@ -132,7 +132,8 @@ def update_step(
     Args:
       state: see `TrainState`.
       model: the frozen network.
-      batch: B rows, a multiple of num_generations; see `with_policies` for one that serves several updates.
+      batch: B rows, a multiple of num_generations. All updates but the first after its rollout need its old_logps,
+        which `with_policies` adds, whatever the loss, or settings.old_logprobs `sampler`.
       optimizer: any optax transformation over the adapter that goes by gradients and parameters alone; one whose
         update asks for more, as `reduce_on_plateau` does for the loss, is to be given it by a wrapper of yours.
       settings: static choices.
@@ -144,7 +145,8 @@ def update_step(
 
     Returns:
       The next state and scalar metrics. If the loss, a gradient, what the optimizer makes of it or a recorded
-      log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1.
+      log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1. So it does where
+      old_logps are wanted and missing: the loss is NaN then, as is "sampling/sampling_logp_difference/mean".
 
     Raises:
       ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside
@@ -278,6 +280,8 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     old = sampled if settings.old_logprobs == "sampler" else learner
     weights, metrics = correction_weights(settings.correction, old, sampled, mask)
     loss, loss_metrics = _checked(loss_fn(logp, old, ref, advantages * weights, mask))
+    # A later update must know the old policy: with this one in its place the ratio would be 1, and nothing clipped.
+    loss = loss if settings.old_logprobs == "sampler" else jnp.where(of_rollout, loss, jnp.nan)
     gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
     return loss, joined(gap | metrics, loss_metrics)
 
