@@ -181,6 +181,61 @@ def test_advantages_of_a_whole_rollout_stay_with_its_parts(by_token):
         update_step(state_of(), MODEL, whole, optimizer=SGD, settings=UPDATE, advantage_fn=by_batch)
 
 
+def test_advantages_of_tokens_are_those_of_their_rows_where_all_are_equal():
+    """In one pack and in several, by a configured loss and by another; behind a completion's end they may be NaN."""
+    state, batch = state_of(), batch_of()
+    of_rows = jnp.arange(12.0) / 3 - 2
+    of_tokens = jnp.where(batch.mask, of_rows[:, None], jnp.nan)
+    spec = LossSpec("grpo")
+    for size, loss_fn in ((12, None), (4, None), (4, functools.partial(policy_loss, spec))):
+        settings = dataclasses.replace(
+            UPDATE, micro_batch_size=size, loss=spec, correction=SamplerCorrection("token", "mask")
+        )
+        (rows, of_row), (tokens, of_token) = (
+            update(state, batch.replace(advantages=given), settings, loss_fn) for given in (of_rows, of_tokens)
+        )
+        assert moved(state, rows) > 1e-3 and int(of_token["nonfinite"]) == 0
+        assert_trees_close((tokens, of_token), (rows, of_row), rtol=1e-6, atol=1e-8)
+        _, poisoned = update(state, batch.replace(advantages=of_tokens.at[3, 0].set(jnp.nan)), settings, loss_fn)
+        assert int(poisoned["nonfinite"]) == 1
+
+
+@pytest.mark.parametrize("size", [12, 5])
+def test_advantages_of_tokens_weigh_each_tokens_gradient(by_token, size):
+    """At a ratio of 1 the gradient of dapo is that of -sum(A logp) over the number of tokens."""
+    batch, shaped = batch_of(), np.cos(np.arange(72.0)).reshape(12, 6)
+    state, run = by_token
+    settings = dataclasses.replace(UPDATE, micro_batch_size=size)
+    new, metrics = run(state, batch.replace(advantages=jnp.asarray(shaped, jnp.float32)), settings)
+    mask, slopes = np.asarray(batch.mask), np.sin(np.asarray(batch.completion, np.float64))
+    np.testing.assert_allclose(metrics["loss"], -np.mean(shaped[mask]), rtol=1e-5)
+    np.testing.assert_allclose(new.adapter, 0.5 + 0.1 * np.mean((slopes * shaped)[mask]), rtol=1e-5)
+
+
+def test_an_advantage_function_may_give_one_for_each_token():
+    later = jnp.arange(6.0)  # as a discount does
+
+    def shaped(rewards):
+        return rewards[:, :, None] * later
+
+    batch = batch_of()
+    states = [
+        update_step(state_of(), MODEL, of, optimizer=SGD, settings=UPDATE, advantage_fn=function)[0]
+        for of, function in (
+            (batch, shaped),
+            (batch.replace(advantages=batch.rewards[:, None] * later), None),
+        )
+    ]
+    assert_trees_close(*states, rtol=0, atol=0)
+    out = Rollout(batch.completion, batch.completion_lengths, jnp.ones(12, bool), batch.sampled_logps, None)
+    made = make_batch(PROMPTS, out, batch.rewards, jnp.int32(0), SETTINGS, shaped)
+    np.testing.assert_array_equal(made.advantages, batch.rewards[:, None] * later)
+    with pytest.raises(ValueError, match=r"gave the shape \(3, 4, 5\); expected \(3, 4\), .*, or \(3, 4, 6\), one for"):
+        make_batch(PROMPTS, out, batch.rewards, jnp.int32(0), SETTINGS, lambda rewards: shaped(rewards)[..., :5])
+    with pytest.raises(ValueError, match=r"advantages have the shape \(12, 5\); expected \(12,\) or \(12, 6\)"):
+        update_step(state_of(), MODEL, batch.replace(advantages=jnp.ones((12, 5))), optimizer=SGD, settings=UPDATE)
+
+
 def test_masked_truncated_rows_still_count_in_their_group(by_token):
     settings = dataclasses.replace(SETTINGS, mask_truncated_completions=True)
     batch, plain = batch_of(settings), batch_of()

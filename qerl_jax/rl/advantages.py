@@ -1,6 +1,6 @@
 """Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2; TRL's `scale_rewards`).
 
-Dimension letters: N prompts, G completions per prompt.
+Dimension letters: N prompts, G completions per prompt, C completion slots.
 """
 
 import functools
@@ -45,23 +45,24 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     return jnp.where(signal_NG, centred_NG, 0.0)
 
 
-def advantages_of(advantage_fn: AdvantageFn, rewards_NG: jax.Array) -> jax.Array:
-    """What `advantage_fn` makes of the rewards, float32 [N, G].
+def advantages_of(advantage_fn: AdvantageFn, rewards_NG: jax.Array, slots: int) -> jax.Array:
+    """What `advantage_fn` makes of the rewards, float32, as a batch has it: [N * G], or [N * G, C] of its C `slots`.
 
     Raises:
-      ValueError: it gives another shape.
+      ValueError: it gives another shape than [N, G] or [N, G, C].
     """
     given_back = advantage_fn(rewards_NG)
     try:
         advantages = jnp.asarray(given_back, jnp.float32)
     except (TypeError, ValueError):
         raise ValueError(f"advantage_fn gave a {type(given_back).__name__}; expected an array") from None
-    if advantages.shape != rewards_NG.shape:
+    N, G = rewards_NG.shape
+    if advantages.shape not in ((N, G), (N, G, slots)):
         raise ValueError(
-            f"advantage_fn gave the shape {advantages.shape}; expected {rewards_NG.shape}, one for each reward of a "
-            "group in its row"
+            f"advantage_fn gave the shape {advantages.shape}; expected {(N, G)}, one for each reward of a group in its "
+            f"row, or {(N, G, slots)}, one for each of a completion's slots"
         )
-    return advantages
+    return advantages.reshape(N * G, *advantages.shape[2:])
 
 
 def informative_groups(scores_NG: jax.Array) -> jax.Array:

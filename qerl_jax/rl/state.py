@@ -32,8 +32,9 @@ class Batch(flax.struct.PyTreeNode):
     prompt [B, P] int32 padded on the right, prompt_lengths [B]; completion [B, C], completion_lengths [B] (EOS
     included); mask [B, C], tokens that count; rewards [B]; sampled_logps [B, C], as the rollout recorded them;
     old_logps [B, C] or None, where the batch serves one update only; ref_logps [B, C] or None, where beta is 0;
-    advantages [B] or None, where they are a matter of this batch alone and not of a larger one that it is a part of;
-    rollout_step [], the optimizer step at which the completions were drawn.
+    advantages [B] or, of each token, [B, C] (where the mask is false they may be anything), or None, where they are a
+    matter of this batch alone and not of a larger one that it is a part of; rollout_step [], the optimizer step at
+    which the completions were drawn.
     """
 
     prompt: jax.Array

@@ -102,18 +102,19 @@ def make_batch(
     advantage_fn: AdvantageFn | None = None,
 ) -> Batch:
     """Joins completions and rewards, any N * G numbers, NaN or (outside of jit) None where a completion cannot be
-    scored; the loss mask goes by length, never by the pad id. With `advantage_fn` the advantages are of all these
-    completions, whatever parts the batch is cut into.
+    scored; the loss mask goes by length, never by the pad id. With `advantage_fn`, which may give one for each token
+    (see `update_step`), the advantages are of all these completions, whatever parts the batch is cut into.
 
     It serves one update, the first after the rollout, by a loss without reference; `with_policies` adds what else is
     needed. Without it `update_step` refuses further ones (its metric nonfinite is 1).
 
     Raises:
-      ValueError: not num_generations completions of each prompt, not one reward or advantage for each completion, or
-        rewards that are no numbers or, where they are known and there is no `advantage_fn`, not from -1e15 to 1e15.
+      ValueError: not num_generations completions of each prompt, not one reward for each completion, advantages
+        that are neither one for each completion nor one for each of its slots, or rewards that are no numbers or, where
+        they are known and there is no `advantage_fn`, not from -1e15 to 1e15.
     """
     G = settings.update.num_generations
-    N, B = prompts.tokens.shape[0], completions.tokens.shape[0]
+    N, (B, C) = prompts.tokens.shape[0], completions.tokens.shape
     if N * G != B:
         raise ValueError(f"{N} prompts with num_generations {G} have {N * G} completions; there are {B}")
     if isinstance(rewards_B, Sequence):
@@ -122,7 +123,7 @@ def make_batch(
     if rewards_B.shape != completions.lengths.shape:
         of_all = completions.lengths.shape
         raise ValueError(f"rewards have the shape {rewards_B.shape}; allowed: {of_all}, one for each completion")
-    mask_BC = jnp.arange(completions.tokens.shape[1]) < completions.lengths[:, None]
+    mask_BC = jnp.arange(C) < completions.lengths[:, None]
     if settings.mask_truncated_completions:
         mask_BC &= completions.terminated[:, None]
     return Batch(
@@ -134,7 +135,7 @@ def make_batch(
         rewards=rewards_B,
         sampled_logps=completions.logps,
         rollout_step=jnp.array(step, jnp.int32),  # a copy: the step may be that of a state which an update is donated
-        advantages=None if advantage_fn is None else advantages_of(advantage_fn, rewards_B.reshape(-1, G)).reshape(-1),
+        advantages=None if advantage_fn is None else advantages_of(advantage_fn, rewards_B.reshape(-1, G), C),
     )
 
 

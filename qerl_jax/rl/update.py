@@ -40,8 +40,8 @@ _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 _OF_TOKENS = ("mask", "sampled_logps", "old_logps", "ref_logps")
 # Prompt tokens and lengths, completion tokens and lengths: what a pass through the network needs of a batch.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-# What the loss needs of them besides: sampled, old and reference log-probabilities, advantages [B, 1], mask, and
-# whether the policy is still that of the rollout [B, 1].
+# What the loss needs of them besides: sampled, old and reference log-probabilities, advantages [B, 1] or [B, C], mask,
+# and whether the policy is still that of the rollout [B, 1].
 Constants = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array, jax.Array]
 
 
@@ -140,8 +140,8 @@ def update_step(
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C], and
         ref_logp None where the batch has none; the default is `settings.loss`. Where micro_batch_size is less than
         B another costs a forward pass more than the default.
-      advantage_fn: rewards [N, G] -> advantages [N, G], of a batch that brings none; the default is
-        `group_advantages`.
+      advantage_fn: rewards [N, G] -> advantages [N, G], or [N, G, C], of tokens, of a batch that brings none; the
+        default is `group_advantages`.
 
     Returns:
       The next state and scalar metrics. If the loss, a gradient, what the optimizer makes of it or a recorded
@@ -174,9 +174,12 @@ def _given(
     B, G = batch.completion.shape[0], settings.num_generations
     if B % G:
         raise ValueError(f"a batch of {B} completions is not a multiple of num_generations {G}")
+    of_rows, of_tokens = (B,), batch.completion.shape
     for name in ("prompt_lengths", "completion_lengths", "rewards", "advantages", *_OF_TOKENS):
-        value, expected = getattr(batch, name), batch.completion.shape[: 2 if name in _OF_TOKENS else 1]
-        if value is not None and jnp.shape(value) != expected:
+        value, allowed = getattr(batch, name), [of_tokens if name in _OF_TOKENS else of_rows]
+        allowed += [of_tokens] if name == "advantages" else []
+        if value is not None and jnp.shape(value) not in allowed:
+            expected = " or ".join(map(str, allowed))
             raise ValueError(f"the batch's {name} have the shape {jnp.shape(value)}; expected {expected}")
     if batch.prompt.ndim != 2 or len(batch.prompt) != B:
         raise ValueError(f"the batch's prompt has the shape {batch.prompt.shape}; expected a row for each of {B}")
@@ -186,8 +189,10 @@ def _given(
         raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
     advantages = batch.advantages
     if advantages is None:
-        advantages = advantages_of(advantage_fn or group_advantages, batch.rewards.reshape(-1, G))
-    constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages.reshape(B, 1), mask_BC, on_policy_B1
+        advantages = advantages_of(advantage_fn or group_advantages, batch.rewards.reshape(-1, G), of_tokens[1])
+    # What stands where no token counts may be anything, as with log-probabilities, and 0 * NaN is NaN.
+    advantages = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask_BC, advantages, 0.0)
+    constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages, mask_BC, on_policy_B1
     given = Given(_rows(batch), constants, None)
     if loss_fn is None:
         return given._replace(known=token_weights(mask_BC, settings.loss.loss_type))
