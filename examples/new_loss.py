@@ -20,7 +20,7 @@ def winners_only(logp, old_logp, ref_logp, advantages, mask):
     """Raises the probability of completions that beat their group's mean, clipped as in PPO, and leaves the others be.
 
     All arguments are [B, C], or broadcast to it: log-probabilities under the policy as it is, as it was at the rollout,
-    and under the base (None here, where `settings.update.loss` has no beta). Returns the loss and metrics, all scalars.
+    and under the base (None here: `grpo_step(reference=True)` gives it). Returns the loss and metrics, all scalars.
     """
     kept = mask & (advantages > 0)
     ratio = jnp.exp(jnp.where(kept, logp - old_logp, 0.0))

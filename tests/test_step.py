@@ -37,6 +37,7 @@ from qerl_jax.rl.step import (
     reward_metrics,
     rollout_norms,
     sample_rollout,
+    with_policies,
 )
 from qerl_jax.rollout import Rollout
 
@@ -165,6 +166,29 @@ def test_a_step_of_groups_of_one_and_of_a_reward_that_is_a_list():
 
     with pytest.raises(ValueError, match="loss_fn gave metrics whose names the step has itself: reward"):
         jax.eval_shape(functools.partial(step, loss_fn=loss), state_of(), MODEL, PROMPTS, jax.random.key(0))
+
+
+def test_a_loss_of_ones_own_asks_for_the_reference_without_a_beta():
+    seen = []
+
+    def loss(logp, old, ref, advantages, mask):
+        seen.append(ref is not None)
+        return -(logp * advantages * mask).sum(), {}
+
+    state, batch = state_of(), batch_of()
+    no_beta, beta = UPDATE, dataclasses.replace(UPDATE, loss=LossSpec(beta=0.1))
+    of = functools.partial(with_policies, MODEL, state.adapter, batch, several_updates=False)
+    for settings, asked, expected in (
+        (no_beta, None, False), (no_beta, True, True), (no_beta, False, False),
+        (beta, None, True), (beta, True, True), (beta, False, False),
+    ):  # fmt: skip
+        found = jax.eval_shape(functools.partial(of, settings=settings, reference=asked))
+        assert (found.ref_logps is not None) == expected and found.old_logps is None
+        seen.clear()
+        of_step = dataclasses.replace(SETTINGS, update=settings)
+        step = functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=SGD, settings=of_step, loss_fn=loss)
+        jax.eval_shape(functools.partial(step, reference=asked), state, MODEL, PROMPTS, jax.random.key(0))
+        assert set(seen) == {expected}
 
 
 def test_a_batch_is_prompt_major_and_masked_by_length():

@@ -162,17 +162,30 @@ def _numbers(rewards: Any, limited: bool) -> jax.Array:
 
 
 def with_policies(
-    model: Model, adapter: Adapter, batch: Batch, settings: UpdateSettings, several_updates: bool
+    model: Model,
+    adapter: Adapter,
+    batch: Batch,
+    settings: UpdateSettings,
+    several_updates: bool,
+    *,
+    reference: bool | None = None,
 ) -> Batch:
     """Adds to a batch what it was drawn without, under the policy of its rollout, `adapter`.
 
-    Those are the old policy's log-probabilities if `several_updates` will be made with it (and settings.old_logprobs is
-    `learner`), without which `update_step` refuses all but the first; and if settings.loss.beta is not 0 the
-    reference's, for a loss of your own too.
+    Args:
+      model: the frozen network, which without an adapter is the reference.
+      adapter: as it was at the rollout.
+      batch: of `make_batch`.
+      settings: static choices.
+      several_updates: whether more than one will be made with the batch. It gets the old policy's log-probabilities
+        then (unless settings.old_logprobs is `sampler`), without which `update_step` refuses all but the first.
+      reference: whether it gets the reference's, for a loss of your own; None is: where settings.loss.beta is not 0.
     """
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])
-    if settings.loss.beta != 0:
+    if reference is None:
+        reference = settings.loss.beta != 0
+    if reference:
         batch = batch.replace(ref_logps=score(model, None, batch, settings)[0])
     return batch
 
@@ -210,6 +223,7 @@ def grpo_step(
     settings: StepSettings,
     loss_fn: LossFn | None = None,
     advantage_fn: AdvantageFn | None = None,
+    reference: bool | None = None,
 ) -> tuple[TrainState, Metrics]:
     """A whole on-policy RL step as one pure function: jit it with the keyword arguments bound, or vmap it over seeds.
 
@@ -220,6 +234,7 @@ def grpo_step(
       key: this step's PRNG key.
       reward_fn: (prompts, completions) -> rewards [N * G], a JAX function, as `make_batch` takes them.
       optimizer, loss_fn, advantage_fn: see `update_step`.
+      reference: see `with_policies`.
       settings: static choices.
 
     Raises:
@@ -229,7 +244,7 @@ def grpo_step(
     completions, sigma = sample_rollout(model, state.adapter, prompts, key, state.step, settings)
     rewards_B = reward_fn(prompts, completions)
     batch = make_batch(prompts, completions, rewards_B, state.step, settings)
-    batch = with_policies(model, state.adapter, batch, settings.update, several_updates=False)
+    batch = with_policies(model, state.adapter, batch, settings.update, several_updates=False, reference=reference)
     metrics = reward_metrics(batch.rewards.reshape(-1, settings.update.num_generations), completions)
     state, update_metrics = update_step(
         state,

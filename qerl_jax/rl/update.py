@@ -138,8 +138,8 @@ def update_step(
         update asks for more, as `reduce_on_plateau` does for the loss, is to be given it by a wrapper of yours.
       settings: static choices.
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C], and
-        ref_logp None where the batch has none; the default is `settings.loss`. Where micro_batch_size is less than
-        B another costs a forward pass more than the default.
+        ref_logp None where the batch has none (`with_policies` adds it); the default is `settings.loss`. Where
+        micro_batch_size is less than B another costs a forward pass more than the default.
       advantage_fn: rewards [N, G] -> advantages [N, G], or [N, G, C], of tokens, of a batch that brings none; the
         default is `group_advantages`.
 
