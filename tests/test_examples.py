@@ -17,7 +17,7 @@ from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rewards.combine import RewardFunctions
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("train", "new_loss", "resume", "four_seeds")
+NAMES = ("train", "new_loss", "several_updates", "resume", "four_seeds")
 WITH_FILES = ("gsm8k_rows",)
 
 
@@ -69,6 +69,15 @@ def test_a_new_loss_in_15_lines_learns(tmp_path):
     assert np.mean(steps[-2:, 1]) > np.mean(steps[:2, 1]) + 1
     # The metric is the loss's own: those that beat their group have a part of the tokens, never all.
     assert 0 < steps[0, 2] < 100 and len(set(steps[:, 2])) > 1
+
+
+def test_several_updates_of_a_rollout_clip_all_but_the_first(tmp_path):
+    pattern = r"step +(\d+)  equations ([\d.]+)  clipped ([\d.]+)%  refused (\d)\n"
+    steps = numbers(pattern, printed("several_updates", tmp_path))
+    assert steps[:, 0].tolist() == list(range(1, 13)) and not steps[:, 3].any()
+    rewards, clipped = steps[:, 1].reshape(3, 4), steps[:, 2].reshape(3, 4)
+    assert (rewards == rewards[:, :1]).all() and rewards[2, 0] > rewards[0, 0] + 0.5
+    assert not clipped[:, 0].any() and (clipped[:, 1:] > 0).all()
 
 
 def test_resuming_from_a_checkpoint_is_exact(tmp_path):

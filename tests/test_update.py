@@ -236,6 +236,26 @@ def test_an_advantage_function_may_give_one_for_each_token():
         update_step(state_of(), MODEL, batch.replace(advantages=jnp.ones((12, 5))), optimizer=SGD, settings=UPDATE)
 
 
+def test_a_loss_may_be_bound_to_what_a_batch_has_in_the_batchs_order(by_token):
+    def loss(logp, old_logp, ref_logp, advantages, mask, sampled_logp):
+        return jnp.sum(jnp.where(mask, logp * sampled_logp, 0.0)), {}
+
+    state, _ = by_token
+    batch = batch_of()
+
+    @functools.partial(jax.jit, static_argnames="size")
+    def run(batch, size):
+        of_batch = functools.partial(loss, sampled_logp=batch.sampled_logps)
+        settings = dataclasses.replace(UPDATE, micro_batch_size=size)
+        return update_step(state, MODEL, batch, optimizer=SGD, settings=settings, loss_fn=of_batch)[0].adapter
+
+    mask, slopes = np.asarray(batch.mask), np.sin(np.asarray(batch.completion, np.float64))
+    for size in (12, 5):
+        np.testing.assert_allclose(
+            run(batch, size), 0.5 - 0.1 * np.sum((slopes * batch.sampled_logps)[mask]), rtol=1e-5
+        )
+
+
 def test_masked_truncated_rows_still_count_in_their_group(by_token):
     settings = dataclasses.replace(SETTINGS, mask_truncated_completions=True)
     batch, plain = batch_of(settings), batch_of()
