@@ -9,7 +9,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rl.plan import RunMemory, Sampling, refuse_what_does_not_fit
 
 
-def refused(monkeypatch, limit, kept, temporary, *words):
+def refused(limit, kept, temporary, *words):
     """The check of a program of these GB on a device with `limit` GB."""
     sizes = {"weights": kept - 1, "trained": 1, "update": temporary, "limit": limit}
     memory = RunMemory(
@@ -18,15 +18,15 @@ def refused(monkeypatch, limit, kept, temporary, *words):
     refuse_what_does_not_fit(memory, load_config("quickstart", ["generation.max_completion_length=60", *words]))
 
 
-def test_what_fits_exactly_fits(monkeypatch):
-    refused(monkeypatch, 100, 40, 60)
+def test_what_fits_exactly_fits():
+    refused(100, 40, 60)
     with pytest.raises(UserError, match="does not fit in memory"):
-        refused(monkeypatch, 99, 40, 60)
+        refused(99, 40, 60)
 
 
-def test_the_message_names_the_numbers_and_every_way_out(monkeypatch):
+def test_the_message_names_the_numbers_and_every_way_out():
     with pytest.raises(UserError) as caught:
-        refused(monkeypatch, 100, 40, 320)
+        refused(100, 40, 320)
     assert str(caught.value) == (
         "an update does not fit in memory: weights, adapter and optimizer need 40.0 GB, and 32 rows of 100 tokens at "
         "once (optimizer.per_device_train_batch_size) 320.0 GB; the device has 100.0 GB. Try "
@@ -35,15 +35,15 @@ def test_the_message_names_the_numbers_and_every_way_out(monkeypatch):
         "or a lower generation.max_completion_length"
     )
     with pytest.raises(UserError, match=r"_accumulation_steps=16 grpo.steps_per_generation=32, which is"):
-        refused(monkeypatch, 100, 40, 180, "grpo.steps_per_generation=8")
+        refused(100, 40, 180, "grpo.steps_per_generation=8")
 
 
 @pytest.mark.parametrize("kept, words", [
     (40, ["optimizer.per_device_train_batch_size=1", "optimizer.gradient_accumulation_steps=8"]), (101, [])
 ])  # fmt: skip
-def test_fewer_rows_are_no_way_out_where_there_are_none(monkeypatch, kept, words):
+def test_fewer_rows_are_no_way_out_where_there_are_none(kept, words):
     with pytest.raises(UserError, match=r"GB\. Try a lower generation.max_completion_length$"):
-        refused(monkeypatch, 100, kept, 61, "optimizer.gradient_checkpointing=true", *words)
+        refused(100, kept, 61, "optimizer.gradient_checkpointing=true", *words)
 
 
 MEMORY = RunMemory(
