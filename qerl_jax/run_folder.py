@@ -39,6 +39,9 @@ from qerl_jax.run_options import (
     with_whole_paths,
 )
 
+# What a run's identity holds in the place of functions of a user's own (`rl.own_functions`).
+NO_OWN_FUNCTIONS = {"loss function": "as configured", "advantage function": "as configured"}
+
 _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
 _BEFORE_CONFIG = {LOCK, f".tmp-{CONFIG}"}
@@ -266,11 +269,13 @@ def _changed(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses to continue when what a checkpoint was trained on (base weights, data, total steps) has changed.
 
-    What is not known of both is not compared: a run begun when fewer things were written down goes on.
+    What is not known of both is not compared: a run begun when fewer things were written down goes on. Functions of a
+    user's own there were not by then.
 
     Raises:
       UserError: naming each with the two values.
     """
+    stored = NO_OWN_FUNCTIONS | stored
     said = f"{folder}: its checkpoints belong to a run on something else"
     _refuse_changes(said, stored, now, "start another run with `--fresh`")
 

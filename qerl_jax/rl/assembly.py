@@ -31,6 +31,7 @@ from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
+from qerl_jax.rl.own_functions import NO_FUNCTIONS, OwnFunctions
 from qerl_jax.rl.state import UpdateSettings
 from qerl_jax.rl.step import StepSettings
 from qerl_jax.rollout import Engine, Rollout, SamplingSettings
@@ -147,6 +148,7 @@ class Experiment:
     optimizer_spec: OptimizerSpec
     optimizer: optax.GradientTransformation
     total_steps: int
+    own: OwnFunctions = NO_FUNCTIONS
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint belongs to, besides its config: a run on anything else must not continue it.
@@ -160,6 +162,7 @@ class Experiment:
             "training data": self.dataset.fingerprint,
             "evaluation data": self.evaluation_data.fingerprint,
             "total optimizer steps": self.total_steps,
+            **self.own.identity(),
         }
 
 
@@ -227,9 +230,9 @@ def _warn_of_evaluation_on_other_data(config: Config) -> None:
         )
 
 
-def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
-    """Loads and builds what the config names; data that `rewards` cannot score and an adapter that cannot be used with
-    the model are refused before that is loaded.
+def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FUNCTIONS) -> Experiment:
+    """Loads and builds what the config names, beside functions of a user's `own`; data that `rewards` cannot score and
+    an adapter that cannot be used with the model are refused before that is loaded.
 
     Raises:
       UserError: whatever is missing or does not fit, by name.
@@ -263,7 +266,7 @@ def assemble(config: Config, rewards: RewardFunctions) -> Experiment:
     schedule = _by_name(NoiseSchedule, noise, total_steps=total_steps) if noise.num_stages > 1 else None
     settings = StepSettings(sampling_settings(config, policy), update, schedule, grpo.mask_truncated_completions)
     spec = optimizer_spec(config, total_steps)
-    return Experiment(config, policy, dataset, of_evaluation, settings, spec, make_optimizer(spec), total_steps)
+    return Experiment(config, policy, dataset, of_evaluation, settings, spec, make_optimizer(spec), total_steps, own)
 
 
 def decode_completions(tokenizer: Tokenizer, completions: Rollout) -> tuple[list[str], list[list[int]]]:

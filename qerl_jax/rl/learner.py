@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.errors import UserError
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import Adapter
 from qerl_jax.rl.advantages import advantages_by
@@ -25,11 +26,14 @@ class Learner:
         config, settings = experiment.config, experiment.settings
         self.experiment = experiment
         self.learning_rate = learning_rate_schedule(experiment.optimizer_spec)
-        advantage_fn = advantages_by(config.grpo.scale_rewards)
+        loss_fn, advantage_fn = experiment.own
+        advantage_fn = advantage_fn or advantages_by(config.grpo.scale_rewards)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
         several = config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
-        update = functools.partial(update_step, optimizer=experiment.optimizer, settings=settings.update)
+        update = functools.partial(
+            update_step, optimizer=experiment.optimizer, settings=settings.update, loss_fn=loss_fn
+        )
         self.update_fn = deterministic_jit(update, donate_argnames="state")
 
     def begin(self, adapter: Adapter) -> TrainState:
@@ -42,7 +46,11 @@ class Learner:
         batch = self.batch_fn.lower(*shapes_of_a_rollout(self.experiment.config), state.step).out_info
         of_batch = self.policies_fn.lower(model, state.adapter, batch)
         part = jax.eval_shape(lambda batch: next(self.parts(batch)), of_batch.out_info)
-        return self.update_fn.lower(state, model, part), of_batch
+        update = self.update_fn.lower(state, model, part)
+        for name, metric in update.out_info[1].items():
+            if metric.shape:
+                raise UserError(f"loss_fn gave the metric {name!r} of the shape {metric.shape}; a run logs numbers: ()")
+        return update, of_batch
 
     def batch(self, state: TrainState, found: Experience) -> Batch:
         """All that a rollout by the policy of `state` trains on."""

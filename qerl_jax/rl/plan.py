@@ -14,9 +14,12 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluation_plan, lowered_evaluation
 from qerl_jax.metrics import check_services
 from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rl.advantages import AdvantageFn
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
+from qerl_jax.rl.losses import LossFn
+from qerl_jax.rl.own_functions import OwnFunctions
 from qerl_jax.rl.state import TrainState
 from qerl_jax.rollout.memory import nbytes, sized
 
@@ -67,9 +70,11 @@ class RunMemory:
         )
 
 
-def plan_run(config: Config) -> tuple[str, bool]:
+def plan_run(
+    config: Config, *, loss_fn: LossFn | None = None, advantage_fn: AdvantageFn | None = None
+) -> tuple[str, bool]:
     """What a run that `config` begins will do and take: its steps, and its memory on this device. Where it has begun, a
-    line before says that it would be continued or refused, or is finished.
+    line before says that it would be continued or refused, or is finished. Functions are as those of `train`.
 
     Returns:
       (the lines, whether the run would be refused for what lies in its folder).
@@ -82,7 +87,7 @@ def plan_run(config: Config) -> tuple[str, bool]:
     config = run_folder.as_begun(settled_config(config))
     check_services(config.run.report_to)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
-        experiment = assemble(config, rewards)
+        experiment = assemble(config, rewards, OwnFunctions(loss_fn, advantage_fn))
         collector, learner, key = Collector(experiment, rewards), Learner(experiment), jax.random.key(config.run.seed)
         state = learner.begin(initial_adapter(config, experiment.policy.model, key))
         memory = compiled_run(experiment, collector, learner, state, key)

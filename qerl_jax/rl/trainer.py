@@ -30,12 +30,16 @@ from qerl_jax.metrics import MetricsWriter, read_rows, truncate_after, warn_of_m
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rl.advantages import AdvantageFn
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter, kernels_said
 from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
+from qerl_jax.rl.losses import LossFn
+from qerl_jax.rl.own_functions import NO_FUNCTIONS, OwnFunctions
 from qerl_jax.rl.plan import compiled_run, evaluation_programs
 from qerl_jax.rl.saved import Saved
-from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, METRICS, PLOTS, SUMMARY
+from qerl_jax.rl.update import joined
+from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, CONFIG, METRICS, PLOTS, SUMMARY
 from qerl_jax.summary import report
 from qerl_jax.unread import going_on_unread
 
@@ -43,7 +47,14 @@ from qerl_jax.unread import going_on_unread
 _INIT, _ROLLOUTS = 0, 1
 
 
-def train(config: Config, *, fresh: bool = False, profile: str | None = None) -> Path:
+def train(
+    config: Config,
+    *,
+    fresh: bool = False,
+    profile: str | None = None,
+    loss_fn: LossFn | None = None,
+    advantage_fn: AdvantageFn | None = None,
+) -> Path:
     """Trains to the end, or from where an earlier run of the same config stopped.
 
     A run does not end because nobody reads what it prints any more (`qerl train | head`).
@@ -52,6 +63,10 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       config: see `qerl_jax.config_files.load_config`.
       fresh: start over in a folder beside an existing one.
       profile: folder for a JAX profiler trace of the second rollout of this process (the only one, if one is left).
+      loss_fn, advantage_fn: functions of your own, as `update_step` takes them (advantages are those of a whole
+        rollout), in the place of the options of grpo that say how these are computed; of those grpo.beta, if it is not
+        0, still gives the loss the reference's log-probabilities. A run is continued with the functions that it began
+        with alone, known by their source (see `own_functions`).
 
     Returns:
       The run folder.
@@ -60,6 +75,8 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
       UserError: bad input, by name, or the run folder was moved meanwhile. Interrupted: after Ctrl-C, SIGTERM or
         SIGHUP, with the state saved.
     """
+    own = OwnFunctions(loss_fn, advantage_fn)
+    own.identity()  # refuses what is no function before there is a folder
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),
@@ -69,7 +86,7 @@ def train(config: Config, *, fresh: bool = False, profile: str | None = None) ->
             interrupt_flag() as interrupt,
             RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
         ):
-            return _Run(assemble(config, rewards), rewards, folder, check_folder, interrupt, profile).run()
+            return _Run(assemble(config, rewards, own), rewards, folder, check_folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         print(finished)
         assert config.run.output_dir is not None
@@ -186,7 +203,8 @@ class _Run:
             at = int(self.state.step)
             self.state, row = self.learner.step(self.state, part)
             self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
-            rows.append(row | found.metrics | {"step": at + 1, "learning_rate": float(self.learner.learning_rate(at))})
+            of_step = {"step": at + 1, "learning_rate": float(self.learner.learning_rate(at))}
+            rows.append(joined(row, found.metrics | of_step, "the run"))
             # Refused updates leave rollouts and steps out of phase, so the last step may come amid a rollout.
             ended = int(self.state.step) == self.experiment.total_steps
             if ended or self.progress["nonfinite"] >= config.run.max_nonfinite_steps:
@@ -209,7 +227,7 @@ class _Run:
         counts = {"rollout": number, "epoch": epoch, "num_tokens": self.progress["num_tokens"]}
         if config.run.log_completions:
             self.writer.log_completions({"rollout": number} | row for row in found.rows())
-        return [row | counts | times for row in rows]
+        return [joined(row, counts | times, "the run") for row in rows]
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
@@ -231,10 +249,10 @@ class _Run:
             raise Interrupted(self._saved())
 
     def _saved(self) -> str:
-        return (
-            f"saved at step {self.saved_at} of {self.experiment.total_steps}; "
-            f"`{run_folder.continuing(self.folder)}` continues it"
-        )
+        continuing = f"`{run_folder.continuing(self.folder)}` continues it"
+        if self.experiment.own != NO_FUNCTIONS:
+            continuing = f"`train` of {self.folder / CONFIG}, with the same functions, continues it"
+        return f"saved at step {self.saved_at} of {self.experiment.total_steps}; {continuing}"
 
     def _stop_if_never_finite(self, learned: dict[str, Any]) -> None:
         """Saves with the progress `learned`, of the newest step: rollouts since then, of which no update was made, are

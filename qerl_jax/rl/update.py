@@ -268,8 +268,8 @@ def _ended(
     return state, joined(own, metrics)
 
 
-def joined(own: Metrics, of_loss: Metrics, whose: str = "the update") -> Metrics:
-    """An update's metrics, or a step's, and those of a loss."""
+def joined[T](own: dict[str, T], of_loss: dict[str, T], whose: str = "the update") -> dict[str, T]:
+    """An update's metrics, or a step's or a run's, and those of a loss."""
     if taken := own.keys() & of_loss.keys():
         raise ValueError(f"loss_fn gave metrics whose names {whose} has itself: {', '.join(sorted(taken))}")
     return own | of_loss

@@ -1,0 +1,107 @@
+"""Functions of a user's own are known by their source and what they read, and are the same in every process."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.own_functions import OwnFunctions
+from qerl_jax.run_folder import NO_OWN_FUNCTIONS
+
+SOURCE = """
+import functools
+import jax
+import jax.numpy as jnp
+
+BOUND, TABLE = 1.2, jnp.arange(3.0)
+
+def helper(x):
+    return x * 2
+
+def of(scale):
+    def loss(logp, old_logp, ref_logp, advantages, mask):
+        def inner(x):
+            return jnp.minimum(helper(x), BOUND) * scale + TABLE[0]
+        return -jnp.sum(inner(logp)), {}
+    return loss
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+plain, bound, jitted = of(1.0), functools.partial(of(1.0), mask=None), jax.jit(of(1.0))
+wrapped = logged(of(1.0))
+"""
+
+
+def digest(folder, source=SOURCE, name="plain"):
+    file = folder / "mine.py"
+    file.write_text(source)
+    scope = {"__name__": "mine"}
+    exec(compile(source, file, "exec"), scope)
+    return OwnFunctions(scope[name]).identity()["loss function"]
+
+
+def test_where_there_are_none_they_are_as_configured():
+    assert OwnFunctions().identity() == NO_OWN_FUNCTIONS
+    assert OwnFunctions(advantage_fn=jax.nn.relu).identity()["loss function"] == "as configured"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("plain", "-jnp.sum", "jnp.sum"),
+        ("plain", "x * 2", "x * 3"),  # what it calls
+        ("plain", "BOUND, TABLE = 1.2", "BOUND, TABLE = 1.3"),  # what it reads
+        ("plain", "arange(3.0)", "arange(4.0)"),
+        ("plain", "plain, bound, jitted = of(1.0)", "plain, bound, jitted = of(2.0)"),  # what it closes over
+        ("bound", "mask=None", "mask=1"),
+        ("jitted", "x * 2", "x * 3"),
+        ("wrapped", "return function(*args)", "return function(*args[::-1])"),
+        ("wrapped", "x * 2", "x * 3"),
+    ],
+)
+def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after):
+    assert SOURCE.count(before) == 1
+    assert digest(tmp_path, name=name) != digest(tmp_path, SOURCE.replace(before, after), name)
+    moved = f"import os\n# Elsewhere.\n{SOURCE}\nOTHER = 7\n"
+    assert digest(tmp_path, name=name) == digest(tmp_path, moved, name)
+
+
+def test_functions_of_other_modules_are_known_by_what_is_bound_to_them():
+    of = [
+        OwnFunctions(functools.partial(policy_loss, spec)).identity()["loss function"]
+        for spec in (LossSpec(), LossSpec(), LossSpec(epsilon=0.1))
+    ]
+    assert of[0] == of[1] != of[2] and of[0].startswith("policy_loss, sha256 ")
+
+
+def test_it_is_the_same_in_another_process():
+    code = (
+        "import functools; from qerl_jax.rl.losses import *; from qerl_jax.rl.own_functions import OwnFunctions;"
+        "print(OwnFunctions(functools.partial(policy_loss, LossSpec())).identity()['loss function'])"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    here = OwnFunctions(functools.partial(policy_loss, LossSpec())).identity()["loss function"]
+    assert done.stdout.strip() == here
+
+
+def test_what_has_no_source_is_refused():
+    with pytest.raises(
+        UserError, match=r"the loss function is 7; expected a function of Python's, or functools.partial"
+    ):
+        OwnFunctions(7).identity()
+    with pytest.raises(UserError, match=r"the advantage function is <built-in function sum>; expected"):
+        OwnFunctions(None, sum).identity()
+    scope = {}
+    exec(compile("def typed(rewards):\n    return rewards", "<no file>", "exec"), scope)
+    with pytest.raises(UserError, match=r"typed has no source to read, .*; write it into a file"):
+        OwnFunctions(advantage_fn=scope["typed"]).identity()
