@@ -205,8 +205,8 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class RunOptions:
-    """Where the run is kept and what is written. save_steps null: checkpoints only before the first step, at a Ctrl-C
-    and after the last step."""
+    """Where the run is kept and what is written. save_steps null: checkpoints only before the first step, where the
+    run stops early (Ctrl-C, a reward function that fails, updates that are not finite) and after the last step."""
 
     output_dir: Location | None = None  # None: runs/<name of the config>
     seed: Seed = 0

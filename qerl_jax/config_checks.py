@@ -157,6 +157,6 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         why = f"a rollout has {completions} completions"
         add(why, (*size, "grpo.steps_per_generation"), "generation.max_slots")
     if config.run.save_steps is None:
-        why = "with run.save_steps null only the states before the first step, at a Ctrl-C and after the last are saved"
+        why = "with run.save_steps null only the first state, that where it stops early and the last are saved"
         add(why, ("run.save_steps",), "run.save_total_limit")
     return found

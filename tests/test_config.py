@@ -273,7 +273,7 @@ def test_an_option_without_effect_is_an_error_in_a_config_made_in_a_script_too()
 
 def test_save_steps_null_is_told_as_it_is():
     said = message("run.save_total_limit=2", "run.save_steps=null")
-    assert "only the states before the first step, at a Ctrl-C and after the last are saved" in said
+    assert "only the first state, that where it stops early and the last are saved" in said
 
 
 def test_an_override_may_silence_options_of_the_file(tmp_path):

@@ -39,7 +39,7 @@ from qerl_jax.rl.own_functions import NO_FUNCTIONS, OwnFunctions
 from qerl_jax.rl.plan import compiled_run, evaluation_programs
 from qerl_jax.rl.saved import Saved
 from qerl_jax.rl.update import joined
-from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, CONFIG, METRICS, PLOTS, SUMMARY
+from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, COMPLETIONS, CONFIG, METRICS, PLOTS, SUMMARY
 from qerl_jax.summary import report
 from qerl_jax.unread import going_on_unread
 
@@ -266,7 +266,7 @@ class _Run:
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step "
                 f"{int(self.state.step) + 1} (rollout {last}), and none of these was made. Look for extreme rewards in "
-                f"{self.folder}/completions.jsonl, and correct the reward function before the run is continued, with "
+                f"{self.folder / COMPLETIONS}, and correct the reward function before the run is continued, with "
                 f"the same completions from rollout {learned['rollout']} on; in another run (`--fresh`, or "
                 "run.output_dir=NAME) lower optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype "
                 "float16, if that is it: its numbers end at 65504"
