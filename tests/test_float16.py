@@ -146,14 +146,19 @@ def test_a_whole_step_moves_the_adapter(whole_step):
         assert not np.array_equal(old, new)
 
 
-prefilled = jax.jit(prefill, static_argnames="tokens_at_once")
+@functools.partial(jax.jit, static_argnames="tokens_at_once")
+def prefilled(model, tokens, lengths, tokens_at_once=100):
+    """What prompts leave in a pool of their own."""
+    (prompts, positions), base = tokens.shape, model.base
+    pool = jnp.zeros((prompts, base.embed.shape[1]), base.embed.dtype), empty_kv(model, prompts, positions)
+    return prefill(model, None, tokens, lengths, norms_of(model, None), pool, jnp.arange(prompts), tokens_at_once)
 
 
 def test_a_prompt_in_chunks_and_the_cache():
     half = model("float16")
-    given = half, None, PROMPTS.tokens, PROMPTS.lengths, norms_of(half, None)
+    given = half, PROMPTS.tokens, PROMPTS.lengths
     (whole, caches), (parts, _) = prefilled(*given), prefilled(*given, tokens_at_once=3)
-    assert whole.dtype == parts.dtype == caches[0][0].dtype == empty_kv(half, 1, 1)[0][0].dtype == jnp.float16
+    assert whole.dtype == parts.dtype == caches[0][0].dtype == jnp.float16
     np.testing.assert_allclose(*(np.asarray(hidden, np.float32) for hidden in (whole, parts)), atol=1e-2)
 
 
@@ -202,7 +207,7 @@ def test_padding_of_prompts_overflows_in_vain():
     model = overflowing(0, 2)
     tokens, lengths = jnp.array([[7, 9, 0, 0], [7, 0, 9, 0], [7, 9, 8, 5]]), jnp.array([2, 3, 4])
     for at_once in (64, 2, 3):
-        last, layers = prefilled(model, None, tokens, lengths, norms_of(model, None), tokens_at_once=at_once)
+        last, layers = prefilled(model, tokens, lengths, tokens_at_once=at_once)
         finite = [np.isfinite(np.asarray(kv, np.float32)).all((1, 2, 3)).tolist() for kv in jax.tree.leaves(layers)]
         assert np.isfinite(last).all(-1).tolist() == [True, False, True]
         assert all(rows[0] and rows[2] for rows in finite)
