@@ -1,6 +1,8 @@
 """Whether the Triton kernel can run here, and which jax-triton works with which triton."""
 
 import functools
+import importlib
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -9,10 +11,11 @@ def missing() -> str | None:
     """What the Triton kernel lacks, for the program's log; None where both packages are there and fit."""
     try:
         check_versions(version("jax-triton"), version("triton"))
+        importlib.import_module("jax_triton")  # which needs a JAX with CUDA
     except PackageNotFoundError as error:
         return f"{error.name} is not installed"
     except ImportError as error:
-        return str(error)
+        return f"jax-triton cannot be used: {error}"
     return None
 
 
@@ -30,5 +33,5 @@ def check_versions(jax_triton: str, triton: str) -> None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
+    major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)

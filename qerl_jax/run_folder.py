@@ -118,7 +118,7 @@ def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
         if newest is None:
             raise UserError(f"every checkpoint in {folder / CHECKPOINTS} is damaged")
         progress, step = newest
-        refuse_changed_identity(folder, progress["identity"], identity)
+        refuse_changed_identity(folder, progress["identity"], identity, step)
     except RunFinished as finished:
         return Standing(f"run: {finished}")
     except UserError as error:
@@ -266,16 +266,18 @@ def _changed(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [name for name in now if name in stored and stored[name] != now[name]]
 
 
-def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any], step: int) -> None:
     """Refuses to continue when what a checkpoint was trained on (base weights, data, total steps) has changed.
 
     What is not known of both is not compared: a run begun when fewer things were written down goes on. Functions of a
-    user's own there were not by then.
+    user's own there were not by then, and before the first step nothing was made with them.
 
     Raises:
       UserError: naming each with the two values.
     """
     stored = NO_OWN_FUNCTIONS | stored
+    if step == 0:
+        stored |= {name: now[name] for name in NO_OWN_FUNCTIONS if name in now}
     said = f"{folder}: its checkpoints belong to a run on something else"
     _refuse_changes(said, stored, now, "start another run with `--fresh`")
 

@@ -9,8 +9,9 @@ from qerl_jax.program import program
 from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, PLOTS, SUMMARY
 
 
-def report(folder: Path, summary: dict[str, Any], eval_dataset: str) -> str:
-    """The closing report of a run, from the contents of its summary.json and the name of its evaluation's data set."""
+def report(folder: Path, summary: dict[str, Any], eval_dataset: str, configured: bool = True) -> str:
+    """The closing report of a run, from the contents of its summary.json and the name of its evaluation's data set;
+    `configured` is whether its config says all that it was trained by."""
     before, after = summary["before"], summary["after"]
     lines = ["", f"{summary['steps']} optimizer steps, seed {summary['seed']}, on {summary['device']}", ""]
     # A reward function that applies to no row of a measurement is not in it.
@@ -43,8 +44,9 @@ def report(folder: Path, summary: dict[str, Any], eval_dataset: str) -> str:
         f"  {qerl} evaluate {run} --seed {other}",
         *generate,
         f"  {qerl} plot {run}",
-        f"  {qerl} train {run}/{CONFIG} run.seed={other} run.output_dir={beside}",
     ]
+    if configured:  # or it would be trained by another loss
+        lines.append(f"  {qerl} train {run}/{CONFIG} run.seed={other} run.output_dir={beside}")
     return "\n".join(lines)
 
 

@@ -8,17 +8,21 @@ from pathlib import Path
 import jax
 import pytest
 
+from qerl_jax.config import Config, GrpoOptions, OptimizerOptions
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.own_functions import OwnFunctions
 from qerl_jax.run_folder import NO_OWN_FUNCTIONS
 
 SOURCE = """
+import enum
 import functools
 import jax
 import jax.numpy as jnp
 
 BOUND, TABLE = 1.2, jnp.arange(3.0)
+CHOSEN, STEPS, KIND = {1, 2}, range(4), enum.Enum("Kind", "A B").A
+LATER = object()
 
 def helper(x):
     return x * 2
@@ -38,6 +42,20 @@ def logged(function):
 
 plain, bound, jitted = of(1.0), functools.partial(of(1.0), mask=None), jax.jit(of(1.0))
 wrapped = logged(of(1.0))
+
+@jax.custom_vjp
+def scaled(x):
+    return x
+
+scaled.defvjp(lambda x: (x, x), lambda x, dy: (dy * 7,))
+
+def chosen(logp, *_):
+    return scaled(jnp.sum(logp)) * len(CHOSEN) * len(STEPS) * (KIND.name == "A"), {}
+
+mapped = jax.vmap(chosen)
+
+def unknown(logp, *_):
+    return LATER, {}
 """
 
 
@@ -66,6 +84,11 @@ def test_where_there_are_none_they_are_as_configured():
         ("jitted", "x * 2", "x * 3"),
         ("wrapped", "return function(*args)", "return function(*args[::-1])"),
         ("wrapped", "x * 2", "x * 3"),
+        ("chosen", "{1, 2}", "{1, 3}"),
+        ("chosen", "range(4)", "range(5)"),
+        ("chosen", '"A B").A', '"A B").B'),
+        ("chosen", "dy * 7", "dy * 8"),  # the rule of its gradient
+        ("mapped", "{1, 2}", "{1, 3}"),
     ],
 )
 def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after):
@@ -92,6 +115,31 @@ def test_it_is_the_same_in_another_process():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     here = OwnFunctions(functools.partial(policy_loss, LossSpec())).identity()["loss function"]
     assert done.stdout.strip() == here
+
+
+def test_what_cannot_be_known_again_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"the loss function unknown reads <object .*; expected numbers, texts"):
+        digest(tmp_path, name="unknown")
+    endless = SOURCE.replace("LATER = object()", "LATER = []\nLATER.append(LATER)")
+    with pytest.raises(UserError, match="unknown reads something that holds itself"):
+        digest(tmp_path, endless, "unknown")
+
+    def early(logp, *_):
+        return later, {}
+
+    before = OwnFunctions(early).identity()  # to which nothing is bound yet
+    later = 2.0
+    assert before != OwnFunctions(early).identity()
+
+
+def test_options_that_it_takes_the_place_of_are_named(caplog):
+    config = Config(
+        optimizer=OptimizerOptions(max_steps=10), grpo=GrpoOptions(loss_type="grpo", epsilon=0.1, scale_rewards="batch")
+    )
+    OwnFunctions(policy_loss).warn_of_options(config)
+    assert caplog.messages == ["loss_fn takes the place of grpo.loss_type, grpo.epsilon"]
+    OwnFunctions(advantage_fn=jax.nn.relu).warn_of_options(config)
+    assert caplog.messages[1:] == ["advantage_fn takes the place of grpo.scale_rewards"]
 
 
 def test_what_has_no_source_is_refused():

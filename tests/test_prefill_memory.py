@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.shapes import random_model
+from pallas_kernels import compiling_for, variants
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_adapter, init_model
 from qerl_jax.models.params import norms_of
@@ -68,6 +70,24 @@ def test_a_plan_counts_what_a_prefill_makes(prompts, P, kv_cache_dtype, adapted,
     plan = plan_slots(model, settings(kv_cache_dtype), P, **sizes, adapter=adapter)
     planned = plan.made - dequantized_bytes(model)  # of weights that are no arrays here
     assert made <= planned <= 1.15 * made
+
+
+def test_packed_weights_without_a_kernel_are_counted_decoded(monkeypatch):
+    """The largest of them, in the compute dtype; and gate and up beside what SwiGLU makes of them, with adapters."""
+    monkeypatch.setattr(variants, "missing", lambda: None)
+    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=512, head_dim=64)
+    plain = jax.eval_shape(lambda: init_model(jax.random.key(0), config, jnp.bfloat16))
+    packed = jax.eval_shape(lambda: random_model(config, jnp.dtype(jnp.bfloat16), kernels=True))
+    adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), plain, 8, 16.0))
+
+    def made(model, capability):
+        with compiling_for(capability):
+            sizes = {"samples": 4, "prompts": 4, "cache_bytes": 10**12}
+            plan = plan_slots(model, settings("auto"), 64, **sizes, adapter=adapter)
+        return plan.made - dequantized_bytes(model)  # of weights that are no arrays here
+
+    assert made(packed, 80) - made(plain, 80) == 2 * 512 * 256
+    assert made(packed, 90) < made(plain, 90) == made(plain, 80)  # with a kernel neither
 
 
 @pytest.mark.parametrize("program", [admitting, beginning])

@@ -205,16 +205,16 @@ def test_a_second_process_is_refused(tmp_path):
 
 
 def test_a_changed_identity_is_refused_with_both_values(tmp_path):
-    run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "a"})
+    run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "a"}, 1)
     with pytest.raises(UserError, match="base weights was 'a', is now 'b'"):
-        run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "b"})
+        run_folder.refuse_changed_identity(tmp_path, {"base weights": "a"}, {"base weights": "b"}, 1)
 
 
 def test_what_a_run_begun_earlier_did_not_write_down_is_not_compared(tmp_path):
     stored, now = {"base weights": "a"}, {"base weights": "a", "tokenizer": "x"}
-    assert run_folder.refuse_changed_identity(tmp_path, stored, now) is None
+    assert run_folder.refuse_changed_identity(tmp_path, stored, now, 1) is None
     with pytest.raises(UserError, match="tokenizer was 'y', is now 'x'"):
-        run_folder.refuse_changed_identity(tmp_path, stored | {"tokenizer": "y"}, now)
+        run_folder.refuse_changed_identity(tmp_path, stored | {"tokenizer": "y"}, now, 1)
 
 
 def test_the_dtype_is_settled_when_a_run_begins(tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ def test_a_prompt_of_any_text_is_quoted():
     point = measured(numbers, numbers, prompt='Ann\'s "$5"\nhow many?')
     text = report(Path("my run"), summary(point, point), "arithmetic")
     assert "--prompt 'Ann'\"'\"'s \"$5\" how many?'\n" in text
-    assert "plot 'my run'\n" in text
+    assert "plot 'my run'\n" in text and "train 'my run'/config.yaml run.seed=1" in text
+    assert " train " not in report(Path("my run"), summary(point, point), "arithmetic", configured=False)
 
 
 def test_of_a_conversation_the_last_message_is_shown_and_no_prompt_that_would_pass_the_chat_template_by():

@@ -1,14 +1,17 @@
 """Functions of a user's own in the place of a run's configured loss and advantages, and how a run knows them again.
 
 They are known by their source: a function's own, that of the functions of its module which it calls, and the values
-which it has bound, closes over or reads there. Functions of other modules are known by name, other objects by their
-type.
+which it has bound, closes over or reads there. Functions and classes of other modules are known by name; values whose
+sameness cannot be told are refused.
 """
 
+import contextlib
 import dataclasses
+import enum
 import functools
 import hashlib
 import inspect
+import logging
 import textwrap
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -16,10 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qerl_jax.config import Config, GrpoOptions
 from qerl_jax.errors import UserError
 from qerl_jax.rl.advantages import AdvantageFn
 from qerl_jax.rl.losses import LossFn
 from qerl_jax.run_folder import NO_OWN_FUNCTIONS
+
+_log = logging.getLogger(__name__)
 
 
 class OwnFunctions(NamedTuple):
@@ -39,24 +45,56 @@ class OwnFunctions(NamedTuple):
             name: _digest(name, function) for name, function in own.items() if function is not None
         }
 
+    def warn_of_options(self, config: Config) -> None:
+        """Names the options of a config that a function takes the place of, where they are not at their defaults."""
+        options = {"loss_fn": _OF_LOSS, "advantage_fn": ("scale_rewards",)}
+        for name, replaced in options.items():
+            given = [option for option in replaced if getattr(config.grpo, option) != getattr(GrpoOptions(), option)]
+            if given and getattr(self, name) is not None:
+                _log.warning("%s takes the place of %s", name, ", ".join(f"grpo.{option}" for option in given))
+
 
 NO_FUNCTIONS = OwnFunctions()
+_OF_LOSS = "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level"
+_RULES = "fwd", "bwd", "jvp"  # of jax.custom_vjp and jax.custom_jvp
 
 
 def _digest(what: str, function: Any) -> str:
     called = function
-    while not isinstance(called, FunctionType) and (inner := _inside(called)) is not None:
+    while not _is_own(called) and (inner := _inside(called)) is not None:
         called = inner
     if not isinstance(called, FunctionType):
         raise UserError(
             f"the {what} is {function!r:.60}; expected a function of Python's, or functools.partial or jax.jit of one"
         )
-    digest = hashlib.sha256("\n".join(_lines(function, called.__module__, set())).encode())
-    return f"{called.__qualname__}, sha256 {digest.hexdigest()[:16]}"
+    try:
+        lines = "\n".join(_lines(function, _home(called), set()))
+    except _Unknown as unknown:
+        raise UserError(
+            f"the {what} {called.__qualname__} reads {unknown}, which a run that is continued could not know again; "
+            "expected numbers, texts, arrays, enums, and dataclasses, lists, tuples, sets and dictionaries of them"
+        ) from None
+    except RecursionError:
+        raise UserError(f"the {what} {called.__qualname__} reads something that holds itself") from None
+    return f"{called.__qualname__}, sha256 {hashlib.sha256(lines.encode()).hexdigest()[:16]}"
+
+
+class _Unknown(Exception):
+    """A value that another process could not be asked whether it has the same."""
+
+
+def _home(function: FunctionType) -> str:
+    """The module that a function is written in: functools.wraps gives a wrapper the name of another one's."""
+    return str(function.__globals__.get("__name__"))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is a function, and no wrapper that another module has made of one."""
+    return isinstance(value, FunctionType) and _home(value) == value.__module__
 
 
 def _inside(function: Any) -> Any:
-    """What functools.partial or jax.jit has made `function` of; None where neither has."""
+    """What functools.partial or a transformation such as jax.jit has made `function` of; None where neither has."""
     return function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
 
 
@@ -66,16 +104,16 @@ def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
         yield "partial"
         for part in (value.func, value.args, value.keywords):
             yield from _lines(part, module, seen)
-    elif isinstance(value, FunctionType) and value.__module__ == module:
+    elif isinstance(value, FunctionType) and _home(value) == module:
         yield value.__qualname__
         if value not in seen:
             seen.add(value)
             yield _source(value)
             yield from _lines((value.__defaults__, value.__kwdefaults__, dict(_used(value))), module, seen)
-    elif isinstance(value, FunctionType | ModuleType | type):
-        yield f"{getattr(value, '__module__', '')} {getattr(value, '__qualname__', value.__name__)}"
-    elif callable(value) and (inner := _inside(value)) is not None:
-        yield from _lines(inner, module, seen)
+    elif callable(value) and not isinstance(value, type) and (inner := _inside(value)) is not None:
+        yield type(value).__qualname__
+        for part in (inner, *(getattr(value, rule, None) for rule in _RULES)):
+            yield from _lines(part, module, seen)
     elif isinstance(value, dict):
         for name, part in value.items():
             yield repr(name)
@@ -84,17 +122,22 @@ def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
         yield f"{type(value).__name__} of {len(value)}"
         for part in value:
             yield from _lines(part, module, seen)
-    elif dataclasses.is_dataclass(value):
+    elif isinstance(value, set | frozenset):
+        yield from sorted("\n".join(_lines(part, module, seen)) for part in value)
+    elif isinstance(value, enum.Enum | range | slice | int | float | complex | str | bytes | None):
+        yield repr(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield type(value).__qualname__
         for field in dataclasses.fields(value):
             yield from _lines(getattr(value, field.name), module, seen)
-    elif isinstance(value, int | float | complex | str | bytes | None):
-        yield repr(value)
     elif hasattr(value, "dtype") and hasattr(value, "__array__"):
         array = np.asarray(value)
         yield f"{array.dtype}{array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    elif isinstance(value, ModuleType | type) or callable(value):
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
+        yield f"{getattr(value, '__module__', '')} {name}"
     else:
-        yield type(value).__qualname__
+        raise _Unknown(f"{value!r:.60}")
 
 
 def _source(function: FunctionType) -> str:
@@ -110,7 +153,8 @@ def _source(function: FunctionType) -> str:
 def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Names that a function reads outside of itself, and their values by now."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield name, cell.cell_contents
+        with contextlib.suppress(ValueError):  # nothing is bound to it yet
+            yield name, cell.cell_contents
     for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
         yield name, function.__globals__[name]
 

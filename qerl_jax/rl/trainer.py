@@ -77,6 +77,7 @@ def train(
     """
     own = OwnFunctions(loss_fn, advantage_fn)
     own.identity()  # refuses what is no function before there is a folder
+    own.warn_of_options(config)
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),
@@ -91,6 +92,14 @@ def train(
         print(finished)
         assert config.run.output_dir is not None
         return Path(config.run.output_dir)
+
+
+def _joined(row: dict[str, Any], of_run: dict[str, Any]) -> dict[str, Any]:
+    """An update's metrics, with those of a loss of the user's own, and the run's."""
+    try:
+        return joined(row, of_run, "the run")
+    except ValueError as taken:
+        raise UserError(str(taken)) from taken
 
 
 class _Run:
@@ -126,7 +135,7 @@ class _Run:
             }  # fmt: skip
         else:
             saved, self.progress, step = found
-            run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity)
+            run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity, step)
             print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
             run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
         options = run_options.options_to_keep(self.config)
@@ -203,8 +212,7 @@ class _Run:
             at = int(self.state.step)
             self.state, row = self.learner.step(self.state, part)
             self.progress["nonfinite"] = self.progress["nonfinite"] + 1 if row["nonfinite"] else 0
-            of_step = {"step": at + 1, "learning_rate": float(self.learner.learning_rate(at))}
-            rows.append(joined(row, found.metrics | of_step, "the run"))
+            rows.append((row, {"step": at + 1, "learning_rate": float(self.learner.learning_rate(at))}))
             # Refused updates leave rollouts and steps out of phase, so the last step may come amid a rollout.
             ended = int(self.state.step) == self.experiment.total_steps
             if ended or self.progress["nonfinite"] >= config.run.max_nonfinite_steps:
@@ -227,11 +235,13 @@ class _Run:
         counts = {"rollout": number, "epoch": epoch, "num_tokens": self.progress["num_tokens"]}
         if config.run.log_completions:
             self.writer.log_completions({"rollout": number} | row for row in found.rows())
-        return [joined(row, counts | times, "the run") for row in rows]
+        of_rollout = found.metrics | counts | times
+        with self._saved_if_it_fails():
+            return [_joined(row, of_rollout | of_step) for row, of_step in rows]
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
-        """What was learned before a reward function failed, or updates that are not finite, is not to be lost."""
+        """What was learned before a function of the user's failed, or updates were not finite, is not to be lost."""
         try:
             yield
         except UserError as error:
@@ -260,14 +270,15 @@ class _Run:
         streak, last = self.progress["nonfinite"], self.progress["rollout"] - 1
         if streak < self.config.run.max_nonfinite_steps:
             return
-        self.progress = learned
+        self.progress = learned | {"nonfinite": 0}
         finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(self.state))
         with self._saved_if_it_fails() if finite else contextlib.nullcontext():
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step "
                 f"{int(self.state.step) + 1} (rollout {last}), and none of these was made. Look for extreme rewards in "
                 f"{self.folder / COMPLETIONS}, and correct the reward function before the run is continued, with "
-                f"the same completions from rollout {learned['rollout']} on; in another run (`--fresh`, or "
+                f"the same completions from rollout {learned['rollout']} on (a loss of your own can be changed before "
+                "the first step); in another run (`--fresh`, or "
                 "run.output_dir=NAME) lower optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype "
                 "float16, if that is it: its numbers end at 65504"
             )
@@ -333,7 +344,8 @@ class _Run:
         }
         plot_runs([self.folder], self.folder / PLOTS, summary)
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        print(report(self.folder, summary, self.config.evaluation.eval_dataset))
+        configured = self.experiment.own == NO_FUNCTIONS
+        print(report(self.folder, summary, self.config.evaluation.eval_dataset, configured))
         return self.folder
 
 

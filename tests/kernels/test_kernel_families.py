@@ -57,7 +57,9 @@ def test_hopper_has_its_own_whether_triton_is_there_or_not(monkeypatch):
     ({"jax-triton": "0.3.1", "triton": "3.6.0"}, None),
     ({"triton": "3.6.0"}, "jax-triton is not installed"),
     ({"jax-triton": "0.3.1"}, "triton is not installed"),
-    ({"jax-triton": "0.4.1", "triton": "3.6.0"}, "jax-triton 0.4.1 needs triton 3.7 or newer, found 3.6.0"),
+    ({"jax-triton": "0.4.1", "triton": "3.6.0"}, "jax-triton cannot be used: jax-triton 0.4.1 needs triton 3.7 or "),
+    ({"jax-triton": "0.4.1", "triton": "3.7rc1"}, None),
+    ({"jax-triton": "0.3.1", "triton": "3.6"}, "jax-triton cannot be used: no module of CUDA"),
 ])  # fmt: skip
 def test_what_triton_lacks(installed, lacks, monkeypatch):
     from pallas_kernels import triton_versions
@@ -67,7 +69,13 @@ def test_what_triton_lacks(installed, lacks, monkeypatch):
             raise triton_versions.PackageNotFoundError(package)
         return installed[package]
 
+    def import_module(name):
+        assert name == "jax_triton"
+        if lacks and lacks.endswith("CUDA"):
+            raise ImportError("no module of CUDA")
+
     monkeypatch.setattr(triton_versions, "version", version)
+    monkeypatch.setattr(triton_versions.importlib, "import_module", import_module)
     said = triton_versions.missing.__wrapped__()
     assert said is lacks if lacks is None else said.startswith(lacks)
 

@@ -103,14 +103,17 @@ def test_beta_gives_a_loss_the_reference_and_a_stop_says_how_to_go_on(config, tm
     with pytest.raises(UserError, match=f"(?s)not finite in 3 updates.*{again}"):
         train(config, run, "grpo.beta=0.1", loss_fn=fails)
     assert all(row["reference"] == 1 for row in rows(run))
+    # before the first step nothing was made with it: another one may take its place
+    train(config, run, "grpo.beta=0.1", loss_fn=winners)
+    assert checkpoints(run)[-1] == 6
 
 
 @pytest.mark.parametrize(
     ("metrics", "error", "message"),
     [
         ({"each": jnp.ones(3)}, UserError, r"gave the metric 'each' of the shape \(3,\); a run logs numbers"),
-        ({"reward": 1.0}, ValueError, "gave metrics whose names the run has itself: reward"),
-        ({"rollout": 1.0}, ValueError, "gave metrics whose names the run has itself: rollout"),
+        ({"reward": 1.0}, UserError, "gave metrics whose names the run has itself: reward\nsaved at step 2 of 6"),
+        ({"rollout": 1.0}, UserError, "gave metrics whose names the run has itself: rollout\nsaved at step 2 of 6"),
     ],
 )
 def test_metrics_that_a_run_cannot_log_are_refused(config, tmp_path, metrics, error, message):
