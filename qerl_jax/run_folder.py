@@ -141,12 +141,10 @@ def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
         folder = _beside(folder)
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder)))
     config = with_whole_paths(settled_config(config))
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: run.output_dir names a file; expected a folder, or a name that is free")
     try:
         refuse_no_folder(folder)
     except UserError as error:
-        raise UserError(f"{folder}: run.output_dir cannot be made: {error}") from None
+        raise UserError(f"{folder}: run.output_dir cannot be made: {error}, or a name that is free") from None
     stored = (folder / CONFIG).is_file()
     if folder.is_dir() and not stored and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
         raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")

@@ -95,7 +95,7 @@ def jsonl(folder, *rows):
         (["my.yaml", "reward.functions=[{function: mine.py:f}]"], "there is no file"),
         (["my.yaml", "reward.functions=[{function: no_module_here:f}]"], "there is no module 'no_module_here'"),
         (["my.yaml", "lora.adapter=/no/such/adapter"], "/no/such/adapter: no such folder"),
-        (["my.yaml", "run.output_dir=my.yaml"], "run.output_dir names a file"),
+        (["my.yaml", "run.output_dir=my.yaml"], "my.yaml is a file; expected a folder, or a name that is free"),
         (["my.yaml", "run.output_dir=my.yaml/run"], "my.yaml is a file; expected a folder"),
         (["my.yaml", "--profile", "my.yaml"], "--profile my.yaml is a file; expected a folder"),
     ],

@@ -173,7 +173,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     with pytest.raises(UserError, match="is no run"):
         open_once(config(tmp_path))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="names a file"):
+    with pytest.raises(UserError, match="is a file; expected a folder, or a name that is free"):
         open_once(load_config("quickstart", [f"run.output_dir={tmp_path / 'file'}"]))
 
 
@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_the_plan_as_by_the_run(tmp_p
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("gone")
     found = "file is a file" if name.startswith("file") else "link is a symbolic link to gone, which does not exist"
-    expected = f"{tmp_path / name}: run.output_dir cannot be made: {tmp_path}/{found}; expected a folder"
+    expected = f"{tmp_path / name}: run.output_dir cannot be made: {tmp_path}/{found}; expected a folder, or a name that is free"
     given = load_config("quickstart", [f"run.output_dir={tmp_path / name}"])
     with pytest.raises(UserError) as refusal:
         open_once(given)

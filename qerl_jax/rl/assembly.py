@@ -243,6 +243,7 @@ def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FU
     rewards.check(trained, f"data.train_dataset {config.data.train_dataset}")
     check_held_out(config, rewards, evaluated)
     _warn_of_evaluation_on_other_data(config)
+    own.warn_of_options(config)
     _warn_of_problems_trained_on(trained, evaluated, config.evaluation.eval_dataset)
     total_steps = config.total_steps(len(dataset))
     adapter, base = config.lora.adapter, config.model.model_name_or_path

@@ -77,7 +77,6 @@ def train(
     """
     own = OwnFunctions(loss_fn, advantage_fn)
     own.identity()  # refuses what is no function before there is a folder
-    own.warn_of_options(config)
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),
