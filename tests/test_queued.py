@@ -90,6 +90,25 @@ def test_what_comes_out_of_a_program_is_of_the_type_that_went_in():
     assert [jax.typeof(leaf) for leaf in jax.tree.leaves(new)] == before
 
 
+def test_the_kinds_of_a_graph_are_those_that_xla_knows():
+    """It takes the same options for a program of any device, and refuses a kind that it does not know."""
+    assert jax.jit(jnp.negative, compiler_options=compiled._LOOP_IN_GRAPH)(1.0) == -1
+    assert "WHILE" in compiled._LOOP_IN_GRAPH["xla_gpu_enable_command_buffer"].split(",")
+
+
+@pytest.mark.gpu
+def test_a_loop_in_a_graph_changes_no_bit(monkeypatch):
+    """XLA runs a program kernel by kernel first, then records its graph, then changes addresses in it."""
+    inside = [decoded(slots())[1] for _ in range(4)]
+    monkeypatch.setattr(compiled, "_LOOP_IN_GRAPH", {})
+    outside = compiled.programs.__wrapped__()
+    monkeypatch.setitem(globals(), "programs", lambda: outside)
+    expected = decoded(slots())[1]
+    for log in inside:
+        for part, other in zip(jax.tree.leaves(log), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(part, other)
+
+
 @pytest.mark.parametrize(
     "stable, chosen, warned", [([True, True], 0, 0), ([False, True], 1, 0), ([False, False], 0, 1)]
 )

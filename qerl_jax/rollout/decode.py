@@ -46,7 +46,7 @@ def prefill(
 
     Args:
       pool: what prompts leave, for R of them; keys and values in any dtype of the cache.
-      rows_A: the prompts' rows of it; what is for a row beyond the pool is dropped.
+      rows_A: the prompts' rows of it, no two the same; what is for a row beyond the pool is dropped.
 
     Returns:
       The pool with the prompts.
@@ -59,7 +59,7 @@ def prefill(
         (tokens, lengths, rows), (hidden_RD, layers) = prompts, pool
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            return old.at[rows].set(stored(new, old.dtype), mode="drop")
+            return old.at[rows].set(stored(new, old.dtype), mode="drop", unique_indices=True)
 
         def keep(i: int, kv: KV) -> KV:
             return put(layers[i][0], kv[0]), put(layers[i][1], kv[1])
@@ -79,7 +79,8 @@ def prefill(
     padding = parts * together - A
     tokens = jnp.pad(tokens_AP, ((0, padding), (0, 0))).reshape(parts, together, P)
     lengths = jnp.pad(lengths_A, (0, padding), constant_values=1).reshape(parts, together)
-    rows = jnp.pad(rows_A, (0, padding), constant_values=pool[0].shape[0]).reshape(parts, together)
+    beyond = pool[0].shape[0] + A + jnp.arange(padding, dtype=rows_A.dtype)
+    rows = jnp.concatenate([rows_A, beyond]).reshape(parts, together)
     return jax.lax.scan(run, pool, (tokens, lengths, rows))[0]
 
 

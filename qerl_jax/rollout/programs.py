@@ -25,6 +25,14 @@ from qerl_jax.rollout.slots import decode
 # pays in a loop. Where each of a thousand kernels runs once it is work before the first of them starts: with it a
 # prompt of 256 tokens took 32 ms, and one of 2048 71, of which kernels took 9 and 47.
 _NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
+# A loop is no part of a graph unless asked for; then the host waits after each turn to learn whether there is another,
+# and the GPU for the next turn's graph: 0.02 to 0.1 ms of steps of 1.8 to 3.3. All kinds but collectives are listed,
+# since a program's option takes the place of XLA's own list.
+_LOOP_IN_GRAPH = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CONVOLUTION,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    )
+}
 # What of a program the library gets: neither sums nor products, as no program of the engine convolves; or products.
 _ROW_STABLE = tuple(
     {"xla_cpu_experimental_ynn_fusion_type": f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}"}
@@ -47,14 +55,17 @@ class Programs(NamedTuple):
 def programs() -> Programs:
     """The programs for the default backend."""
     options = _compiler_options()
-    once = _NO_GRAPH if jax.default_backend() == "gpu" else {}
+    once, loop = (_NO_GRAPH, _LOOP_IN_GRAPH) if jax.default_backend() == "gpu" else ({}, {})
     return Programs(
         begun=jax.jit(begun, static_argnames=("settings", "num_generations"), compiler_options=once),
-        finished=jax.jit(decode, static_argnames=("settings", "group"), donate_argnames="slots"),
+        finished=jax.jit(decode, static_argnames=("settings", "group"), donate_argnames="slots", compiler_options=loop),
         made=jax.jit(made, compiler_options=once),
         admit=jax.jit(admit, donate_argnames="slots", compiler_options=options | once),
         decode_queue=jax.jit(
-            decode_queue, static_argnames=("settings", "log_steps"), donate_argnames="slots", compiler_options=options
+            decode_queue,
+            static_argnames=("settings", "log_steps"),
+            donate_argnames="slots",
+            compiler_options=options | loop,
         ),
     )
 

@@ -100,7 +100,8 @@ def admit(
     lengths_A: jax.Array,
     rows_A: jax.Array,
 ) -> QueuedSlots:
-    """Prefills prompts into rows of the pool; a row number beyond the pool is that of padding, and is dropped."""
+    """Prefills prompts into rows of the pool, no two the same; one of the A rows after the pool's is that of padding,
+    and is dropped."""
     pool = slots.prompt_hidden_RD, slots.cache.prompt
     hidden_RD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms, pool, rows_A)
     lengths_R = slots.cache.prompt_lengths_R.at[rows_A].set(lengths_A, mode="drop")

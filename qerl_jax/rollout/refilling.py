@@ -131,7 +131,7 @@ class EngineCall:
     def _admit(self, numbers: list[int], size: int) -> None:
         """Prefills the prompts of requests in one program of `size` prompts; their samples are ready then."""
         tokens = np.full((size, self.max_prompt_length), self.settings.pad_token_id, np.int32)
-        lengths, rows = np.ones(size, np.int32), np.full(size, self.plan.rows, np.int32)
+        lengths, rows = np.ones(size, np.int32), self.plan.rows + np.arange(size, dtype=np.int32)
         for i, number in enumerate(numbers):
             request = self.requests[number]
             self.row_of[number] = rows[i] = self.free_rows.pop()
