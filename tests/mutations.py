@@ -296,7 +296,7 @@ def config_value(rng: Rng, folder: Path) -> str:
         "quantization_config": [3, "x", [1], {}, {"quant_method": "gptq"}, {"quant_method": []},
                                 {"quant_method": "x\ny"}, NVFP4 | {"config_groups": junk(rng)},
                                 NVFP4 | {"ignore": junk(rng)},
-                                NVFP4 | {"format": junk(rng)}, NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}],
+                                NVFP4 | {"format": junk(rng)}, NVFP4 | {"kv_cache_scheme": {"num_bits": 4}}],
     }  # fmt: skip
     key = pick(rng, menu)
     value = pick(rng, menu[key])
@@ -366,7 +366,7 @@ def modelopt_option(rng: Rng, folder: Path) -> str:
     menu: dict[str, list[Any]] = {
         "quant_algo": [*JUNK, "FP8", "NVFP4_AWQ", "W4A8_AWQ", "nvfp4"],
         "group_size": [value for value in JUNK if value is not None] + [32],
-        "kv_cache_quant_algo": ["FP8", 3, [], {}, "a\nb"],
+        "kv_cache_quant_algo": ["INT8", 3, [], {}, "a\nb"],
         "exclude_modules": [3, "lm_head", {"a": 1}, [3], [[]], [None], ["*"], ["*proj"], ["(((" * 9, "model*"]],
     }
     key = pick(rng, menu)

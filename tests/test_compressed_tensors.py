@@ -91,6 +91,12 @@ def test_other_spellings(path, value):
     assert not read(changed(path, value)).is_plain(UP1)
 
 
+def test_a_cache_in_fp8_says_nothing_about_the_weights():
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    with pytest.warns(UserWarning, match=r"config.json asks for keys and values in FP8; here they are kept"):
+        assert set(read(changed("kv_cache_scheme", scheme)).unread) >= {".k_scale", ".v_scale"}
+
+
 def test_a_pattern_may_name_a_tied_head_or_not():
     hf = {"tie_word_embeddings": True, "quantization_config": changed("ignore", [])}
     assert not packing_of(hf, FOLDER).is_plain(UP1)
@@ -118,11 +124,8 @@ def test_plain_folders_have_none():
         ("format", ["nvfp4-pack-quantized"], "supported is nvfp4-pack-quantized"),
         ("config_groups", {}, "config_groups is {}; expected an object of at least one group"),
         ("config_groups", {"NVFP4A16": ["Linear"]}, "config_groups is .*; expected an object"),
-        (
-            "kv_cache_scheme",
-            {"num_bits": 8},
-            "kv_cache_scheme .*'num_bits': 8.* is not supported; expected it to be abs",
-        ),
+        ("kv_cache_scheme", {"num_bits": 8, "type": "int"}, "kv_cache_scheme type is 'int'; supported is 'float'"),
+        ("kv_cache_scheme", "fp8", "kv_cache_scheme num_bits is 'fp8'; supported is 8"),
         ("transform_config", {"config_groups": {"R1": {}}}, "transform_config .* is not supported"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config .* is not supported"),
         ("config_groups.group_0.weights", None, "group_0 weights num_bits is None; supported is 4"),

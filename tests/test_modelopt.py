@@ -55,7 +55,7 @@ def test_in_config_json(tmp_path, inner):
         ({"quant_algo": "W4A8_NVFP4_FP8"}, "quant_algo is 'W4A8_NVFP4_FP8'; supported is"),
         ({"quant_algo": None}, "quant_algo is None; supported is"),
         ({"group_size": 32}, "group_size is 32; supported is 16"),
-        ({"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo is 'FP8'; supported is None"),
+        ({"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8'; supported is None or 'FP8'"),
         ({"exclude_modules": "lm_head"}, "exclude_modules is 'lm_head'; expected a list of module names"),
         ({"exclude_modules": None}, "by its configuration lm_head is quantized"),
     ],
@@ -71,12 +71,19 @@ def test_a_file_that_states_nothing(tmp_path):
         packing_of({}, tmp_path)
 
 
-def test_a_kv_cache_scheme_in_config_json_is_refused(tmp_path):
-    stated = {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": {"num_bits": 8},
-    }
-    with pytest.raises(UserError, match=r"config.json: kv_cache_scheme is .*; supported is None"):
+def in_config_json(**changes):
+    return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]} | changes
+
+
+def test_a_cache_in_fp8_says_nothing_about_the_weights(tmp_path):
+    with pytest.warns(UserWarning, match=r"hf_quant_config.json asks for keys and values in FP8; here they are kept"):
+        assert set(read(tmp_path, kv_cache_quant_algo="FP8").unread) >= {".k_scale", ".v_scale"}
+    stated = in_config_json(kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"})
+    with pytest.warns(UserWarning, match=r"config.json asks for keys and values in FP8; here they are kept"):
+        assert set(packing_of({"quantization_config": stated}, tmp_path).unread) >= {".k_scale", ".v_scale"}
+
+
+def test_another_kv_cache_scheme_in_config_json_is_refused(tmp_path):
+    stated = in_config_json(kv_cache_scheme={"num_bits": 4, "type": "float"})
+    with pytest.raises(UserError, match=r"config.json: kv_cache_scheme num_bits is 4; supported is 8"):
         packing_of({"quantization_config": stated}, tmp_path)

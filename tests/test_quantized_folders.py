@@ -162,3 +162,25 @@ def test_modelopt_without_words_in_config_json(tmp_path):
     del hf["quantization_config"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(hf))
     assert_equal(load_model(tmp_path / "m"), load("modelopt_w4a16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "scales"),
+    [
+        ("modelopt_w4a16", "self_attn.{}_proj.{}_scale", ()),
+        ("llmcompressor_nvfp4", "self_attn.{1}_scale", (1,)),
+    ],
+)
+def test_scales_of_a_cache_in_fp8_change_no_weight(tmp_path, name, key, scales):
+    """As most of NVIDIA's own folders have them, and llm-compressor's with a kv_cache_scheme."""
+    folder = shutil.copytree(FOLDERS / name, tmp_path / "m")
+    hf = json.loads((folder / "config.json").read_text())
+    hf["quantization_config"]["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(hf))
+    arrays = {name: np.array(array) for name, array in read_safetensors(folder / "model.safetensors").items()}
+    scale = np.full(scales, 0.5, np.float32)
+    layers = range(hf["num_hidden_layers"])
+    arrays |= {f"model.layers.{i}.{key.format(half, half)}": scale for i in layers for half in "kv"}
+    write_file(folder / "model.safetensors", arrays)
+    with pytest.warns(UserWarning, match="asks for keys and values in FP8; here they are kept in the model's dtype"):
+        assert_equal(load_model(folder), load(name))

@@ -18,13 +18,16 @@ from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import KernelNVFP4, MXFP4Weight, NVFP4Weight, Weight, canonical
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
+    KV_SCALES,
     Packing,
     StoredParts,
+    check_fp8,
     check_options,
     e4m3_scales,
     names_list,
     positive_scale,
     warn_of_activations,
+    warn_of_kv_cache,
 )
 from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
@@ -40,6 +43,7 @@ _KNOWN = {
     "format",
     "global_compression_ratio",
     "ignore",
+    "kv_cache_scheme",
     "quant_method",
     "quantization_status",
     "run_compressed",
@@ -150,6 +154,11 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
         _check_group(group, stored_as, f"{place} {name}")
     if any(group.get("input_activations") for group in groups.values()):
         warn_of_activations(where)
+    unread: tuple[str, ...] = (".input_global_scale",)
+    if (scheme := quantization.get("kv_cache_scheme")) is not None:
+        check_fp8(scheme, f"{place} kv_cache_scheme")
+        warn_of_kv_cache(where)
+        unread += KV_SCALES
     targets = [t for name, g in groups.items() for t in names_list(g.get("targets"), f"{place} {name} targets")]
     targeted = _matcher(targets, f"{place} targets")
     ignored = _matcher(names_list(quantization.get("ignore"), f"{place} ignore"), f"{place} ignore")
@@ -158,7 +167,7 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
         lambda name: ignored(name.removesuffix(".weight")) or not targeted(name.removesuffix(".weight")),
         stored_as.parts,
         stored_as.read,
-        (".input_global_scale",),
+        unread,
     )
 
 

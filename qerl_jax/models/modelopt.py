@@ -4,6 +4,7 @@
     ....weight_scale    float8_e4m3fn [N, K/16]   block scales
     ....weight_scale_2  float32 []                w = code * (weight_scale * weight_scale_2)
     ....input_scale     float32 []                for activations in FP4; says nothing about the weights, so not read
+    ....k_scale, ....v_scale                      for keys and values in FP8, as most folders of NVIDIA ask; neither
 
 hf_quant_config.json says how the folder was made; since 0.29 config.json repeats it as `quantization_config`.
 """
@@ -18,13 +19,16 @@ import jax.numpy as jnp
 from qerl_jax.formats import NVFP4Weight
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
+    KV_SCALES,
     Packing,
     StoredParts,
+    check_fp8,
     check_options,
     e4m3_scales,
     names_list,
     positive_scale,
     warn_of_activations,
+    warn_of_kv_cache,
 )
 from qerl_jax.models.source import Tensors
 
@@ -34,8 +38,7 @@ _WEIGHTS_ONLY, _WITH_ACTIVATIONS = "W4A16_NVFP4", "NVFP4"
 _OPTIONS: dict[str, tuple[object, ...]] = {
     "quant_algo": (_WEIGHTS_ONLY, _WITH_ACTIVATIONS),
     "group_size": (16, None),
-    "kv_cache_quant_algo": (None,),
-    "kv_cache_scheme": (None,),
+    "kv_cache_quant_algo": (None, "FP8"),
 }
 
 
@@ -57,7 +60,14 @@ def modelopt_packing(quantization: dict[str, Any], where: Path) -> Packing:
     ]
     if inner["quant_algo"] == _WITH_ACTIVATIONS:
         warn_of_activations(where)
-    return Packing("nvfp4", _matcher(excluded), _parts, _read, (".input_scale",))
+    unread: tuple[str, ...] = (".input_scale",)
+    scheme = inner.get("kv_cache_scheme")  # config.json's word for it
+    if scheme is not None:
+        check_fp8(scheme, f"{where}: kv_cache_scheme")
+    if scheme is not None or inner.get("kv_cache_quant_algo") is not None:
+        warn_of_kv_cache(where)
+        unread += KV_SCALES
+    return Packing("nvfp4", _matcher(excluded), _parts, _read, unread)
 
 
 def _parts(N: int, K: int) -> StoredParts:

@@ -11,6 +11,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.formats import Weight
 from qerl_jax.models.source import Tensors
 
+KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8
 # Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
 StoredParts = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
@@ -30,6 +31,15 @@ class Packing(NamedTuple):
     parts: Callable[[int, int], StoredParts]
     read: Callable[[Tensors, str], Weight]
     unread: tuple[str, ...] = ()
+
+
+def check_fp8(scheme: object, where: str) -> None:
+    """Refuses a `kv_cache_scheme` other than FP8's.
+
+    Raises:
+      UserError: naming `where`, what was found and what is supported.
+    """
+    check_options(scheme, {"num_bits": (8,), "type": ("float",)}, where)
 
 
 def check_options(found: object, expected: Mapping[str, tuple[object, ...]], where: str) -> None:
@@ -91,5 +101,14 @@ def warn_of_activations(where: Path) -> None:
     """Says that activations stay in 16 bits: the folder asks for FP4, of which the weights know nothing."""
     warnings.warn(
         f"{where} asks for activations in FP4; they stay in 16 bits here, and the scales stored for them are not read",
+        stacklevel=2,
+    )
+
+
+def warn_of_kv_cache(where: Path) -> None:
+    """Says that the cache of keys and values is not kept as the folder asks, in FP8; the weights know nothing of it."""
+    warnings.warn(
+        f"{where} asks for keys and values in FP8; here they are kept in the model's dtype unless "
+        "generation.kv_cache_dtype says otherwise, and the scales stored for them are not read",
         stacklevel=2,
     )
