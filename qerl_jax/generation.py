@@ -83,13 +83,15 @@ def generate_texts(
         with a warning.
       weight_format: of a model's linear weights, as `load_model` takes it; a run has its own.
       greedy: take the most likely token each time; the sampling options are then ignored.
-      stop: texts that end a completion, found across the borders of tokens.
+      stop: texts that end a completion, found across the borders of tokens; special tokens, which a text is without,
+        end it as an EOS does.
       stream: also yields texts while they grow, as far as they are sure.
 
     Raises:
       UserError: a folder that is neither run nor model, a model that cannot be loaded or that the adapter does not fit,
         a run that has saved nothing yet or that a format is given for, one whose model is another than it was trained
-        on, or whose config says another one or another adapter, lengths that do not fit the model, an empty stop text.
+        on, or whose config says another one or another adapter, lengths that do not fit the model, a stop text that is
+        empty or holds a special token beside other text.
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
@@ -111,12 +113,13 @@ def generate_texts(
     policy = load_policy(base, weight_format, dtype)
     if adapter is None and run is not None:
         run_folder.refuse_another_model(run, identity, model_identity(base, policy.fingerprint))
+    ends, stop = _ends(policy, stop)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
         yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)
     if not requests:
         return
-    settings = SamplingSettings(length, policy.eos_token_ids, policy.pad_token_id, temperature=0.0)
+    settings = SamplingSettings(length, ends, policy.pad_token_id, temperature=0.0)
     if not greedy:
         settings = dataclasses.replace(settings, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     longest = max(len(request.prompt) for request in requests)
@@ -156,6 +159,20 @@ def _config_of(run: Path, name: str, weight_format: str | None) -> Config:
             f"trained with, {config.model.weight_format}; leave it out, or give a model and its adapter"
         )
     return config
+
+
+def _ends(policy: Policy, stop: Sequence[str]) -> tuple[tuple[int, ...], list[str]]:
+    """The ids that end a completion, with those of the special tokens in `stop`, and its other texts."""
+    special = {str(token): id for id, token in policy.tokenizer.added_tokens_decoder.items() if token.special}
+    texts = [text for text in stop if text not in special]
+    for text in texts:
+        if (token := next((token for token in special if token in text), None)) is not None:
+            raise UserError(
+                f"stop (--stop) is {text!r}, which no text holds, for texts are without special tokens, as {token} is; "
+                f"give {token!r} alone, at which completions end as at an EOS"
+            )
+    ids = (special[text] for text in stop if text in special)
+    return tuple(dict.fromkeys((*policy.eos_token_ids, *ids))), texts
 
 
 def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> Answer:

@@ -25,6 +25,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.metrics import read_rows
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.models.source import resolve
 from qerl_jax.rl.assembly import load_policy
 
 CONFIG = """\
@@ -363,6 +364,18 @@ def test_a_long_prompt_beside_another_one_leaves_it_its_length(prompts):
 def test_an_empty_stop_text_is_refused(prompts):
     with pytest.raises(UserError, match="stop holds an empty text"):
         list(generation.generate_texts(MODEL, prompts, stop=("!", "")))
+
+
+def test_a_special_token_ends_a_completion_as_an_eos_does(prompts, tmp_path):
+    """Base models with a chat template name one EOS and end an answer with another token, which no text holds."""
+    folder = shutil.copytree(resolve(MODEL), tmp_path / "base")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    [expected] = generation.generate_texts(MODEL, prompts[:1], greedy=True)
+    for stop in (["<|endoftext|>"], ["!", "<|endoftext|>"]):
+        [found] = generation.generate_texts(str(folder), prompts[:1], greedy=True, stop=stop)
+        assert (found.text, found.ids, found.finish_reason) == (expected.text, expected.ids, "eos")
+    with pytest.raises(UserError, match=r"stop .* is '<\|endoftext\|>\\n', which no .* give '<\|endoftext\|>' alone"):
+        list(generation.generate_texts(str(folder), prompts[:1], stop=["<|endoftext|>\n"]))
 
 
 @pytest.mark.parametrize("length", [0, 128])

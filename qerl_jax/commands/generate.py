@@ -67,7 +67,11 @@ def add(commands: "Commands") -> None:
         help="most tokens of a completion (default of a model: 256)",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end a completion before this text; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion before this text, or at this special token, as at an EOS; may be repeated",
     )
     parser.add_argument(
         "--output",
