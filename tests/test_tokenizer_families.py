@@ -105,6 +105,20 @@ def test_templates_that_refuse(tmp_path, tokenizers):
         prompt_text(tokenizer, [{"role": "user", "content": "What is 7?"}])
 
 
+def test_decoded_text_is_not_cleaned_up(tmp_path):
+    """Llama 3's makers have it in their files. transformers warns of it, and of how to force it."""
+    for file in (FOLDERS / "llama31").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"clean_up_tokenization_spaces": True}))
+    code = (
+        "from qerl_jax.models.tokenizer import load_tokenizer as load; "
+        f"t = load({str(tmp_path)!r}, 400); print(t.decode(t('Is 7 , or 8 ?')['input_ids'], skip_special_tokens=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Is 7 , or 8 ?\n", "")
+
+
 def test_nothing_of_it_needs_pytorch():
     code = (
         "import sys; from qerl_jax.models.tokenizer import load_tokenizer as load; "

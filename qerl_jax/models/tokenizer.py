@@ -29,7 +29,7 @@ class GenerationIds(NamedTuple):
 
 
 def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a model folder, exactly as its tokenizer.json describes it.
+    """The tokenizer of a model folder, exactly as its tokenizer.json describes it; decoded text is not cleaned up.
 
     The generic class is used whatever tokenizer_config.json names: the Qwen2 class of transformers 5 rebuilds the
     pipeline from vocabulary and merges alone, and adds `<|endoftext|>` where it is missing.
@@ -60,7 +60,8 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
             raise
         # What the tokenizers library raises for a malformed file is of no narrower class.
         raise UserError(f"{file}: not a valid tokenizer ({error})") from error
-    tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True)
+    # Llama 3's files ask for a clean-up that is made for WordPiece: it takes spaces from what byte-level BPE decodes.
+    tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and max(len(tokenizer), largest + 1) > vocab_size:
         raise UserError(
