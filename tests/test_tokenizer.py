@@ -98,6 +98,16 @@ def test_no_sparse_id_beyond_the_embedding(tmp_path):
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}', "tokenizer.json: not a valid tokenizer"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: expected a JSON object, found list"),
+        *(
+            ("tokenizer_config.json", text, r"tokenizer_config.json: no tokenizer can be made with it \(.+\)")
+            for text in (
+                '{"eos_token": {"content": "w2"}}',  # no "__type", by which transformers knows a token
+                '{"extra_special_tokens": 5}',
+                '{"added_tokens_decoder": null}',
+                '{"padding_side": null}',
+                '{"chat_template": [{"name": "default"}]}',
+            )
+        ),
     ],
 )
 def test_broken_tokenizers(tmp_path, name, content, message):

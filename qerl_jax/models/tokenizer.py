@@ -40,7 +40,8 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
         the folder's config.json; the tokenizer of a folder that has none is held against nothing.
 
     Raises:
-      UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks; a vocab_size below 1.
+      UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks; tokenizer_config.json
+        has values of which no tokenizer can be made; a vocab_size below 1.
     """
     if vocab_size is not None and not (is_whole(vocab_size) and vocab_size >= 1):
         raise UserError(f"vocab_size is {vocab_size!r}; allowed: a whole number >= 1, or None for that of {CONFIG}")
@@ -60,8 +61,12 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
             raise
         # What the tokenizers library raises for a malformed file is of no narrower class.
         raise UserError(f"{file}: not a valid tokenizer ({error})") from error
-    # Llama 3's files ask for a clean-up that is made for WordPiece: it takes spaces from what byte-level BPE decodes.
-    tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
+    try:
+        # Llama 3's files ask for a clean-up meant for WordPiece: it takes spaces out of what byte-level BPE gives.
+        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # What transformers raises for values of another type than it expects.
+        raise UserError(f"{folder / TOKENIZER_FILES[1]}: no tokenizer can be made with it ({error})") from error
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and max(len(tokenizer), largest + 1) > vocab_size:
         raise UserError(
