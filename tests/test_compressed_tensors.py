@@ -110,7 +110,7 @@ def test_plain_folders_have_none():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("quant_method", "gptq", "quant_method is 'gptq'; supported is 'compressed-tensors' or 'modelopt'"),
+        ("quant_method", "gptq", "quant_method is 'gptq'; supported is .* 'modelopt'; take the plain model"),
         (
             "quantization_status",
             "calibration",

@@ -53,7 +53,10 @@ def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         if not isinstance(method, str) or method not in _READERS:
             known = " or ".join(map(repr, _READERS))
-            raise UserError(f"{where}: quantization_config quant_method is {method!r}; supported is {known}")
+            raise UserError(
+                f"{where}: quantization_config quant_method is {method!r}; supported is {known}; take the plain model "
+                "that this one was made from"
+            )
         return _READERS[method](quantization, where)
     if (folder / QUANT_CONFIG).is_file():
         where = folder / QUANT_CONFIG
