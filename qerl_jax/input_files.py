@@ -24,6 +24,10 @@ def file_size(path: Path) -> int:
     try:
         status = os.stat(path)
     except FileNotFoundError:
+        if path.is_symlink():  # as in a copy of a snapshot in the Hub's cache, whose files are links
+            raise UserError(
+                f"{path} is a link to {os.readlink(path)}, where nothing is; copy what links lead to (`cp -rL`)"
+            ) from None
         raise UserError(f"{path} is missing") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -20,6 +20,9 @@ def test_only_ordinary_files_are_opened(tmp_path):
                 read(tmp_path / name)
     with pytest.raises(UserError, match="none is missing"):
         file_size(tmp_path / "none")
+    (tmp_path / "f.json").symlink_to("../blobs/5")
+    with pytest.raises(UserError, match=r"f.json is a link to ../blobs/5, where nothing is; copy what links lead to"):
+        file_size(tmp_path / "f.json")
 
 
 def test_a_json_file_of_ten_gigabytes_is_not_read(tmp_path):

@@ -208,6 +208,16 @@ def only(name, content=b"\x80\x04"):
     return edit
 
 
+def as_link(name):
+    """As `cp -r` makes it of a snapshot in the Hub's cache."""
+
+    def edit(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to("../../blobs/5")
+
+    return edit
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -215,6 +225,8 @@ Q = "model.layers.1.self_attn.q_proj.weight"
     ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (as_link("config.json"), r"config.json is a link to ../../blobs/5, where nothing is; copy what links lead to"),
+        (as_link("model.safetensors"), "model.safetensors is a link to ../../blobs/5, where nothing is"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
         (lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, found list"),
         (edit_config(model_type="mamba"), r"config.json: model_type is 'mamba'; supported are \["),
@@ -293,6 +305,7 @@ SHARD = "model-00002-of-00002.safetensors"
     ("damage", "message"),
     [
         (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing; model.safetensors.index.json names it"),
+        (as_link(SHARD), f"{SHARD} is a link to ../../blobs/5, where nothing is"),
         (lambda f: (f / SHARD).write_bytes(b"\0" * 20), f"{SHARD}: not a valid safetensors file"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json: weight_map is missing"),
         (edit_index(**{Q: 3}), "index.json: 3 is not allowed; expected the name of a .safetensors file"),

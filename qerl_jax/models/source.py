@@ -103,7 +103,7 @@ def open_tensors(folder: Path) -> Tensors:
     Raises:
       UserError: no safetensors, a shard missing or malformed, or an index that does not agree with its shards.
     """
-    if (folder / WEIGHTS).exists():
+    if os.path.lexists(folder / WEIGHTS):
         return {name: (folder / WEIGHTS, array) for name, array in read_safetensors(folder / WEIGHTS).items()}
     if not (folder / INDEX).exists():
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
@@ -121,7 +121,7 @@ def open_tensors(folder: Path) -> Tensors:
     if not weight_map:
         raise UserError(f"{index}: weight_map is empty; expected an object of tensor and file names")
     for shard in sorted({_shard_name(index, value) for value in weight_map.values()}):
-        if not (folder / shard).is_file():
+        if not os.path.lexists(folder / shard):
             raise UserError(f"{folder / shard} is missing; {index.name} names it")
         for name, array in read_safetensors(folder / shard).items():
             if (said := weight_map.get(name)) != shard:
