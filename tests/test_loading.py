@@ -262,6 +262,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             f"{Q}x bfloat16.32, 32. belongs to no part of what the folder's configuration describes$",
         ),
         (lambda f: (f / "model.safetensors").write_bytes(b"\0" * 4), "model.safetensors: not a valid safetensors file"),
+        (only("adapter_config.json"), "m is a PEFT adapter, not a model; give its base, with lora.adapter="),
         (
             only("pytorch_model.bin"),
             "expected model.safetensors or .*, found neither; pytorch_model.bin is a pickle, which",

@@ -26,7 +26,7 @@ from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packed_by import packing_of
 from qerl_jax.models.packing import Packing
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
-from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, Tensors, open_tensors, resolve
+from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS, Tensors, open_tensors, resolve
 from qerl_jax.option_names import check_format
 from qerl_jax.program import program
 from qerl_jax.progress import Progress
@@ -124,7 +124,8 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
       UserError: naming file and tensor, what was expected and what was found.
     """
     folder = resolve(path)
-    if not (folder / CONFIG).exists():
+    # Some programs leave the base's config.json in an adapter's folder.
+    if not (folder / CONFIG).exists() or not any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX)):
         _refuse_run_or_adapter(folder, os.fspath(path))
     hf = read_json(folder / CONFIG)
     config = ModelConfig.from_hf(hf, str(folder / CONFIG))
