@@ -370,6 +370,8 @@ def test_a_special_token_ends_a_completion_as_an_eos_does(prompts, tmp_path):
     """Base models with a chat template name one EOS and end an answer with another token, which no text holds."""
     folder = shutil.copytree(resolve(MODEL), tmp_path / "base")
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|pad|>"}))
     [expected] = generation.generate_texts(MODEL, prompts[:1], greedy=True)
     for stop in (["<|endoftext|>"], ["!", "<|endoftext|>"]):
         [found] = generation.generate_texts(str(folder), prompts[:1], greedy=True, stop=stop)

@@ -125,10 +125,11 @@ def test_broken_tokenizers(tmp_path, name, content, message):
     [
         ({"eos_token_id": 21, "pad_token_id": 20}, {}, ((21,), 20)),
         ({"eos_token_id": [5, 21], "pad_token_id": 20}, {"eos_token_id": 7}, ((5, 21), 20)),
-        ({}, {"eos_token_id": 7, "pad_token_id": 3}, ((7,), 3)),
-        (None, {"eos_token_id": [7, 8]}, ((7, 8), 20)),
+        ({}, {"eos_token_id": 7, "pad_token_id": 3}, ((7, 21), 3)),
+        (None, {"eos_token_id": [7, 8]}, ((7, 8, 21), 20)),
         ({"eos_token_id": None}, {"eos_token_id": None}, ((21,), 20)),
         ({"eos_token_id": []}, {}, ((21,), 20)),
+        ({"eos_token_id": 20}, {"eos_token_id": 20}, ((20, 21), 20)),  # a chat fine-tune that kept its base's
     ],
 )
 def test_eos_and_pad(tmp_path, generation, config, expected):
@@ -137,7 +138,7 @@ def test_eos_and_pad(tmp_path, generation, config, expected):
 
 def test_pad_without_any_source_is_the_first_eos(tmp_path):
     write_config(write_tokenizer(tmp_path, pad=None), {"eos_token_id": [4, 5]})
-    assert load_generation_config(tmp_path) == ((4, 5), 4)
+    assert load_generation_config(tmp_path) == ((4, 5, 20), 4)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def load_generation_config(path: str | os.PathLike[str]) -> GenerationIds:
-    """EOS and pad ids: from generation_config.json, else config.json, else the tokenizer's own.
+    """EOS ids: of generation_config.json, else config.json, and the tokenizer's own, which ends answers as in TRL and
+    vLLM where a fine-tune has changed it alone. The pad id is the first that these three have.
 
     So Qwen's chat models end at `<|im_end|>` and `<|endoftext|>` and are padded with the latter; Llama 3's end at
     `<|end_of_text|>`, `<|eom_id|>` and `<|eot_id|>` and are padded with `<|finetune_right_pad_id|>`, which their
@@ -112,10 +113,9 @@ def load_generation_config(path: str | os.PathLike[str]) -> GenerationIds:
                     return found
         return []
 
-    eos, pad = ids("eos_token_id"), ids("pad_token_id")
-    if not eos or not pad:
-        own = _own_ids(folder, vocab_size)
-        eos, pad = eos or own["eos_token"], pad or own["pad_token"]
+    own = _own_ids(folder, vocab_size)
+    eos = list(dict.fromkeys(ids("eos_token_id") + own["eos_token"]))
+    pad = ids("pad_token_id") or own["pad_token"]
     if not eos:
         raise UserError(
             f"{folder}: no EOS: expected eos_token_id in {GENERATION_CONFIG} or {CONFIG}, or eos_token in "
