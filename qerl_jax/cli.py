@@ -21,6 +21,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 
 from qerl_jax.commands import evaluate, export, generate, plan, plot, quantize, train
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     _open_closed_streams()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    warnings.formatwarning = _as_logged
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, and texts have characters that a locale may lack
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -75,6 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qerl {words[0]}: {place}{error.strerror}", file=sys.stderr)
         return 2
     return code or 0
+
+
+def _as_logged(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as the log has it. Where in the source it was given says something to those who change it alone."""
+    place = "WARNING" if category is UserWarning else f"{filename}:{lineno}: {category.__name__}"
+    return f"{place}: {message}\n"
 
 
 def _open_closed_streams() -> None:

@@ -198,6 +198,12 @@ sys.exit(cli.main(["plot", sys.argv[1]]))
     assert (tmp_path / "file").read_text() == "True\n0\n"
 
 
+def test_a_warning_for_the_user_is_one_line_without_its_place_in_the_source():
+    code = "import warnings as w; from qerl_jax.cli import main; main([]); w.warn('said'); w.warn('b', Warning)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["WARNING: said", "<string>:1: Warning: b"]
+
+
 def test_other_exceptions_keep_their_traceback(calls):
     calls.fake("qerl_jax.rl.trainer", "train", ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
