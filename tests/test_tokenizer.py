@@ -92,7 +92,7 @@ def test_no_sparse_id_beyond_the_embedding(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", None, r"tokenizer.json is missing; take that of .*vocab.json and merges.txt: `Auto"),
         ("tokenizer.json", "{", "tokenizer.json: not valid JSON"),
         ("tokenizer.json", "{}", "tokenizer.json: not a valid tokenizer"),
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}', "tokenizer.json: not a valid tokenizer"),

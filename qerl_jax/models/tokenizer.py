@@ -18,6 +18,7 @@ from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, r
 
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer", "tokenizer_fingerprint"]
 
+_WITHOUT_JSON = ("vocab.json", "merges.txt")  # all that is there where a slow tokenizer was saved
 _PADDING_OF_LLAMA_3 = "<|finetune_right_pad_id|>"
 
 
@@ -49,6 +50,11 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
     if vocab_size is None and (folder / CONFIG).exists():
         vocab_size = Fields(read_json(folder / CONFIG), str(folder / CONFIG)).get("vocab_size", int)
     file, *optional = (folder / name for name in TOKENIZER_FILES if name.endswith(".json"))
+    if not os.path.lexists(file):
+        raise UserError(
+            f"{file} is missing; take that of the model that this one was made from, or have transformers write it of "
+            f"{' and '.join(_WITHOUT_JSON)}: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`"
+        )
     if "added_tokens" not in read_json(file):
         raise UserError(f"{file}: not a valid tokenizer (added_tokens is missing)")
     for extra in optional:
