@@ -16,12 +16,13 @@ from folders import edit_arrays, edit_options
 
 from qerl_jax import generation
 from qerl_jax.cli import main
+from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import Adapter, LoRA
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.source import resolve
-from qerl_jax.rl import trainer
+from qerl_jax.rl import assembly, trainer
 
 MODEL = "builtin:quickstart"
 SHAPE = json.loads((resolve(MODEL) / "config.json").read_text())
@@ -236,6 +237,14 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(folder, refused):
     expected = f"the tokenizer has {V + 1} tokens, the largest id {V} ('<more>'); the embedding has {V} rows"
     assert expected in refused("train", "my.yaml", "model.model_name_or_path=more")
     assert expected in refused("generate", "more", "--prompt", "x")
+
+
+def test_a_tokenizer_is_read_before_the_weights(folder, monkeypatch):
+    """Which takes minutes where a large model is quantized."""
+    policy(folder / "more", tokenizer=one_token_more)
+    monkeypatch.setattr(assembly, "load_model", None)
+    with pytest.raises(UserError, match=r"the embedding has \d+ rows"):
+        assembly.load_policy(str(folder / "more"), "nvfp4", "auto")
 
 
 def test_a_tokenizer_without_an_end(folder, refused):

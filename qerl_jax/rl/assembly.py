@@ -20,7 +20,7 @@ from qerl_jax.formats import KernelNVFP4, format_of
 from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import for_kernels, init_adapter
-from qerl_jax.models.loading import load_model
+from qerl_jax.models.loading import load_model, open_model
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import adapter_fingerprint, load_adapter
@@ -63,12 +63,13 @@ class Policy:
 
 def load_policy(path: str, weight_format: str | None, dtype: DtypeOption) -> Policy:
     """Loads model and tokenizer; `weight_format` None keeps the stored one."""
+    # The small files first: to quantize a large model takes minutes, and what is wrong with them can be said before.
+    tokenizer = load_tokenizer(path, open_model(path).config.vocab_size)
+    generation = load_generation_config(path)
     model = load_model(path, weight_format, settled_dtype(dtype))
     identity = fingerprint(model)
     if model.base.embed.dtype in (jnp.bfloat16, jnp.float16) and pallas_kernels.has_kernels():
         model = for_kernels(model)
-    tokenizer = load_tokenizer(path, model.config.vocab_size)
-    generation = load_generation_config(path)
     ends = generation.eos_token_ids, generation.pad_token_id
     return Policy(model, tokenizer, *ends, identity, rounded_to(path, weight_format))
 
