@@ -1,6 +1,7 @@
 """How a model folder stores its packed linear layers: what the readers of each program's folders have in common."""
 
-import warnings
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.formats import Weight
 from qerl_jax.models.source import Tensors
+
+_log = logging.getLogger(__name__)
 
 KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8
 # Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
@@ -97,18 +100,19 @@ def positive_scale(tensors: Tensors, name: str) -> np.float32:
     return whole
 
 
+@functools.cache  # a command opens a folder several times
 def warn_of_activations(where: Path) -> None:
     """Says that activations stay in 16 bits: the folder asks for FP4, of which the weights know nothing."""
-    warnings.warn(
-        f"{where} asks for activations in FP4; they stay in 16 bits here, and the scales stored for them are not read",
-        stacklevel=2,
+    _log.warning(
+        "%s asks for activations in FP4; they stay in 16 bits here, and the scales stored for them are not read", where
     )
 
 
+@functools.cache
 def warn_of_kv_cache(where: Path) -> None:
     """Says that the cache of keys and values is not kept as the folder asks, in FP8; the weights know nothing of it."""
-    warnings.warn(
-        f"{where} asks for keys and values in FP8; here they are kept in the model's dtype unless "
+    _log.warning(
+        "%s asks for keys and values in FP8; here they are kept in the model's dtype unless "
         "generation.kv_cache_dtype says otherwise, and the scales stored for them are not read",
-        stacklevel=2,
+        where,
     )
