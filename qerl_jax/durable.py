@@ -80,7 +80,7 @@ def locked(lock: Path, refusal: str) -> Iterator[None]:
     there by then, and a process that dies, however it does, leaves a file that holds nobody up.
 
     Raises:
-      UserError: `refusal`, where another process has it.
+      UserError: `refusal`, where another process has it; or the file system has no locks.
     """
     while True:
         # For writing, since a network file system gives no exclusive lock otherwise, nor one of a folder.
@@ -90,6 +90,11 @@ def locked(lock: Path, refusal: str) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(refusal) from None
+            except OSError as error:  # as of Lustre mounted without flock
+                raise UserError(
+                    f"{lock}: cannot be locked ({error.strerror}), and without a lock two processes might write there "
+                    "at once; choose a folder on another file system, or mount this one with locks"
+                ) from error
             if not _lies_at(handle, lock):
                 continue  # whoever had it has just removed it
             try:

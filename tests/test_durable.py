@@ -1,5 +1,6 @@
 """A folder that appears whole, or not at all."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -148,6 +149,16 @@ def test_the_lock_of_another_process_in_a_folder_that_took_the_place_of_ones_own
         (tmp_path / "x").mkdir()
         (tmp_path / "x" / ".lock").touch()
     assert (tmp_path / "x" / ".lock").exists()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def unsupported(handle, how):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # names no file
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    said = r"/x\.lock: cannot be locked \(Function not implemented\).*another file system"
+    with pytest.raises(UserError, match=said), locked(tmp_path / "x.lock", "taken"):
+        pass
 
 
 def test_a_folder_that_no_longer_lies_at_its_path_is_told(tmp_path):
