@@ -48,7 +48,7 @@ def random_model(config: ModelConfig, dtype: jnp.dtype, weight_format: str = "nv
 
     layers = tuple(draw(jax.random.key(1 + i)) for i in range(config.num_hidden_layers))
     model = Model(Base(embed, layers, outer.final_norm, outer.lm_head), config)
-    return for_kernels(model) if kernels else model
+    return for_kernels(model, consume=True) if kernels else model
 
 
 def random_adapter(model: Model, rank: int) -> Adapter:

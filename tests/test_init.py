@@ -7,7 +7,9 @@ import pytest
 from tiny import CONFIG, tiny_model
 
 from qerl_jax.errors import UserError
+from qerl_jax.formats import repacked
 from qerl_jax.models.init import init_adapter, init_model
+from qerl_jax.rl.assembly import load_policy
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -56,3 +58,17 @@ def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):
 def test_modules_that_cannot_be_trained_are_refused_by_name(modules, message):
     with pytest.raises(UserError, match=f"^{message}"):
         init_adapter(jax.random.key(0), tiny_model(), target_modules=modules)
+
+
+def test_loading_for_kernels_has_no_weights_twice(monkeypatch):
+    before, held = {id(array) for array in jax.live_arrays()}, []
+
+    def noted(weight, dtype):
+        held.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before and x.dtype == jnp.uint8))
+        return repacked(weight, dtype)
+
+    monkeypatch.setattr("pallas_kernels.has_kernels", lambda: True)
+    monkeypatch.setattr("qerl_jax.models.init.repacked", noted)
+    policy = load_policy("builtin:quickstart", "nvfp4", "bfloat16")
+    last = policy.model.base.layers[-1].down_proj
+    assert len(held) == 14 and held[-1] == last.shape[0] * last.shape[1] // 2  # all others have gone by then

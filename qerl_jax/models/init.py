@@ -115,15 +115,27 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
     return layer.replace(**weights)
 
 
-def for_kernels(model: Model) -> Model:
-    """The same network with its NVFP4 weights in the order that the GPU kernels read (see `formats.kernel_nvfp4`)."""
+def for_kernels(model: Model, *, consume: bool = False) -> Model:
+    """The same network with its NVFP4 weights in the order that the GPU kernels read (see `formats.kernel_nvfp4`).
+
+    With `consume` the packed arrays of `model` are deleted on the way, each as soon as its copy is made; without it all
+    weights are there twice until the caller lets go of `model`.
+    """
     dtype = model.base.embed.dtype
 
-    def layer(old: Layer) -> Layer:
-        weights = {name: getattr(old, name) for name in PROJECTIONS}
-        return old.replace(**{n: repacked(w, dtype) if isinstance(w, NVFP4Weight) else w for n, w in weights.items()})
+    def reordered(weight: Weight) -> Weight:
+        if not isinstance(weight, NVFP4Weight):
+            return weight
+        new = repacked(weight, dtype)
+        if consume:
+            weight.packed.delete()
+            weight.scale.delete()
+        return new
 
-    return model.replace(base=model.base.replace(layers=tuple(layer(old) for old in model.base.layers)))
+    layers = tuple(
+        layer.replace(**{name: reordered(getattr(layer, name)) for name in PROJECTIONS}) for layer in model.base.layers
+    )
+    return model.replace(base=model.base.replace(layers=layers))
 
 
 def init_adapter(

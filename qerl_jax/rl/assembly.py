@@ -69,7 +69,7 @@ def load_policy(path: str, weight_format: str | None, dtype: DtypeOption) -> Pol
     model = load_model(path, weight_format, settled_dtype(dtype))
     identity = fingerprint(model)
     if model.base.embed.dtype in (jnp.bfloat16, jnp.float16) and pallas_kernels.has_kernels():
-        model = for_kernels(model)
+        model = for_kernels(model, consume=True)
     ends = generation.eos_token_ids, generation.pad_token_id
     return Policy(model, tokenizer, *ends, identity, rounded_to(path, weight_format))
 
