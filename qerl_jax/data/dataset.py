@@ -221,12 +221,8 @@ def _row_file(name_or_path: str) -> Path:
 
 @functools.lru_cache(maxsize=4)
 def _permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """The order [n] in which the rows are read in an epoch; a new one each epoch."""
     return np.argsort(fold(seed, epoch, np.arange(n)), kind="stable")
-
-
-def order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The permutation [n] in which the rows are read in an epoch; a new one each epoch."""
-    return _permutation(seed, epoch, n).copy()
 
 
 def prompt_indices(seed: int, cursor: int, count: int, n: int, *, shuffle: bool = True) -> list[tuple[int, int]]:
