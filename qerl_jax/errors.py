@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class UserError(ValueError):
@@ -33,11 +33,14 @@ def is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def check_numbers(settings: Any) -> None:
-    """Raises UserError for the first field of a dataclass that is to be a number, by its annotation, and is none."""
+def check_annotations(settings: Any) -> None:
+    """Raises UserError for the first field of a dataclass that is annotated as a number and is none, or as a Literal
+    and is none of its values. Other fields are not looked at."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise UserError(f"{field.name} is {value!r:.60}; allowed: {', '.join(get_args(hint))}")
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if not (int in kinds or float in kinds) or (value is None and type(None) in kinds):
             continue

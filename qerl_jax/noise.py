@@ -7,12 +7,11 @@ Everything is a pure function of (key, step), in float32: in bfloat16 a sigma of
 
 import dataclasses
 import math
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_numbers
+from qerl_jax.errors import check_annotations, check_fields
 from qerl_jax.models.params import Norms
 from qerl_jax.option_names import NoiseDecay
 
@@ -40,18 +39,17 @@ class NoiseSchedule:
     final_norm: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_annotations(self)
         if self.num_stages < 1 or self.total_steps < self.num_stages:
             raise ValueError(
                 f"num_stages is {self.num_stages} and total_steps {self.total_steps}; "
                 "allowed: 1 <= num_stages <= total_steps, so that every stage lasts a step or more"
             )
-        if not (0 < self.sigma_end < math.inf and 0 < self.sigma_start < math.inf):
-            raise ValueError(
-                f"sigma_start {self.sigma_start} and sigma_end {self.sigma_end} must be positive and finite"
-            )
-        if self.schedule not in get_args(NoiseDecay):
-            raise ValueError(f"schedule is {self.schedule!r}; allowed: {', '.join(get_args(NoiseDecay))}")
+        check_fields(
+            self,
+            ("sigma_start", 0 < self.sigma_start < math.inf, "above 0 and finite"),
+            ("sigma_end", 0 < self.sigma_end < math.inf, "above 0 and finite"),
+        )
 
     def stage_sigmas(self) -> list[float]:
         """Sigma of each of the K stages (paper, equation 8, with an exponent that reaches sigma_end)."""

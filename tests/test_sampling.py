@@ -133,6 +133,7 @@ def test_a_row_draws_from_its_own_key():
         ({"max_completion_length": 8.0}, "max_completion_length is 8.0; allowed: a whole number"),
         ({"pad_token_id": None}, "pad_token_id is None; allowed: a whole number"),
         ({"eos_token_ids": None}, r"eos_token_ids is \(None,\); allowed: token ids, or \(\) for none"),
+        ({"eos_token_ids": [True]}, r"eos_token_ids is \(True,\); allowed: token ids"),
         ({"eos_token_ids": [2, -1]}, r"eos_token_ids is \(2, -1\); allowed: token ids, or \(\) for none"),
         ({"eos_token_ids": "ab"}, r"eos_token_ids is \('a', 'b'\); allowed: token ids, or \(\) for none"),
         ({"top_p": 0.0}, "top_p is 0.0"),

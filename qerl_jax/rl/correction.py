@@ -5,12 +5,11 @@ removes the bias this brings (TRL's `vllm_importance_sampling_correction`). Dime
 """
 
 import dataclasses
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_numbers
+from qerl_jax.errors import check_annotations, check_fields
 from qerl_jax.option_names import CorrectionLevel, CorrectionMode
 
 
@@ -32,13 +31,8 @@ class SamplerCorrection:
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        levels, modes = get_args(CorrectionLevel), get_args(CorrectionMode)
-        for name, value, allowed in (("level", self.level, levels), ("mode", self.mode, modes)):
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-        if not self.cap > 0:
-            raise ValueError(f"cap is {self.cap}; allowed: above 0")
+        check_annotations(self)
+        check_fields(self, ("cap", self.cap > 0, "above 0"))
 
 
 def gap_metrics(learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array) -> dict[str, jax.Array]:

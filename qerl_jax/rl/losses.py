@@ -10,12 +10,11 @@ Dimension letters: B rows of the optimizer batch, C completion slots.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_fields, check_numbers
+from qerl_jax.errors import check_annotations, check_fields
 from qerl_jax.option_names import ImportanceSamplingLevel, LossType
 
 _LARGEST_LOG_RATIO = 80.0  # exp of it is 5.5e34: above any bound, and finite in float32
@@ -56,15 +55,12 @@ class LossSpec:
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        types, levels = get_args(LossType), get_args(ImportanceSamplingLevel)
+        check_annotations(self)
         check_fields(
             self,
-            ("loss_type", self.loss_type in types, ", ".join(types)),
             ("beta", 0 <= self.beta < math.inf, "0 or more"),
             ("epsilon", 0 < self.epsilon <= 1, "above 0, to 1"),
             ("epsilon_high", 0 < self.epsilon_high < math.inf, "above 0"),
-            ("importance_sampling_level", self.importance_sampling_level in levels, ", ".join(levels)),
         )
         cispo = self.loss_type == "cispo"
         if cispo and not self.epsilon_high >= 1:

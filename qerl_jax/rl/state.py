@@ -4,14 +4,14 @@ Dimension letters: B rows of the optimizer batch, groups of G completions, P pro
 """
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.errors import check_fields, check_numbers
+from qerl_jax.errors import check_annotations, check_fields
 from qerl_jax.models.params import Adapter
 from qerl_jax.option_names import OldLogprobs
 from qerl_jax.rl.correction import SamplerCorrection
@@ -76,7 +76,7 @@ class UpdateSettings:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_annotations(self)
         check_fields(
             self,
             ("num_generations", self.num_generations >= 1, "1 or more"),
@@ -84,7 +84,6 @@ class UpdateSettings:
             ("micro_batch_size", self.micro_batch_size >= 1, "1 or more"),
             ("loss", isinstance(self.loss, LossSpec), "a LossSpec"),
             ("correction", isinstance(self.correction, SamplerCorrection), "a SamplerCorrection"),
-            ("old_logprobs", self.old_logprobs in get_args(OldLogprobs), ", ".join(get_args(OldLogprobs))),
         )
         if self.old_logprobs == "sampler" and self.correction.level != "none":
             raise ValueError(

@@ -4,14 +4,14 @@ Dimension letters: B rows, V vocabulary, C groups of W tokens, N numbers drawn.
 """
 
 import dataclasses
-import numbers
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import UserError, check_fields, check_numbers
-from qerl_jax.option_names import KV_CACHE_DTYPES, KVCacheDtype
+from qerl_jax.errors import UserError, check_annotations, check_fields, is_whole
+from qerl_jax.option_names import KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
 GROUP = 128  # tokens; it divides Qwen's vocabularies
@@ -46,21 +46,16 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         ids = tuple(self.eos_token_ids) if isinstance(self.eos_token_ids, Iterable) else (self.eos_token_ids,)
         object.__setattr__(self, "eos_token_ids", ids)
-        check_numbers(self)
+        check_annotations(self)
         check_fields(
             self,
-            (
-                "max_completion_length",
-                _is_id(self.max_completion_length) and self.max_completion_length >= 1,
-                "1 or more",
-            ),
+            ("max_completion_length", self.max_completion_length >= 1, "1 or more"),
             ("eos_token_ids", all(map(_is_id, ids)), "token ids, or () for none"),
             ("pad_token_id", _is_id(self.pad_token_id), "a token id"),
             ("temperature", self.temperature == 0 or self.temperature >= 1e-30, "0 (greedy), or 1e-30 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 1e-30 <= self.top_p <= 1, "1e-30 to 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
-            ("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, ", ".join(KV_CACHE_DTYPES)),
         )
         if self.temperature == 0 and self.truncated:
             raise UserError("temperature 0 is greedy: top_k, top_p and min_p would have no effect; leave them out")
@@ -80,8 +75,8 @@ class SamplingSettings:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and int(value) >= 0
+def _is_id(value: Any) -> bool:
+    return is_whole(value) and value >= 0
 
 
 def truncate(scaled_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
