@@ -1,6 +1,7 @@
 """Single layers between a model's folder, the device and the files of a quantization."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,22 +66,17 @@ def from_tensors(tensors: Mapping[str, np.ndarray], number: int, where: Path) ->
     return Layer(**{field: value(field) for field in _FIELDS})
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def computed(layer: Layer, dtype: jnp.dtype) -> Layer:
     """The layer as the network computes with it in `dtype`: plain projections and biases, norm scales in float32."""
-    return _computed(layer, jnp.dtype(dtype).name)
 
-
-def _as_computed(layer: Layer, dtype: str) -> Layer:
     def value(field: str) -> Any:
         old = getattr(layer, field)
         if field in PROJECTIONS:
-            return dequantize(old, jnp.dtype(dtype))
+            return dequantize(old, dtype)
         return None if old is None else old.astype(jnp.float32 if field.endswith("norm") else dtype)
 
     return Layer(**{field: value(field) for field in _FIELDS})
-
-
-_computed = jax.jit(_as_computed, static_argnums=1)
 
 
 def ends_of(source: Opened, dtype: jnp.dtype) -> Model:
