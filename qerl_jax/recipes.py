@@ -62,8 +62,7 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
         override that is not `section.option=value`.
     """
     path_or_name = os.path.expanduser(path_or_name)
-    text, where = _read_text(path_or_name)
-    values, sources = _parse(text, where)
+    values, sources = _parse(_read_text(path_or_name), path_or_name)
     for override in overrides:
         _apply(override, values, sources)
     return Recipe(Path(path_or_name).stem, values, sources, _run_of(Path(path_or_name)))
@@ -87,18 +86,18 @@ def write_yaml(values: dict[str, Any], path: Path) -> None:
     write_whole(path, text.getvalue())
 
 
-def _read_text(path_or_name: str) -> tuple[str, str]:
+def _read_text(path_or_name: str) -> str:
     path = Path(path_or_name)
     bare = path.name == path_or_name and path.suffix not in (".yaml", ".yml")
     shipped = path.stem if bare or path.parent.name == "configs" else None
     if shipped in shipped_recipes() and (bare or not path.exists()):
-        return (importlib.resources.files("qerl_jax") / "configs" / f"{shipped}.yaml").read_text("utf-8"), path_or_name
+        return (importlib.resources.files("qerl_jax") / "configs" / f"{shipped}.yaml").read_text("utf-8")
     if os.path.isdir(path):
         inside = path / CONFIG
         hint = f"; to continue this run name its config: {inside}" if inside.exists() else ""
         raise UserError(f"{path_or_name} is a folder; expected a YAML file or a shipped recipe{hint}")
     try:
-        return path.read_text("utf-8"), path_or_name
+        return path.read_text("utf-8")
     except FileNotFoundError:
         names = shipped_recipes()
         raise UserError(
@@ -113,9 +112,7 @@ def _read_text(path_or_name: str) -> tuple[str, str]:
 
 def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
-        _refuse_repeats(node)
-        values = YAML(typ="safe", pure=True).load(text)
+        node, values = _read_yaml(text)
         sources: dict[str, Source] = {}
         _locate(node, "", where, sources)
     except MarkedYAMLError as error:
@@ -132,6 +129,13 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
         )
     # A section whose options are all commented out is null to YAML.
     return {name: {} if section is None else section for name, section in values.items()}, sources
+
+
+def _read_yaml(text: str) -> tuple[Node | None, Any]:
+    """A text's nodes, which know their lines, and its value; raises what `_UNREADABLE` names."""
+    node = YAML(typ="safe", pure=True).compose(text)
+    _refuse_repeats(node)
+    return node, YAML(typ="safe", pure=True).load(text)
 
 
 def _refuse_repeats(node: Node | None) -> None:
@@ -164,7 +168,7 @@ def _refuse_repeats(node: Node | None) -> None:
     look(node, None, ())
 
 
-def _locate(node: Node, prefix: str, where: str, sources: dict[str, Source]) -> None:
+def _locate(node: Node | None, prefix: str, where: str, sources: dict[str, Source]) -> None:
     if isinstance(node, SequenceNode):
         for index, item in enumerate(node.value):
             sources[f"{prefix}{index}"] = Source(f"{where}, line {item.start_mark.line + 1}")
@@ -189,9 +193,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
         raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
     found: dict[str, Source] = {}
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
-        _refuse_repeats(node)
-        value = YAML(typ="safe", pure=True).load(text)
+        node, value = _read_yaml(text)
         _set_by_override(option, value, found)
     except _UNREADABLE as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
