@@ -46,14 +46,13 @@ def conflicts(config: "Config") -> list[str]:
             f"grpo.delta is {grpo.delta}; allowed: above 1 + grpo.epsilon_high, which is {1 + grpo.epsilon_high:g}, "
             "or null"
         )
-    batch = optimizer.per_device_train_batch_size * accumulation
+    batch, longest = config.completions_per_update, config.row_tokens
     if batch % group:
         problems.append(
             f"generation.num_generations is {group}; allowed: a divisor of the {batch} completions of an optimizer "
             f"step (optimizer.per_device_train_batch_size {optimizer.per_device_train_batch_size} x "
             f"gradient_accumulation_steps {accumulation}), which takes whole groups"
         )
-    longest = config.data.max_prompt_length + config.generation.max_completion_length
     if optimizer.per_device_train_batch_size * longest >= 2**31:
         problems.append(
             f"optimizer.per_device_train_batch_size is {optimizer.per_device_train_batch_size}; allowed: at most "

@@ -90,14 +90,13 @@ def kernels_said(model: Model) -> str | None:
 def configured_policy(config: Config) -> Policy:
     """The policy that a config names; refuses lengths that the network has no positions for, and a cache that its keys
     do not fit."""
-    path, lengths = config.model.model_name_or_path, config.data.max_prompt_length
+    path = config.model.model_name_or_path
     policy = load_policy(path, config.model.weight_format, config.model.dtype)
-    longest = lengths + config.generation.max_completion_length
     positions = policy.model.config.max_position_embeddings
-    if longest > positions:
+    if config.row_tokens > positions:
         raise UserError(
-            f"data.max_prompt_length {lengths} + generation.max_completion_length "
-            f"{config.generation.max_completion_length} is {longest}; {path} has {positions} positions "
+            f"data.max_prompt_length {config.data.max_prompt_length} + generation.max_completion_length "
+            f"{config.generation.max_completion_length} is {config.row_tokens}; {path} has {positions} positions "
             "(max_position_embeddings)"
         )
     cache_dtypes(policy.model, config.generation.kv_cache_dtype)
