@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
+from qerl_jax.live_line import duration
+
 _QUIET = 2.0  # seconds; what is over by then says nothing
 _EVERY = {True: 0.2, False: 10.0}  # seconds between two lines, on a terminal and elsewhere
 
@@ -55,13 +57,8 @@ class Progress:
         left = (self._bytes - self._done_bytes) / rate if rate else 0.0
         line = (
             f"{self._title}: {self._done_items}/{self._items} tensors, {self._done_bytes / 1e9:.2f}/"
-            f"{self._bytes / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {_clock(seconds)} gone, {_clock(left)} left"
+            f"{self._bytes / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {duration(seconds)} gone, {duration(left)} left"
         )
         self._stream.write(f"\r{line:<{self._width}}" if self._terminal else f"{line}\n")
         self._stream.flush()
         self._width = len(line)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

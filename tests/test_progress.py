@@ -35,8 +35,8 @@ def test_what_is_quick_says_nothing(stream, clock):
 
 def test_lines_in_a_log(clock):
     lines = run(io.StringIO(), clock, 32).splitlines()
-    assert lines[0] == "loading m: 1/4 tensors, 2.00/8.00 GB, 250 MB/s, 0:08 gone, 0:24 left"
-    assert lines[-1] == "loading m: 4/4 tensors, 8.00/8.00 GB, 250 MB/s, 0:32 gone, 0:00 left"
+    assert lines[0] == "loading m: 1/4 tensors, 2.00/8.00 GB, 250 MB/s, 8s gone, 24s left"
+    assert lines[-1] == "loading m: 4/4 tensors, 8.00/8.00 GB, 250 MB/s, 32s gone, 0s left"
     assert len(lines) == 3  # at 8 and 24 seconds, for 16 comes too soon, and at the end
 
 
@@ -44,8 +44,8 @@ def test_one_line_on_a_terminal(clock):
     text = run(Terminal(), clock, 400)
     assert text.endswith("\n") and text.count("\n") == 1
     *_, before, last = text.rstrip("\n").split("\r")
-    assert before.rstrip() == last.rstrip() == "loading m: 4/4 tensors, 8.00/8.00 GB, 20 MB/s, 6:40 gone, 0:00 left"
-    assert "1/4 tensors, 2.00/8.00 GB, 20 MB/s, 1:40 gone, 5:00 left" in text
+    assert before.rstrip() == last.rstrip() == "loading m: 4/4 tensors, 8.00/8.00 GB, 20 MB/s, 6m40s gone, 0s left"
+    assert "1/4 tensors, 2.00/8.00 GB, 20 MB/s, 1m40s gone, 5m00s left" in text
 
 
 def test_an_interrupted_line_is_ended(clock):
@@ -54,4 +54,4 @@ def test_an_interrupted_line_is_ended(clock):
         clock[0] += 3
         bar.advance(5)
         raise KeyboardInterrupt
-    assert stream.getvalue().endswith("1/2 tensors, 0.00/0.00 GB, 0 MB/s, 0:03 gone, 0:03 left\n")
+    assert stream.getvalue().endswith("1/2 tensors, 0.00/0.00 GB, 0 MB/s, 3s gone, 3s left\n")
