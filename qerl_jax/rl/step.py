@@ -21,7 +21,7 @@ from qerl_jax.rewards.calling import LARGEST
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, informative_groups
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
-from qerl_jax.rl.update import joined, score, update_step
+from qerl_jax.rl.update import joined_metrics, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
 
 # Streams of a rollout's key.
@@ -255,4 +255,4 @@ def grpo_step(
         loss_fn=loss_fn,
         advantage_fn=advantage_fn,
     )
-    return state, joined(metrics | {"aqn/sigma": sigma}, update_metrics, "the step")
+    return state, joined_metrics(metrics | {"aqn/sigma": sigma}, update_metrics, "the step")

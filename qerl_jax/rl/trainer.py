@@ -38,7 +38,7 @@ from qerl_jax.rl.losses import LossFn
 from qerl_jax.rl.own_functions import NO_FUNCTIONS, OwnFunctions
 from qerl_jax.rl.plan import compiled_run, evaluation_programs
 from qerl_jax.rl.saved import Saved
-from qerl_jax.rl.update import joined
+from qerl_jax.rl.update import joined_metrics
 from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, COMPLETIONS, CONFIG, METRICS, PLOTS, SUMMARY
 from qerl_jax.summary import report
 from qerl_jax.unread import going_on_unread
@@ -91,14 +91,6 @@ def train(
         print(finished)
         assert config.run.output_dir is not None
         return Path(config.run.output_dir)
-
-
-def _joined(row: dict[str, Any], of_run: dict[str, Any]) -> dict[str, Any]:
-    """An update's metrics, with those of a loss of the user's own, and the run's."""
-    try:
-        return joined(row, of_run, "the run")
-    except ValueError as taken:
-        raise UserError(str(taken)) from taken
 
 
 class _Run:
@@ -236,7 +228,7 @@ class _Run:
             self.writer.log_completions({"rollout": number} | row for row in found.rows())
         of_rollout = found.metrics | counts | times
         with self._saved_if_it_fails():
-            return [_joined(row, of_rollout | of_step) for row, of_step in rows]
+            return [joined_metrics(row, of_rollout | of_step, "the run") for row, of_step in rows]
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:

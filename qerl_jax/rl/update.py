@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
@@ -265,14 +266,14 @@ def _ended(
         "entropy": jnp.where(mask_BC, entropy_BC, 0.0).sum() / active,
         "nonfinite": (~finite).astype(jnp.int32),
     }
-    return state, joined(own, metrics)
+    return state, joined_metrics(own, metrics)
 
 
-def joined[T](own: dict[str, T], of_loss: dict[str, T], whose: str = "the update") -> dict[str, T]:
-    """An update's metrics, or a step's or a run's, and those of a loss."""
-    if taken := own.keys() & of_loss.keys():
-        raise ValueError(f"loss_fn gave metrics whose names {whose} has itself: {', '.join(sorted(taken))}")
-    return own | of_loss
+def joined_metrics[T](one: dict[str, T], other: dict[str, T], whose: str = "the update") -> dict[str, T]:
+    """Two dictionaries of metrics as one. A name in both is one that a loss of the user's gave, and is refused."""
+    if taken := one.keys() & other.keys():
+        raise UserError(f"loss_fn gave metrics whose names {whose} has itself: {', '.join(sorted(taken))}")
+    return one | other
 
 
 def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
@@ -288,7 +289,7 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     # A later update must know the old policy: with this one in its place the ratio would be 1, and nothing clipped.
     loss = loss if settings.old_logprobs == "sampler" else jnp.where(of_rollout, loss, jnp.nan)
     gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
-    return loss, joined(gap | metrics, loss_metrics)
+    return loss, joined_metrics(gap | metrics, loss_metrics)
 
 
 def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
