@@ -10,15 +10,11 @@ checkpoint is taken. A folder appears whole or not at all.
 """
 
 import os
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax import run_files, run_folder, run_options
-from qerl_jax.config import Config
-from qerl_jax.config_files import load_config
+from qerl_jax import run_files
 from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.models.fingerprint import fingerprint
@@ -32,20 +28,7 @@ from qerl_jax.models.source import resolve
 from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import check_adapter, trained_format, warn_of_other_format, warn_of_scaled_base
-from qerl_jax.rl.assembly import model_identity
-from qerl_jax.rl.saved import learned_adapter
-from qerl_jax.run_or_model import find_run
-
-
-class _Source(NamedTuple):
-    """What is exported: a model's name, how its weights are held, and the run that it comes from, with what that was
-    trained on, where its own adapter counts."""
-
-    model: str
-    weight_format: str | None
-    run: Path | None
-    config: Config | None
-    identity: dict[str, Any]
+from qerl_jax.run_or_model import Source, find_source
 
 
 def export_model(
@@ -71,7 +54,7 @@ def export_model(
     if format not in EXPORT_FORMATS:
         hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
         raise UserError(f"format is {format!r}; allowed: {', '.join(EXPORT_FORMATS)}{hint}")
-    found = _source(os.fspath(source), own_adapter=adapter is None)
+    found = find_source(os.fspath(source), own_adapter=adapter is None)
     if adapter is not None:
         check_adapter(adapter, found.model)
         warn_of_scaled_base(adapter, found.model)
@@ -93,12 +76,12 @@ def export_model(
                 f"{found.model}: its linear layers are plain, not nvfp4; `{program()} quantize {found.model} {path}` "
                 "packs them"
             )
-        _refuse_another_model(found, _as_trained(found, model))
+        if found.learned is not None:
+            found.refuse_another_model(fingerprint(_as_trained(found, model)))
         save_model(model, path, tokenizer_from=found.model, weight_format="nvfp4")
     elif format == "peft":
         # No weight of the base is read, and none compared.
-        if adapter is None:
-            _refuse_another_model(found, None)
+        found.refuse_another_model(None)
         trained = _adapter(found, adapter)
         if trained is None:
             raise UserError(f"{source}: a model alone has no adapter; expected a run folder, or --adapter DIR")
@@ -108,42 +91,19 @@ def export_model(
         trained = _adapter(found, adapter)
         if adapter is not None:
             warn_of_other_format(adapter, found.model, found.weight_format, option=None)
-        dtype = None if found.config is None else found.config.model.dtype
-        model = load_model(found.model, found.weight_format, None if dtype == "auto" else dtype)
-        if adapter is None:
-            _refuse_another_model(found, model)
+        model = load_model(found.model, found.weight_format, None if found.dtype == "auto" else found.dtype)
+        if found.learned is not None:
+            found.refuse_another_model(fingerprint(model))
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 
 
-def _source(name: str, own_adapter: bool) -> _Source:
-    run = find_run(name)
-    if run is None:
-        return _Source(name, None, None, None, {})
-    config = load_config(str(run / run_files.CONFIG))
-    run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
-    identity = run_folder.trained_on(run, config) if own_adapter else {}
-    return _Source(config.model.model_name_or_path, config.model.weight_format, run, config, identity)
-
-
-def _as_trained(source: _Source, model: Model) -> Model:
+def _as_trained(source: Source, model: Model) -> Model:
     """The model in the dtype that the run held it in."""
-    dtype = "auto" if source.config is None else source.config.model.dtype
-    if dtype in ("auto", model.base.embed.dtype.name):
+    if source.dtype in ("auto", model.base.embed.dtype.name):
         return model
-    return load_model(source.model, source.weight_format, dtype)
+    return load_model(source.model, source.weight_format, source.dtype)
 
 
-def _refuse_another_model(source: _Source, model: Model | None) -> None:
-    """Refuses a run whose model is not the one it was trained on; without `model` no weights are compared."""
-    if source.run is not None:
-        now = model_identity(source.model, None if model is None else fingerprint(model))
-        run_folder.refuse_another_model(source.run, source.identity, now)
-
-
-def _adapter(source: _Source, folder: str | os.PathLike[str] | None) -> Adapter | None:
+def _adapter(source: Source, folder: str | os.PathLike[str] | None) -> Adapter | None:
     """The adapter to export: the one asked for, the run's, or none. No weight of the base is read for it."""
-    if folder is not None:
-        return load_adapter(folder, model_shapes(source.model))
-    if source.run is None or source.config is None:
-        return None
-    return learned_adapter(source.run, source.config)
+    return source.adapter() if folder is None else load_adapter(folder, model_shapes(source.model))

@@ -2,28 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from qerl_jax import run_files, run_folder, run_options
-from qerl_jax.config import Config
-from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
-from qerl_jax.models.dtypes import DtypeOption
 from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
-from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy, model_identity
-from qerl_jax.rl.saved import learned_adapter
+from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.stop_strings import cut_at_stop, showable, tokens_until_stop
-from qerl_jax.run_or_model import find_run
+from qerl_jax.run_or_model import find_source
 
 _BUCKET = 32  # prompt positions come in multiples of this, so that few shapes are compiled
 _LENGTH = 256  # tokens of a completion, if nothing else is asked for
@@ -95,24 +89,21 @@ def generate_texts(
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
-    run = find_run(model_or_run)
-    config = None if run is None else _config_of(run, model_or_run, weight_format)
-    base = model_or_run
-    dtype: DtypeOption = "auto"
-    if config is not None:
-        model = config.model
-        base, weight_format, dtype = model.model_name_or_path, model.weight_format, model.dtype
-    weights, identity = None, {}
-    if adapter is not None:
-        weights = load_adapter(adapter, model_shapes(base))
-        warn_of_scaled_base(adapter, base)
-        warn_of_other_format(adapter, base, weight_format)
-    elif run is not None and config is not None:
-        identity = run_folder.trained_on(run, config)
-        weights = learned_adapter(run, config)
-    policy = load_policy(base, weight_format, dtype)
-    if adapter is None and run is not None:
-        run_folder.refuse_another_model(run, identity, model_identity(base, policy.fingerprint))
+    source = find_source(model_or_run, own_adapter=adapter is None)
+    if source.weight_format is not None and weight_format is not None:
+        raise UserError(
+            f"weight_format (--weight-format) is {weight_format!r}, but {model_or_run} is a run, which keeps the one "
+            f"it was trained with, {source.weight_format}; leave it out, or give a model and its adapter"
+        )
+    weight_format = source.weight_format or weight_format
+    if adapter is None:
+        weights = source.adapter()
+    else:
+        weights = load_adapter(adapter, model_shapes(source.model))
+        warn_of_scaled_base(adapter, source.model)
+        warn_of_other_format(adapter, source.model, weight_format)
+    policy = load_policy(source.model, weight_format, source.dtype)
+    source.refuse_another_model(policy.fingerprint)
     ends, stop = _ends(policy, stop)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length)
     for number, error in errors.items():
@@ -147,18 +138,6 @@ def generate_texts(
         if answer.finish_reason == "error":
             broken.add((done.request, done.sample))
         yield answer
-
-
-def _config_of(run: Path, name: str, weight_format: str | None) -> Config:
-    """A run's config; refuses a format asked for beside it, and a base that has gone."""
-    config = load_config(str(run / run_files.CONFIG))
-    run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
-    if weight_format is not None:
-        raise UserError(
-            f"weight_format (--weight-format) is {weight_format!r}, but {name} is a run, which keeps the one it was "
-            f"trained with, {config.model.weight_format}; leave it out, or give a model and its adapter"
-        )
-    return config
 
 
 def _ends(policy: Policy, stop: Sequence[str]) -> tuple[tuple[int, ...], list[str]]:
