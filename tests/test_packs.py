@@ -165,11 +165,11 @@ def test_each_row_goes_with_its_own(name, size):
 
 
 def test_a_pack_by_hand():
-    packing = packed_rows(jnp.array([3, 1, 2, 0]), 8, 4)
-    assert packing.row_L.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
-    assert packing.place_L.tolist() == [0, 1, 2, 0, 0, 1, 1, 1]  # the last token again
-    assert packing.live_L.tolist() == [True] * 6 + [False] * 2 and packing.starts_N.tolist() == [0, 3, 4, 6]
-    at = placed(packing, Frame(4, 4))
+    pack = packed_rows(jnp.array([3, 1, 2, 0]), 8, 4)
+    assert pack.row_L.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert pack.place_L.tolist() == [0, 1, 2, 0, 0, 1, 1, 1]  # the last token again
+    assert pack.live_L.tolist() == [True] * 6 + [False] * 2 and pack.starts_N.tolist() == [0, 3, 4, 6]
+    at = placed(pack, Frame(4, 4))
     assert at.slot_FW.tolist() == [[0, 1, 2, 2], [3, 3, 3, 3], [4, 5, 5, 5], [5, 5, 5, 5]]
     assert at.real_FW.sum(1).tolist() == [3, 1, 2, 0]
     x = jnp.arange(8.0)
@@ -178,11 +178,11 @@ def test_a_pack_by_hand():
 
 
 def test_a_pack_of_as_many_rows_as_have_room_stands_as_its_frame():
-    packing = packed_rows(jnp.array([3, 4, 0, 0]), 8, 4)
-    assert packing.frames == (Frame(2, 4), Frame(4, 4)) and packing.frame == 0
-    assert packing.row_L.tolist() == [0] * 4 + [1] * 4 and packing.place_L.tolist() == [0, 1, 2, 2, 0, 1, 2, 3]
-    assert packing.live_L.tolist() == [True] * 3 + [False] + [True] * 4 and packing.starts_N[:2].tolist() == [0, 4]
-    at, x = placed(packing, Frame(2, 4)), jnp.arange(8.0)
+    pack = packed_rows(jnp.array([3, 4, 0, 0]), 8, 4)
+    assert pack.frames == (Frame(2, 4), Frame(4, 4)) and pack.frame == 0
+    assert pack.row_L.tolist() == [0] * 4 + [1] * 4 and pack.place_L.tolist() == [0, 1, 2, 2, 0, 1, 2, 3]
+    assert pack.live_L.tolist() == [True] * 3 + [False] + [True] * 4 and pack.starts_N[:2].tolist() == [0, 4]
+    at, x = placed(pack, Frame(2, 4)), jnp.arange(8.0)
     assert (
         at.take_out(x).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and at.put_back(at.take_out(x)).tolist() == x.tolist()
     )
@@ -205,15 +205,15 @@ def test_the_gradient_of_what_is_moved_is_that_of_a_gather():
 
 
 def attended(lengths, slots, longest, dtype, seed=0):
-    """Queries, keys, values and the result's gradient of a pack, and its packing."""
+    """Queries, keys, values and the result's gradient of a pack, and the pack."""
     keys = jax.random.split(jax.random.key(seed), 4)
     drawn = [jax.random.normal(k, (slots, heads, 16), dtype) for k, heads in zip(keys, (4, 2, 2, 4), strict=True)]
     return *drawn, packed_rows(jnp.array(lengths, jnp.int32), slots, longest)
 
 
-def with_gradients(q, k, v, do, packing):
-    o, back = jax.vjp(lambda q, k, v: packed_attention(q, k, v, packing), q, k, v)
-    return o, *back(jnp.where(packing.live_L[:, None, None], do, 0))
+def with_gradients(q, k, v, do, pack):
+    o, back = jax.vjp(lambda q, k, v: packed_attention(q, k, v, pack), q, k, v)
+    return o, *back(jnp.where(pack.live_L[:, None, None], do, 0))
 
 
 PACKS = [[64], [64, 40], [64, 9, 20, 3], [30, 32, 1, 25], [20, 9, 3, 14, 30], [16, 2, 5, 1, 7], [3]]
@@ -222,14 +222,14 @@ PACKS = [[64], [64, 40], [64, 9, 20, 3], [30, 32, 1, 25], [20, 9, 3, 14, 30], [1
 @pytest.mark.parametrize("lengths", PACKS, ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_row_of_a_pack_attends_to_itself_alone(lengths, dtype):
-    q, k, v, do, packing = attended(lengths + [0] * (8 - len(lengths)), 128, 64, dtype)
-    found = [np.asarray(x, np.float32) for x in jax.jit(with_gradients)(q, k, v, do, packing)]
+    q, k, v, do, pack = attended(lengths + [0] * (8 - len(lengths)), 128, 64, dtype)
+    found = [np.asarray(x, np.float32) for x in jax.jit(with_gradients)(q, k, v, do, pack)]
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
-    for start, length in zip(packing.starts_N.tolist(), lengths, strict=False):
+    for start, length in zip(pack.starts_N.tolist(), lengths, strict=False):
         at = slice(start, start + length)
         for ours, right in zip(found, alone(*(np.asarray(x)[at] for x in (q, k, v, do))), strict=True):
             np.testing.assert_allclose(ours[at], right, atol=tolerance)
-    live_L = np.asarray(packing.live_L)
+    live_L = np.asarray(pack.live_L)
     assert live_L.sum() == sum(lengths)
     assert all(not gradient[~live_L].any() for gradient in found[1:])
 
@@ -254,9 +254,9 @@ def test_the_packs_use_every_frame():
 
 
 def test_a_choice_among_frames_keeps_no_room_for_all_of_them():
-    q, k, v, _, packing = attended([16, 2, 5, 1, 7, 0, 0, 0], 128, 64, jnp.float32)
-    assert len(packing.frames) > 1
-    attention = functools.partial(packed_attention, packing=packing)
+    q, k, v, _, pack = attended([16, 2, 5, 1, 7, 0, 0, 0], 128, 64, jnp.float32)
+    assert len(pack.frames) > 1
+    attention = functools.partial(packed_attention, pack=pack)
     kept = jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[1], q, k, v)
     floats = [leaf for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.float32]
     assert sum(math.prod(leaf.shape) for leaf in floats) <= q.size + k.size + v.size
@@ -314,15 +314,15 @@ def test_packs_by_cudnn_are_right_and_repeat_bit_for_bit(lengths, dtype, monkeyp
     monkeypatch.undo()
     slots, keys = 2 * 2112, jax.random.split(jax.random.key(0), 4)
     operands = [jax.random.normal(k, (slots, h, 128), dtype) for k, h in zip(keys, (28, 4, 4, 28), strict=True)]
-    packing = packed_rows(jnp.array(lengths + [0] * (64 - len(lengths)), jnp.int32), slots, 2112)
-    found = ordered(*operands, packing)
-    expected = in_float32(*(x.astype(jnp.float32) for x in operands), packing)
-    live_L11 = packing.live_L[:, None, None]
+    pack = packed_rows(jnp.array(lengths + [0] * (64 - len(lengths)), jnp.int32), slots, 2112)
+    found = ordered(*operands, pack)
+    expected = in_float32(*(x.astype(jnp.float32) for x in operands), pack)
+    live_L11 = pack.live_L[:, None, None]
     for ours, right in zip(found, expected, strict=True):
         error, largest = (float(jnp.abs(jnp.where(live_L11, x, 0)).max()) for x in (ours - right, right))
         assert error <= 2 * float(jnp.finfo(dtype).eps) * largest and bool(jnp.isfinite(ours).all())
     for _ in range(5):
-        for again, first in zip(ordered(*operands, packing), found, strict=True):
+        for again, first in zip(ordered(*operands, pack), found, strict=True):
             np.testing.assert_array_equal(np.asarray(again), np.asarray(first))
 
 

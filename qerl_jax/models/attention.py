@@ -42,35 +42,35 @@ def plain_attention(
 
 
 @jax.custom_vjp
-def packed_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, packing: PackedRows) -> jax.Array:
+def packed_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, pack: PackedRows) -> jax.Array:
     """`causal_attention` of each row of a pack, [L, H, E].
 
-    The rows are taken out into one of the packing's frames. Its gradient keeps what it needs in the pack: what a choice
-    among frames would keep by itself is room for all of them.
+    The rows are taken out into one of the pack's frames. What the gradient needs is kept in the pack's own order: kept
+    by the branches, one for each frame, it would take room for all frames at once.
     """
-    return _in_frame(packing, _attend, q_LHE, k_LKE, v_LKE)
+    return _in_frame(pack, _attend, q_LHE, k_LKE, v_LKE)
 
 
-def _fwd(q: jax.Array, k: jax.Array, v: jax.Array, packing: PackedRows) -> tuple[jax.Array, tuple[Any, ...]]:
+def _fwd(q: jax.Array, k: jax.Array, v: jax.Array, pack: PackedRows) -> tuple[jax.Array, tuple[Any, ...]]:
     if not by_cudnn(q.dtype):
-        return packed_attention(q, k, v, packing), (packing, q, k, v)
-    o, log_sums_LH = _in_frame(packing, _forward, q, k, v)
-    return o, (packing, q, k, v, log_sums_LH, o)
+        return packed_attention(q, k, v, pack), (pack, q, k, v)
+    o, log_sums_LH = _in_frame(pack, _forward, q, k, v)
+    return o, (pack, q, k, v, log_sums_LH, o)
 
 
 def _bwd(kept: tuple[Any, ...], do_LHE: jax.Array) -> tuple[Any, ...]:
-    packing, *operands = kept
+    pack, *operands = kept
     backward = _backward if len(operands) > 3 else _attend_backward
-    return *_in_frame(packing, backward, do_LHE, *operands), None
+    return *_in_frame(pack, backward, do_LHE, *operands), None
 
 
 packed_attention.defvjp(_fwd, _bwd)
 
 
-def _in_frame(packing: PackedRows, function: Callable[..., Any], *operands: jax.Array) -> Any:
+def _in_frame(pack: PackedRows, function: Callable[..., Any], *operands: jax.Array) -> Any:
     """`function(placed, *operands)` in the frame that the pack's rows are taken out into."""
-    branches = [functools.partial(function, placed(packing, frame)) for frame in packing.frames]
-    return branches[0](*operands) if len(branches) == 1 else jax.lax.switch(packing.frame, branches, *operands)
+    branches = [functools.partial(function, placed(pack, frame)) for frame in pack.frames]
+    return branches[0](*operands) if len(branches) == 1 else jax.lax.switch(pack.frame, branches, *operands)
 
 
 def _attend(at: Placed | AsItStands, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

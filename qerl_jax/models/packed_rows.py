@@ -65,7 +65,7 @@ class PackedRows(flax.struct.PyTreeNode):
 
 
 def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
-    """The packing of rows of these lengths.
+    """The pack of rows of these lengths.
 
     Args:
       lengths_N: 1 to `longest`, 0 of the last ones; the sum is at most `slots`, and a frame of `frames_of` holds them.
@@ -184,13 +184,13 @@ class AsItStands(NamedTuple):
         return self.put_back(y_FW)
 
 
-def placed(packing: PackedRows, frame: Frame) -> Placed | AsItStands:
+def placed(pack: PackedRows, frame: Frame) -> Placed | AsItStands:
     """The pack in one of its frames; of no meaning where it is another one that its rows are taken out into."""
-    (F, W), L = frame, packing.row_L.shape[0]
+    (F, W), L = frame, pack.row_L.shape[0]
     if frame.fills(L):
         return AsItStands(frame)
-    starts_F1, lengths_F1 = packing.starts_N[:F, None], packing.lengths_N[:F, None]
+    starts_F1, lengths_F1 = pack.starts_N[:F, None], pack.lengths_N[:F, None]
     place_W = jnp.arange(W, dtype=jnp.int32)
     slot_FW = jnp.clip(starts_F1 + jnp.minimum(place_W, lengths_F1 - 1), 0, L - 1)
-    place_L = jnp.minimum(packing.row_L, F - 1) * W + jnp.minimum(packing.place_L, W - 1)
-    return Placed(slot_FW, place_L, place_W < lengths_F1, packing.live_L)
+    place_L = jnp.minimum(pack.row_L, F - 1) * W + jnp.minimum(pack.place_L, W - 1)
+    return Placed(slot_FW, place_L, place_W < lengths_F1, pack.live_L)

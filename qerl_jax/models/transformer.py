@@ -136,13 +136,13 @@ def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.A
     return attend
 
 
-def attend_in_pack(config: ModelConfig, packing: PackedRows) -> Attend:
+def attend_in_pack(config: ModelConfig, pack: PackedRows) -> Attend:
     """The attention of a pack's rows; queries, keys and values are [1, L, heads * E]."""
-    turn = rotation_at(config, packing.place_L[None])
+    turn = rotation_at(config, pack.place_L[None])
 
     def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
         q, k, v = split_heads(config, layer, q, k, v, turn)
-        return packed_attention(q[0], k[0], v[0], packing).reshape(*q.shape[:2], -1), (k, v)
+        return packed_attention(q[0], k[0], v[0], pack).reshape(*q.shape[:2], -1), (k, v)
 
     return attend
 
@@ -193,7 +193,7 @@ def forward(
     *,
     norms: Norms | None = None,
     attention_mask_BT: jax.Array | None = None,
-    packing: PackedRows | None = None,
+    pack: PackedRows | None = None,
     gradient_checkpointing: bool = False,
     keep: Callable[[int, KV], KV] | None = None,
 ) -> tuple[jax.Array, tuple[KV, ...]]:
@@ -205,7 +205,7 @@ def forward(
       tokens_BT: int32.
       norms: norm scales to use instead of the clean ones (see `qerl_jax.noise`).
       attention_mask_BT: 1 where a token is real; None where rows are padded on the right only.
-      packing: of a pack of rows, which the one row of `tokens_BT` is then [1, L]; not with a mask.
+      pack: where the rows stand that the one row of `tokens_BT` [1, L] is a pack of; not with a mask.
       gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
       keep: given a layer's number, keys and values, what to return of them; it is made before the next layer begins.
 
@@ -216,8 +216,8 @@ def forward(
     config, base = model.config, model.base
     norms = norms_of(model, adapter) if norms is None else norms
     B, T = tokens_BT.shape
-    if packing is not None:
-        attend = attend_in_pack(config, packing)
+    if pack is not None:
+        attend = attend_in_pack(config, pack)
     elif attention_mask_BT is None:
         attend = attend_causally(config, jnp.broadcast_to(jnp.arange(T), (B, T)), None)
     else:

@@ -146,24 +146,22 @@ def completion_logps(
     (N, P), C = prompt_NP.shape, completion_NC.shape[1]
     longest = longest_row(P, C)
     slots = (N if size is None else size) * longest
-    packing = packed_rows(prompt_lengths_N + completion_lengths_N, slots, longest)
-    row_L, place_L, starts_N = packing.row_L, packing.place_L, packing.starts_N
+    pack = packed_rows(prompt_lengths_N + completion_lengths_N, slots, longest)
+    row_L, place_L, starts_N = pack.row_L, pack.place_L, pack.starts_N
     of_completion_L = place_L - prompt_lengths_N[row_L]  # the token's place in the completion
     tokens_L = jnp.where(
         of_completion_L < 0,
         prompt_NP[row_L, jnp.minimum(place_L, P - 1)],
         completion_NC[row_L, jnp.clip(of_completion_L, 0, C - 1)],
     )
-    hidden_1LD, _ = forward(
-        model, adapter, tokens_L[None], packing=packing, gradient_checkpointing=gradient_checkpointing
-    )
+    hidden_1LD, _ = forward(model, adapter, tokens_L[None], pack=pack, gradient_checkpointing=gradient_checkpointing)
 
     # The completions' tokens alone, one behind the other, M slots; each is told by the token before it.
     M = min(slots, N * C)
     row_M, place_M, real_M, first_N = in_a_row(completion_lengths_N, M)
     before_M = jnp.clip(starts_N[row_M] + prompt_lengths_N[row_M] - 1 + place_M, 0, slots - 1)
     next_L = of_completion_L + 1
-    tells_L = packing.live_L & (next_L >= 0) & (next_L < completion_lengths_N[row_L])
+    tells_L = pack.live_L & (next_L >= 0) & (next_L < completion_lengths_N[row_L])
     hidden_MD = moved(hidden_1LD[0], before_M, jnp.where(tells_L, first_N[row_L] + next_L, -1))
     wanted = jnp.sum(completion_lengths_N)
     found = token_logps(model, hidden_MD, completion_NC[row_M, place_M], temperature, wanted)
