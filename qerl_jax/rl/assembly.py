@@ -167,8 +167,8 @@ class Experiment:
 
 
 def model_identity(path: str, weights: str | None) -> dict[str, Any]:
-    """What a run's identity holds of its model, from the model's name; without `weights`, their fingerprint, the rest
-    alone."""
+    """What a run's identity holds of its model: `weights`, their fingerprint (left out where it is None), and what is
+    read from the model's folder."""
     generation = load_generation_config(path)
     return ({} if weights is None else {"base weights": weights}) | {
         "tokenizer and chat template": tokenizer_fingerprint(path),
@@ -191,7 +191,7 @@ def optimizer_spec(config: Config, total_steps: int) -> OptimizerSpec:
 
 
 def evaluation_data(config: Config, seed: int) -> Dataset:
-    """The data set of an evaluation; `seed` is that of one which is generated."""
+    """The data set of an evaluation; `seed` is for one that is generated."""
     return load_dataset(config.evaluation.eval_dataset, split="eval", seed=seed)
 
 
@@ -231,8 +231,8 @@ def _warn_of_evaluation_on_other_data(config: Config) -> None:
 
 
 def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FUNCTIONS) -> Experiment:
-    """Loads and builds what the config names, beside functions of a user's `own`; data that `rewards` cannot score and
-    an adapter that cannot be used with the model are refused before that is loaded.
+    """Loads and builds what the config names, to go with functions of a user's `own`. Data that `rewards` cannot score,
+    and an adapter that cannot be used with the model, are refused before the model is loaded.
 
     Raises:
       UserError: whatever is missing or does not fit, by name.

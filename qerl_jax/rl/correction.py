@@ -47,9 +47,10 @@ def gap_metrics(learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array
 def correction_weights(
     correction: SamplerCorrection, learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Weights [B, C] (constants, 1 at level none) and, at other levels, TRL's metrics of them: mean, min and max of
-    what is applied, over active tokens or, at level sequence, over rows that have some (TRL counts the others as 1), 0
-    where there are none; and the share of tokens above the cap.
+    """Weights [B, C] (constants, 1 at level none) and, at other levels, TRL's metrics of them.
+
+    The metrics are the mean, min and max of what is applied, over active tokens or, at level sequence, over rows that
+    have some (TRL counts other rows as 1), and 0 where there are none; and the share of active tokens above the cap.
 
     Args:
       correction: see `SamplerCorrection`.

@@ -98,7 +98,7 @@ def _for_each(
     targets: jax.Array,
     used: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """What the first `used` chunks give, zeros behind them; of a lone chunk that, without a loop."""
+    """What the first `used` chunks give, and zeros behind them; a lone chunk takes no loop."""
     if targets.shape[0] == 1:
         return tuple(x[None] for x in of_chunk(hidden[0], targets[0]))
 
@@ -134,11 +134,11 @@ def completion_logps(
     Args:
       model, adapter: the policy.
       prompt_NP, completion_NC: int32, padded on the right.
-      prompt_lengths_N, completion_lengths_N: 1 or more; both 0 where there is no row, behind all others.
+      prompt_lengths_N, completion_lengths_N: 1 or more; both 0 where there is no row, at the end only.
       temperature: that logits are divided by.
       gradient_checkpointing: see `forward`.
-      size: the pack has room for so many rows of the greatest length, and the rows must fit into it as `packs_of` does
-        it; None is N.
+      size: the pack has room for so many rows of the greatest length, and the rows must fit into it by the rules of
+        `packs_of`; None is N.
 
     Returns:
       Both [N, C]; slots past a completion's end hold values of no meaning, to be masked by length.
@@ -156,7 +156,7 @@ def completion_logps(
     )
     hidden_1LD, _ = forward(model, adapter, tokens_L[None], pack=pack, gradient_checkpointing=gradient_checkpointing)
 
-    # The completions' tokens alone, one behind the other, M slots; each is told by the token before it.
+    # The completions' tokens alone, one behind the other, M slots; each is predicted by the token before it.
     M = min(slots, N * C)
     row_M, place_M, real_M, first_N = in_a_row(completion_lengths_N, M)
     before_M = jnp.clip(starts_N[row_M] + prompt_lengths_N[row_M] - 1 + place_M, 0, slots - 1)

@@ -1,8 +1,8 @@
-"""Functions of a user's own in the place of a run's configured loss and advantages, and how a run knows them again.
+"""Functions of a user's own in place of a run's configured loss and advantages, and how a run recognizes them.
 
-They are known by their source: a function's own, that of the functions of its module which it calls, and the values
-which it has bound, closes over or reads there. Functions and classes of other modules are known by name; values whose
-sameness cannot be told are refused.
+A function is recognized by its source, by that of the functions of its module which it calls, and by the values that
+it has bound, closes over or reads there. Functions and classes of other modules are recognized by name; a value that
+another process could not compare is refused.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class OwnFunctions(NamedTuple):
         }
 
     def warn_of_options(self, config: Config) -> None:
-        """Names the options of a config that a function takes the place of, where they are not at their defaults."""
+        """Warns of options that were set, but that one of the functions replaces."""
         options = {"loss_fn": _OF_LOSS, "advantage_fn": ("scale_rewards",)}
         for name, replaced in options.items():
             given = [option for option in replaced if getattr(config.grpo, option) != getattr(GrpoOptions(), option)]
@@ -80,16 +80,16 @@ def _digest(what: str, function: Any) -> str:
 
 
 class _Unknown(Exception):
-    """A value that another process could not be asked whether it has the same."""
+    """A value of which another process could not tell whether it has the same."""
 
 
 def _home(function: FunctionType) -> str:
-    """The module that a function is written in: functools.wraps gives a wrapper the name of another one's."""
+    """The module that a function is written in. Its __module__ may be another's, copied by functools.wraps."""
     return str(function.__globals__.get("__name__"))
 
 
 def _is_own(value: Any) -> bool:
-    """Whether it is a function, and no wrapper that another module has made of one."""
+    """Whether it is a function, and not a wrapper that another module has made."""
     return isinstance(value, FunctionType) and _home(value) == value.__module__
 
 
@@ -99,7 +99,7 @@ def _inside(function: Any) -> Any:
 
 
 def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
-    """A text of a value that is the same where the value is; functions are read in `module` alone."""
+    """A text that is the same for equal values; only functions of `module` are read, others are named."""
     if isinstance(value, functools.partial):
         yield "partial"
         for part in (value.func, value.args, value.keywords):
@@ -151,7 +151,7 @@ def _source(function: FunctionType) -> str:
 
 
 def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Names that a function reads outside of itself, and their values by now."""
+    """Names that a function reads from outside, with their present values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing is bound to it yet
             yield name, cell.cell_contents

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from qerl_jax.models.packed_rows import frames_of, most_rows
 
-# Of what has been gathered so far, rows [N, ...] and their places in the batch [N], B where there is none: what has
-# been gathered then.
+# (what has been gathered so far, a pack's rows [N, ...], their places in the batch [N], B where there is no row) ->
+# what has been gathered with them.
 Body = Callable[[Any, Any, jax.Array], Any]
 _Packs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, rows, and the most rows of each so far, [B]
 
@@ -29,7 +29,7 @@ def in_packs(body: Body, carry: Any, rows: Any, lengths_B: jax.Array, *, size: i
     """Calls `body(carry, rows, places)` for one pack after the other, until every row has been in one.
 
     Args:
-      body: traced once. Rows at place B, copies of the batch's last one, are to be taken for none.
+      body: traced once. It must ignore rows at place B, which are copies of the batch's last row.
       carry: any pytree.
       rows: a pytree of arrays [B, ...].
       lengths_B: tokens of each row, 1 to `longest`.
@@ -52,9 +52,9 @@ def in_packs(body: Body, carry: Any, rows: Any, lengths_B: jax.Array, *, size: i
 
 
 def packs_of(lengths_B: jax.Array, *, size: int, longest: int) -> Packs:
-    """The longest row first, each into the first pack that has room for it, where a pack has as many rows at most as
-    attention's frames hold (first-fit decreasing; Johnson 1973). `size` rows always fit, so there are never more packs
-    than B / size, rounded up; with `size` B there is one, in the batch's order."""
+    """The longest row first, each into the first pack that has room for it (first-fit decreasing; Johnson 1973). A pack
+    has no more rows than attention's frames hold. `size` rows always fit, so there are never more packs than B / size,
+    rounded up; with `size` B there is one, in the batch's order."""
     B = lengths_B.shape[0]
     frames = frames_of(B, size * longest, longest)
     N = max(frame.rows for frame in frames)

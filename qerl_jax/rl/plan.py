@@ -73,13 +73,13 @@ class RunMemory:
 def plan_run(
     config: Config, *, loss_fn: LossFn | None = None, advantage_fn: AdvantageFn | None = None
 ) -> tuple[str, bool]:
-    """What a run that `config` begins will do and take: its steps, and its memory on this device. Where it has begun, a
-    line before says that it would be continued or refused, or is finished. Functions are as those of `train`.
+    """What a run of `config` will do and take: its steps, and its memory on this device. If the run has begun, a line
+    in front says whether it would be continued or refused, or is finished. The functions are those of `train`.
+
+    All is loaded and compiled as for the run; nothing is sampled or written.
 
     Returns:
       (the lines, whether the run would be refused for what lies in its folder).
-
-    All is loaded and compiled as for the run; nothing is sampled or written.
 
     Raises:
       UserError: what `qerl_jax.rl.trainer.train` would refuse of options, data, rewards, model and memory.

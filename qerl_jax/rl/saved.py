@@ -1,4 +1,4 @@
-"""What a run keeps of what it has learned: the arrays of a checkpoint, and its adapter, finished or not."""
+"""What a run has learned, as it is kept: the arrays of a checkpoint, and its adapter, whether it has ended or not."""
 
 import logging
 from pathlib import Path
@@ -29,10 +29,10 @@ class Saved(flax.struct.PyTreeNode):
 
 
 def learned_adapter(run: Path, config: Config) -> Adapter:
-    """The adapter that a run left when it ended, or its newest checkpoint's, which is said if that is not the last.
+    """The adapter that a run left when it ended, or that of its newest checkpoint, with a warning if steps are missing.
 
-    No weight of the run's model is read: for who loads that then, and compares it with the one that the run was trained
-    on (`run_folder.refuse_another_model`).
+    No weight of the run's model is read. The caller loads the model afterwards, and compares it with the one that the
+    run was trained on (`run_folder.refuse_another_model`).
 
     Args:
       run: its folder. Nothing in it is changed, and the run may be going on meanwhile.

@@ -32,9 +32,9 @@ class Batch(flax.struct.PyTreeNode):
     prompt [B, P] int32 padded on the right, prompt_lengths [B]; completion [B, C], completion_lengths [B] (EOS
     included); mask [B, C], tokens that count; rewards [B]; sampled_logps [B, C], as the rollout recorded them;
     old_logps [B, C] or None, where the batch serves one update only; ref_logps [B, C] or None, where beta is 0;
-    advantages [B] or, of each token, [B, C] (where the mask is false they may be anything), or None, where they are a
-    matter of this batch alone and not of a larger one that it is a part of; rollout_step [], the optimizer step at
-    which the completions were drawn.
+    advantages [B] or, for each token, [B, C] (anything where the mask is false), or None, which has them computed from
+    this batch's rewards: one cut from a larger batch brings that one's; rollout_step [], the optimizer step at which
+    the completions were drawn.
     """
 
     prompt: jax.Array
@@ -58,13 +58,13 @@ class UpdateSettings:
       num_generations: G.
       temperature: the sampling temperature, at which all log-probabilities are taken.
       micro_batch_size: rows that go through the network at once if all are as long as rows can be
-        (per_device_train_batch_size): of shorter ones as many more as make the same tokens. Under `vmap` there are as
-        many packs of them as the batch needs that needs most.
+        (per_device_train_batch_size); of shorter rows more, up to the same number of tokens. Under `vmap` every batch
+        takes as many packs as the one that needs most.
       old_logprobs: `learner`, the clean policy at the time of the rollout (the first update has a ratio of exactly 1),
         or `sampler`, what the rollout recorded.
       loss, correction: see there.
-      gradient_checkpointing: keep one activation per layer instead of all, for a second forward pass of each. A smaller
-        micro-batch without it takes less time, if one row's activations fit: about 5 MB a token at 7B.
+      gradient_checkpointing: keep one activation per layer instead of all, and run each layer forward twice. If one
+        row's activations fit (about 5 MB a token at 7B), a smaller micro-batch without it takes less time.
     """
 
     num_generations: int

@@ -101,17 +101,18 @@ def make_batch(
     settings: StepSettings,
     advantage_fn: AdvantageFn | None = None,
 ) -> Batch:
-    """Joins completions and rewards, any N * G numbers, NaN or (outside of jit) None where a completion cannot be
-    scored; the loss mask goes by length, never by the pad id. With `advantage_fn`, which may give one for each token
-    (see `update_step`), the advantages are of all these completions, whatever parts the batch is cut into.
+    """Joins completions and rewards: any N * G numbers, NaN or (outside of jit) None where a completion cannot be
+    scored. The loss mask goes by length, never by the pad id. With `advantage_fn`, which may give an advantage for each
+    token (see `update_step`), advantages are computed here, over all these completions, and stay as they are however
+    the batch is cut into parts.
 
-    It serves one update, the first after the rollout, by a loss without reference; `with_policies` adds what else is
-    needed. Without it `update_step` refuses further ones (its metric nonfinite is 1).
+    As it is, the batch serves the first update after the rollout, and a loss without a reference. `with_policies` adds
+    what other updates and losses need; without it `update_step` refuses further updates (its metric nonfinite is 1).
 
     Raises:
       ValueError: not num_generations completions of each prompt, not one reward for each completion, advantages
-        that are neither one for each completion nor one for each of its slots, or rewards that are no numbers or, where
-        they are known and there is no `advantage_fn`, not from -1e15 to 1e15.
+        that are neither one for each completion nor one for each of its slots, rewards that are no numbers, or rewards
+        beyond +-1e15 (unless they are traced, or there is an `advantage_fn`).
     """
     G = settings.update.num_generations
     N, (B, C) = prompts.tokens.shape[0], completions.tokens.shape
@@ -140,7 +141,7 @@ def make_batch(
 
 
 def _numbers(rewards: Any, limited: bool) -> jax.Array:
-    """Rewards in float32; `limited` to what a group's deviation takes."""
+    """Rewards in float32; `limited` refuses those whose squares a group's deviation could not hold."""
     if isinstance(rewards, Sequence) and any(isinstance(reward, jax.Array) for reward in rewards):
         rewards = jnp.stack([jnp.asarray(reward) for reward in rewards])
     found = rewards if isinstance(rewards, jax.Array) else np.asarray(rewards)
@@ -170,16 +171,18 @@ def with_policies(
     *,
     reference: bool | None = None,
 ) -> Batch:
-    """Adds to a batch what it was drawn without, under the policy of its rollout, `adapter`.
+    """Adds log-probabilities of the old policy and of the reference to a batch, where they are needed.
 
     Args:
       model: the frozen network, which without an adapter is the reference.
       adapter: as it was at the rollout.
       batch: of `make_batch`.
       settings: static choices.
-      several_updates: whether more than one will be made with the batch. It gets the old policy's log-probabilities
-        then (unless settings.old_logprobs is `sampler`), without which `update_step` refuses all but the first.
-      reference: whether it gets the reference's, for a loss of your own; None is: where settings.loss.beta is not 0.
+      several_updates: whether more than one will be made with the batch. If so it gets the old policy's
+        log-probabilities (unless settings.old_logprobs is `sampler`), without which `update_step` refuses all updates
+        but the first.
+      reference: whether it gets the reference's log-probabilities; a loss of your own may need them. None adds them
+        where settings.loss.beta is not 0.
     """
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])
@@ -191,9 +194,9 @@ def with_policies(
 
 
 def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
-    """TRL's metrics of a rollout: the reward, its spread over all completions, how many groups have none, whatever
-    `scale_rewards` is (groups of one completion have none), and the completions' lengths. Completions whose reward is
-    NaN are not in those of rewards."""
+    """TRL's metrics of a rollout: the reward, its standard deviation over all completions whatever `scale_rewards` is,
+    the share of groups whose rewards are all equal (groups of one completion are), and the completions' lengths. A
+    reward that is NaN counts for none of them."""
     lengths_B, terminated_B = completions.lengths, completions.terminated
     ended = jnp.maximum(terminated_B.sum(), 1)
     return {

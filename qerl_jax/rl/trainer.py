@@ -63,10 +63,10 @@ def train(
       config: see `qerl_jax.config_files.load_config`.
       fresh: start over in a folder beside an existing one.
       profile: folder for a JAX profiler trace of the second rollout of this process (the only one, if one is left).
-      loss_fn, advantage_fn: functions of your own, as `update_step` takes them (advantages are those of a whole
-        rollout), in the place of the options of grpo that say how these are computed; of those grpo.beta, if it is not
-        0, still gives the loss the reference's log-probabilities. A run is continued with the functions that it began
-        with alone, known by their source (see `own_functions`).
+      loss_fn, advantage_fn: functions of your own, as `update_step` takes them, which replace the options of grpo that
+        say how loss and advantages are computed. Advantages are computed for a whole rollout at once. grpo.beta still
+        has one effect: if it is not 0, the loss is given the reference's log-probabilities. A run can only be continued
+        with the functions that it began with, which are recognized by their source (see `own_functions`).
 
     Returns:
       The run folder.
@@ -76,7 +76,7 @@ def train(
         SIGHUP, with the state saved.
     """
     own = OwnFunctions(loss_fn, advantage_fn)
-    own.identity()  # refuses what is no function before there is a folder
+    own.identity()  # for its checks, before a folder is made
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),
@@ -232,7 +232,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
-        """What was learned before a function of the user's failed, or updates were not finite, is not to be lost."""
+        """Saves where a function of the user's fails or updates are not finite, so that nothing learned is lost."""
         try:
             yield
         except UserError as error:
@@ -256,8 +256,11 @@ class _Run:
         return f"saved at step {self.saved_at} of {self.experiment.total_steps}; {continuing}"
 
     def _stop_if_never_finite(self, learned: dict[str, Any]) -> None:
-        """Saves with the progress `learned`, of the newest step: rollouts since then, of which no update was made, are
-        sampled again where the run is continued, by when a reward function may have been corrected."""
+        """Stops the run if too many updates in a row were refused.
+
+        It is saved with `learned`, the progress as of its newest step. Rollouts since then led to no update and are
+        sampled again when the run is continued; by then a reward function may have been corrected.
+        """
         streak, last = self.progress["nonfinite"], self.progress["rollout"] - 1
         if streak < self.config.run.max_nonfinite_steps:
             return
@@ -275,8 +278,8 @@ class _Run:
             )
 
     def _evaluated_to(self) -> int:
-        """The step up to which evaluations have been made that were due: where the last one failed, the state was saved
-        before it."""
+        """The step up to which all evaluations that were due have been made. The last one is missing if it failed: the
+        state was saved before it."""
         rows = [row for row in read_rows(self.folder / METRICS) if row["rollout"] == self.progress["rollout"] - 1]
         evaluated = any(name.startswith("eval/") for row in rows for name in row)
         return int(self.state.step) if evaluated or not rows else int(rows[0]["step"]) - 1

@@ -2,10 +2,10 @@
 
 The loss is a function of the whole optimizer batch's log-probabilities [B, C], while the network runs in micro-batches,
 packs of rows (see `packs`), and accumulation equals the full batch for every loss. A configured loss is a sum over
-tokens with weights that depend on the batch's mask alone: they are all that a pack has to know of the others, and it
-goes through the network once, forward and back. Any other function may normalise or clip across rows, so where the
-batch may be several packs a first pass collects log-probabilities, the gradient with respect to them is taken at once,
-and a second pass carries it back.
+tokens, with weights that depend on the batch's mask alone. They are all that a pack has to know of the others, so each
+pack goes through the network once, forward and back. Any other function may normalise or clip across rows. Where the
+batch may be several packs, a first pass collects log-probabilities, the gradient with respect to all of them is taken
+at once, and a second pass carries it back.
 
 Dimension letters: B rows of the optimizer batch, groups of G completions, P prompt slots, C completion slots, N rows of
 a pack.
@@ -49,8 +49,8 @@ Constants = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.
 class Given(NamedTuple):
     """What packs are given of an optimizer batch: rows [B, ...], of which each takes its own.
 
-    known [B, C] is what each has to know of the whole: its tokens' weights, or the loss's gradient with respect to its
-    log-probabilities; None where one pack is the whole, in its order.
+    known [B, C] is what a pack has to know of the whole batch: the weights of its tokens, or the loss's gradient with
+    respect to its log-probabilities; None where one pack is the whole batch, in the batch's order.
     """
 
     rows: Rows
@@ -133,25 +133,25 @@ def update_step(
     Args:
       state: see `TrainState`.
       model: the frozen network.
-      batch: B rows, a multiple of num_generations. All updates but the first after its rollout need its old_logps,
-        which `with_policies` adds, whatever the loss, or settings.old_logprobs `sampler`.
-      optimizer: any optax transformation over the adapter that goes by gradients and parameters alone; one whose
-        update asks for more, as `reduce_on_plateau` does for the loss, is to be given it by a wrapper of yours.
+      batch: B rows, a multiple of num_generations. Whatever the loss, all updates but the first after the rollout need
+        old_logps, which `with_policies` adds, or settings.old_logprobs `sampler`.
+      optimizer: any optax transformation over the adapter that goes by gradients and parameters alone. One whose update
+        asks for more, as `reduce_on_plateau` does for the loss, has to be wrapped by you.
       settings: static choices.
-      loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C], and
-        ref_logp None where the batch has none (`with_policies` adds it); the default is `settings.loss`. Where
-        micro_batch_size is less than B another costs a forward pass more than the default.
-      advantage_fn: rewards [N, G] -> advantages [N, G], or [N, G, C], of tokens, of a batch that brings none; the
-        default is `group_advantages`.
+      loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
+        ref_logp is None where the batch has none (`with_policies` adds it). The default is `settings.loss`. Where
+        micro_batch_size is less than B, a function of your own costs one forward pass more.
+      advantage_fn: rewards [N, G] -> advantages [N, G] or, for each token, [N, G, C]; for a batch that brings no
+        advantages. The default is `group_advantages`.
 
     Returns:
       The next state and scalar metrics. If the loss, a gradient, what the optimizer makes of it or a recorded
-      log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1. So it does where
-      old_logps are wanted and missing: the loss is NaN then, as is "sampling/sampling_logp_difference/mean".
+      log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1. The same happens
+      where old_logps are needed and missing: then the loss and "sampling/sampling_logp_difference/mean" are NaN.
 
     Raises:
       ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside
-        `advantage_fn`; a function of yours gives something else than is asked of it.
+        `advantage_fn`; a function of yours returns something else than it should.
     """
     given = _given(state, model, batch, settings, loss_fn, advantage_fn)
 
@@ -191,7 +191,7 @@ def _given(
     advantages = batch.advantages
     if advantages is None:
         advantages = advantages_of(advantage_fn or group_advantages, batch.rewards.reshape(-1, G), of_tokens[1])
-    # What stands where no token counts may be anything, as with log-probabilities, and 0 * NaN is NaN.
+    # Where no token counts an advantage may be anything, as a log-probability may, and 0 * NaN is NaN.
     advantages = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask_BC, advantages, 0.0)
     constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages, mask_BC, on_policy_B1
     given = Given(_rows(batch), constants, None)
@@ -286,7 +286,7 @@ def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: L
     old = sampled if settings.old_logprobs == "sampler" else learner
     weights, metrics = correction_weights(settings.correction, old, sampled, mask)
     loss, loss_metrics = _checked(loss_fn(logp, old, ref, advantages * weights, mask))
-    # A later update must know the old policy: with this one in its place the ratio would be 1, and nothing clipped.
+    # A later update must know the old policy: with the present one instead the ratio would be 1, and never clipped.
     loss = loss if settings.old_logprobs == "sampler" else jnp.where(of_rollout, loss, jnp.nan)
     gap = {name: jnp.where(of_rollout, value, jnp.nan) for name, value in gap_metrics(learner, sampled, mask).items()}
     return loss, joined_metrics(gap | metrics, loss_metrics)
