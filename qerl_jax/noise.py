@@ -93,7 +93,7 @@ def perturb_norms(norms: Norms, sigma: jax.Array | float, key: jax.Array, *, fin
     scales = [*norms.input, *norms.post_attention, norms.final]
     if (narrow := next((w.dtype for w in scales if w.dtype not in (jnp.float32, jnp.float64)), None)) is not None:
         raise TypeError(f"norm scales must be float32 when noise is added, got {narrow}")
-    # One draw for all places: one of each would be most of what compiles, 12 s for 57 norms on an H200's host.
+    # One draw for all places: a draw for each took most of the compilation, 12 s for 57 norms on an H200's host.
     L, w_D = len(norms.input), norms.final
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2 * L + 1))
     z_ND = jax.vmap(lambda key: jax.random.normal(key, w_D.shape, w_D.dtype))(keys)

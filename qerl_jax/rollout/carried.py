@@ -1,8 +1,8 @@
 """What a loop over tokens carries from step to step, in the form that takes the fewest kernels.
 
-Between the layers of one step and those of the next little is computed, and on a GPU each kernel there takes 2 to 4 us
-for it. XLA makes one kernel of what has one shape and reads the same arrays; so a loop carries what a step needs of a
-slot as arrays [S] that the step before has made together.
+Little is computed between the layers of one step and those of the next, but on a GPU each kernel there takes 2 to 4 us.
+XLA makes one kernel of what has one shape and reads the same arrays. So what a step needs to know of the slots is
+carried as arrays [S], which the step before has made together.
 
 Dimension letters: S slots, W words of a key.
 """
@@ -18,7 +18,7 @@ def words_of(keys_S: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def keys_of(words: tuple[jax.Array, ...], like: jax.Array) -> jax.Array:
-    """The keys of `words_of`, of the kind of others."""
+    """The keys of which `words_of` made these words; `like` is any key of their kind."""
     return jax.random.wrap_key_data(jnp.stack(words, axis=1), impl=jax.random.key_impl(like))
 
 
@@ -31,5 +31,5 @@ def more_than(number: jax.Array | int, mask_S: jax.Array) -> jax.Array:
 
     counts_S = mask_S.astype(jnp.int32).at[0].add(-jnp.asarray(number, jnp.int32))
     both = jax.lax.reduce((counts_S, counts_S > 0), (jnp.int32(0), jnp.bool(False)), joined, (0,))
-    # Without the barrier JAX takes the sum, which nobody reads, out of the reduction, and what is left is no program.
+    # Without the barrier JAX drops the sum, which nobody reads, from the reduction, and what is left does not compile.
     return jax.lax.optimization_barrier(both)[1]

@@ -40,13 +40,13 @@ def prefill(
 ) -> Prefilled:
     """Runs prompts (padded on the right) once each, into rows of a pool.
 
-    At most `tokens_at_once` tokens go through the network together: some of the prompts, or, where a single prompt is
-    longer than that, chunk after chunk of it, each attending to the keys of those before. What they leave goes into the
-    pool before the next ones begin, so that however many prompts there are it is there once, and in the cache's dtype.
+    At most `tokens_at_once` tokens go through the network together: some of the prompts or, where a single prompt is
+    longer than that, one chunk of it after the other, each attending to the keys of those before. What they leave goes
+    into the pool before the next ones begin. So however many prompts there are, it exists once, in the cache's dtype.
 
     Args:
       pool: what prompts leave, for R of them; keys and values in any dtype of the cache.
-      rows_A: the prompts' rows of it, no two the same; what is for a row beyond the pool is dropped.
+      rows_A: each prompt's row of the pool, all different; a prompt whose row is beyond the pool is dropped.
 
     Returns:
       The pool with the prompts.
@@ -142,8 +142,8 @@ def decode_step(
     `group` is that of `token_attention`.
 
     Returns:
-      Hidden states after the final norm [S, D], and the cache with the new keys and values; of slots without a token
-      values of no meaning, which the cache keeps at a position that is written before it is read.
+      Hidden states after the final norm [S, D], and the cache with the new keys and values. For slots without a token
+      they have no meaning; the cache keeps theirs at a position that is written again before it is read.
     """
     parts = layer_parts(model, adapter, tokens_S.shape[0])
     in_units = parts is not None and all(reads_units(tokens_S.shape[0], part) for part in parts)

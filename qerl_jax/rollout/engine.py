@@ -149,8 +149,8 @@ class Engine:
         self, adapter: Adapter | None, prompts: int, key: jax.Array, num_generations: int, norms: Norms | None = None
     ) -> Iterator[jax.stages.Lowered]:
         """The programs that `rollout` begins with for so many prompts, all as wide as max_prompt_length, the largest
-        first; what is compiled of them is ready for the call. Those for the last samples in fewer slots are not among
-        them. Arrays may be ShapeDtypeStructs."""
+        first. Once they are compiled the call finds them ready. Programs for the last samples in fewer slots are not
+        among them. Arrays may be ShapeDtypeStructs."""
         N, G, C = prompts, num_generations, self.settings.max_completion_length
         key, plan, model = jax.eval_shape(of_threefry, key), self.plan(N * G, N, adapter), self.model
         if not self._at_once(plan, N * G):
@@ -188,13 +188,13 @@ class Engine:
           requests: what is wanted.
           key: PRNG key, of either kind that JAX has.
           norms: norm scales to use instead of the clean ones.
-          until: looked at between chunks: given the ids of a sample so far, the number of tokens with which it is over
-            (finish_reason "stop"), or None. It must not depend on ids behind that number.
-          every: the steps of a chunk, at most 256, which None is; with a number the samples that go on are yielded too
-            after each, as far as they are.
+          until: called between chunks with the ids of a sample so far; returns the number of tokens with which the
+            sample is over (finish_reason "stop"), or None. It must not depend on ids behind that number.
+          every: the steps of a chunk, at most 256; None is 256. If it is given, samples that go on are yielded too,
+            after each chunk, as far as they have come.
 
         Raises:
-          ValueError: `every` below 1; something that is no request, or no PRNG key; `until` says something else.
+          ValueError: `every` below 1; something that is no request, or no PRNG key; `until` returns something else.
         """
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; allowed: 1 or more steps, or None")

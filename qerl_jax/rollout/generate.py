@@ -25,8 +25,8 @@ def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def of_threefry(key: jax.Array) -> jax.Array:
-    """A key of JAX's threefry, of which a key of another implementation is the seed: one batch's numbers of `rbg` are
-    all drawn from its first key, so that a sample's would depend on what stands beside it.
+    """The key as one of JAX's threefry; a key of another implementation serves as its seed. (`rbg` draws all numbers of
+    a batch from the batch's first key, so that a sample's would depend on what stands beside it.)
 
     Raises:
       ValueError: it is no key, typed or of words.
@@ -142,8 +142,8 @@ def begun(
     norms: Norms | None,
     limits_N: jax.Array | None,
 ) -> tuple[Slots, Made]:
-    """The first part of `generate`: prompts prefilled, every completion's first token drawn, and what was made ready
-    for it, with which `decode` goes on."""
+    """The first part of `generate`: slots with the prompts prefilled and every completion's first token drawn, and what
+    was made ready for the network, which `decode` needs too."""
     (N, P), G, C = prompts.tokens.shape, num_generations, settings.max_completion_length
     B = N * G
     new = made(model, adapter)

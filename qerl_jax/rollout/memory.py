@@ -32,7 +32,7 @@ _CPU_BYTES = 4 * 10**9  # for slots and pool on a CPU, unless another limit is g
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Slots to use and pool rows, bytes of one of each, and the bytes that were there for them; and those of what else
+    """Slots to use and rows of the pool, the bytes of one of each, and the budget for them; and the bytes of what else
     a rollout makes: the weights that it dequantizes, and a prefill's activations."""
 
     slots: int
@@ -54,9 +54,9 @@ class Plan:
 
 
 def allocated_for(slots: int) -> int:
-    """Slots that are computed where so many are used. On a CPU they are filled up to a multiple of four: of few numbers
-    that do not fill its vectors (3, 5, 6, 7, 11, 13, 14, 15), here a logarithm for each slot, XLA takes another
-    function than of others, and the last bits of log-probabilities would depend on the number of slots."""
+    """Slots that are computed where so many are used. On a CPU they are filled up to a multiple of four. For a few
+    numbers that do not fill its vectors (3, 5, 6, 7, 11, 13, 14, 15), XLA computes a logarithm by another function, and
+    here there is one for each slot: the last bits of log-probabilities would depend on the number of slots."""
     if jax.default_backend() != "cpu" or slots <= fewest_rows():
         return max(fewest_rows(), slots)
     return -(-slots // 4) * 4
@@ -75,8 +75,8 @@ def plan_slots(
 ) -> Plan:
     """As many slots as there are samples, or as fit.
 
-    A row is kept for every prompt that can be in work at once, which is as many as slots at the most, and for half as
-    many that are prefilled ahead.
+    The pool has a row for every prompt that can be at work at once, at most one for each slot, and half as many again
+    for prompts that are prefilled ahead.
 
     Args:
       model: the network.
@@ -109,7 +109,7 @@ def plan_slots(
 
     slots = samples if max_slots is None else min(samples, max_slots)
     made = dequantized_bytes(model) + _prefill_bytes(model, adapter, P, rows(slots))
-    # Of an adapter an optimizer keeps two numbers for each one.
+    # An optimizer keeps two numbers for each one of an adapter.
     budget = _device_bytes(nbytes((model, [adapter] * 3)) + made) if cache_bytes is None else cache_bytes
     while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
@@ -142,7 +142,7 @@ def nbytes(tree: Any) -> int:
 
 
 def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int, prompts: int) -> int:
-    """What `prefill` makes beside the pool, which more prompts than go through the network at once do not make larger.
+    """What `prefill` makes beside the pool. Prompts beyond those that go through the network at once add nothing.
 
     Fitted from above to what XLA says of compiled programs (tests/test_prefill_memory.py): for each token the larger
     of what a layer's attention and its MLP hold at once; and the keys and values of a prompt that goes in chunks.
@@ -167,10 +167,13 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
 
 
 def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> tuple[int, int]:
-    """Arrays of the MLP's inner width that are there at once: SwiGLU's result; without a kernel that makes it gate and
-    up too, and what adapters add to them. On a GPU it is one of these, and XLA joins some layers' matrices of keys and
-    values with LoRA's A instead: 225 MB in 7B, which has 310 for it here. And the bytes of a weight that is packed, but
-    decoded for such a product."""
+    """Arrays of the MLP's inner width that are there at once, and the bytes of a packed weight that is decoded for its
+    product.
+
+    The arrays are SwiGLU's result and, without a kernel that makes it, gate and up too, and what adapters add to them.
+    (On a GPU there is only one of them; but XLA joins some layers' matrices of keys and values with LoRA's A, which
+    takes 225 MB in 7B, where the others make 310 here.)
+    """
     gate, lora = model.base.layers[0].gate_proj, lora_of(adapter, 0)
     ranks = tuple(lora[name].a.shape[0] if name in lora else 0 for name in MLP[:2])
     F, D = gate.shape

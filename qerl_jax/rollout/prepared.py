@@ -1,13 +1,13 @@
 """What a rollout makes ready once, before the prompts and before the loop over tokens.
 
 Linear layers are dequantized to the compute dtype: XLA does not fuse the decoding of 4-bit codes into its matmuls, so
-the plain path decodes them once instead of once a token. Weights in the kernels' layout stay packed: the kernels decode
-them on the way. What they take beside them is made here: global scales that divide, and biases in float32, in which
-they add them. LoRA's A and B are cast to the compute dtype, and padded with zeros to the rank that the kernels take,
-which in the loop would be two launches a pair and token.
+the plain path decodes them once instead of once a token. Weights in the kernels' layout stay packed, since the kernels
+decode them on the way. What the kernels take beside them is made here: global scales that divide, and biases in the
+float32 in which they are added. LoRA's A and B are cast to the compute dtype and padded with zeros to the rank that the
+kernels take; in the loop that would be two launches for each pair and token.
 
-It is made by one function and put in place by another, so that programs can hand on the former's result: an array that
-goes through a jitted function as it is comes out as a copy, and the packed weights are most of the memory.
+One function makes all this and another puts it in place, so that a program can return the new arrays alone: an array
+that a jitted function returns unchanged is a copy, and the packed weights are most of the memory.
 """
 
 from typing import Any
@@ -22,15 +22,15 @@ from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, bia
 
 
 class Made(flax.struct.PyTreeNode):
-    """New arrays only. Of each layer, by field: dequantized weights, biases, and of packed weights the global scale;
-    and LoRA pairs, or None where they stay."""
+    """New arrays only: of each layer by field, dequantized weights, biases, and for packed weights the global scale;
+    and LoRA pairs, None where they stay as they are."""
 
     layers: tuple[dict[str, jax.Array], ...]
     lora: tuple[dict[str, LoRA], ...] | None
 
 
 def made(model: Model, adapter: Adapter | None) -> Made:
-    """What is not yet as the products take it."""
+    """Whatever is not yet as the matrix products take it."""
     dtype = model.base.embed.dtype
 
     def of_layer(layer: Layer) -> dict[str, jax.Array]:

@@ -2,10 +2,10 @@
 
 On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
 than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
-refilled do without it: there a sample is bitwise the same in any slot of any number of slots. What takes the library's
-place for products does that with AVX-512; with AVX2 it is the one that adds in another order, and the library does not.
-So the first choice is taken whose products are tried and found the same. The programs of a whole rollout keep the
-library: their decode loop is a third faster with it, and their numbers are those of the others up to rounding.
+refilled do without it: there a sample is bitwise the same in any slot of any number of slots. For products this depends
+on the processor. With AVX-512 what XLA uses instead of the library keeps the order; with AVX2 it does not, and the
+library does. So both are tried, and the first whose products come out the same is taken. The programs of a whole
+rollout keep the library: their decode loop is a third faster with it, and their numbers are the same up to rounding.
 """
 
 import functools
@@ -21,19 +21,19 @@ from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.queued import admit, decode_queue
 from qerl_jax.rollout.slots import decode
 
-# On a GPU XLA records a program's kernels into CUDA graphs, anew wherever an array has moved since the last call. That
-# pays in a loop. Where each of a thousand kernels runs once it is work before the first of them starts: with it a
-# prompt of 256 tokens took 32 ms, and one of 2048 71, of which kernels took 9 and 47.
+# On a GPU XLA records a program's kernels into CUDA graphs, and again whenever an array has moved since the last call.
+# That pays in a loop. Where each of a thousand kernels runs once, it is only work before the first of them starts: with
+# graphs a prompt of 256 tokens took 32 ms and one of 2048 took 71 ms, of which kernels took 9 and 47.
 _NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
-# A loop is no part of a graph unless asked for; then the host waits after each turn to learn whether there is another,
-# and the GPU for the next turn's graph: 0.02 to 0.1 ms of steps of 1.8 to 3.3. All kinds but collectives are listed,
-# since a program's option takes the place of XLA's own list.
+# A loop stays outside of the graphs unless asked for: after each turn the host waits to learn whether there is another,
+# and the GPU waits for the next turn's graph, 0.02 to 0.1 ms of steps of 1.8 to 3.3 ms. All kinds but collectives are
+# listed, because a program's option replaces XLA's own list.
 _LOOP_IN_GRAPH = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CONVOLUTION,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     )
 }
-# What of a program the library gets: neither sums nor products, as no program of the engine convolves; or products.
+# What is left to the library: nothing, since no program of the engine has a convolution; or products alone.
 _ROW_STABLE = tuple(
     {"xla_cpu_experimental_ynn_fusion_type": f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}"}
     for kind in ("CONVOLUTION", "DOT")

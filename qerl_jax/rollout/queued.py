@@ -54,8 +54,8 @@ class Queue(flax.struct.PyTreeNode):
 
 
 class Log(flax.struct.PyTreeNode):
-    """What each step drew in each slot: the number of the sample (negative: none) and, of samples, its next token, and
-    the token's log-probabilities as in `Rollout`."""
+    """What each step drew in each slot: the number of the sample (negative: none), and if there is one its next token
+    and that token's log-probabilities as in `Rollout`."""
 
     samples_TS: jax.Array
     tokens_TS: jax.Array
@@ -73,8 +73,8 @@ def empty_slots(
     slots: int,
     used: int,
 ) -> QueuedSlots:
-    """An empty pool, and slots without samples, of which only the first `used` ever take one; `key` only says of what
-    kind the keys are."""
+    """An empty pool, and slots without samples, of which only the first `used` ever take one. `key` only shows of what
+    kind the samples' keys will be."""
     prompts = empty_kv(model, rows, max_prompt_length, settings.kv_cache_dtype)
     completions = empty_kv(model, slots, settings.max_completion_length, settings.kv_cache_dtype)
     # Arrays of their own, since slots are donated.
@@ -100,8 +100,7 @@ def admit(
     lengths_A: jax.Array,
     rows_A: jax.Array,
 ) -> QueuedSlots:
-    """Prefills prompts into rows of the pool, no two the same; one of the A rows after the pool's is that of padding,
-    and is dropped."""
+    """Prefills prompts into rows of the pool, all different; padding has row numbers beyond the pool and is dropped."""
     pool = slots.prompt_hidden_RD, slots.cache.prompt
     hidden_RD, layers = prefill(model, adapter, tokens_AP, lengths_A, norms, pool, rows_A)
     lengths_R = slots.cache.prompt_lengths_R.at[rows_A].set(lengths_A, mode="drop")

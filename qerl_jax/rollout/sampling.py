@@ -23,12 +23,12 @@ class SamplingSettings:
 
     Attributes:
       max_completion_length: most tokens of a completion, the EOS included.
-      eos_token_ids: any of them ends a completion; one number, or any sequence, is kept as a tuple. With () each goes
-        on to its limit.
+      eos_token_ids: any of them ends a completion; one number, or any sequence, is kept as a tuple. With () every
+        completion goes on to its limit.
       pad_token_id: fills the slots after the end.
-      temperature: 0 is greedy; its log-probabilities are those at temperature 1. Below about 1e-4 draws among nearly
-        equal tokens follow their probabilities no longer: noise is added to logits / temperature, at whose size it is
-        rounded away.
+      temperature: 0 is greedy; its log-probabilities are those at temperature 1. Below about 1e-4, draws among nearly
+        equal tokens no longer follow their probabilities: the noise is added to logits / temperature, and numbers of
+        that size round it away.
       top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. Applied in that order, as transformers does.
       kv_cache_dtype: "auto" keeps keys and values in the model's compute dtype; "fp8_values" keeps values, "fp8" both,
         in 8 bits (E4M3, unscaled), which draws from a slightly other distribution than the learner's.
@@ -61,7 +61,7 @@ class SamplingSettings:
             raise UserError("temperature 0 is greedy: top_k, top_p and min_p would have no effect; leave them out")
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises UserError for an id that a network of this vocabulary never draws, or has no embedding of."""
+        """Raises UserError for an id that is beyond this vocabulary."""
         below = f"below the vocabulary's {vocab_size}"
         check_fields(
             self,
@@ -100,8 +100,8 @@ def sample(
 
     Returns:
       tokens_B int32; logps_B, the token's log_softmax(logits / temperature) over the full vocabulary; and, where
-      sampling is truncated, the same renormalised over the tokens that could be drawn (else None). Of a row that has a
-      NaN or +inf, as a network's have that overflows, the log-probabilities are NaN and the token says nothing.
+      sampling is truncated, the same renormalised over the tokens that could be drawn (else None). For a row that has
+      a NaN or +inf, as where the network overflows, the log-probabilities are NaN and the token says nothing.
     """
     scaled_BV = allowed_BV = logits_BV.astype(jnp.float32)
     if settings.temperature > 0:
@@ -138,8 +138,8 @@ def _grouped(logits_BV: jax.Array) -> jax.Array:
 
 
 def _joined(largest: jax.Array, *sums: jax.Array) -> list[jax.Array]:
-    """Joins the parts of rows that lie along the last axis. Of a part are given a logit that none of it exceeds, and
-    sums of its exponentials relative to that one; so they are of the whole."""
+    """Joins the parts of rows that lie along the last axis. A part is given by a logit that none of its logits exceeds,
+    and by sums of exponentials relative to that logit; the whole row is returned in the same form."""
     whole: list[jax.Array] = jax.lax.platform_dependent(largest, *sums, cuda=joined_at_once, default=joined_by_passes)
     return whole
 

@@ -3,8 +3,7 @@
 A slot whose sample has ended computes on, and nothing of it is kept. Where more samples wait than there are slots, see
 `qerl_jax.rollout.queued`.
 
-Between the layers of one step and those of the next little is computed, and on a GPU each kernel there takes 2-4 us
-for it: so the loop carries what a step needs of a slot as the one before left it, all of which one kernel makes.
+What the loop carries from step to step is in the form that `qerl_jax.rollout.carried` explains.
 
 Dimension letters: S slots, R prompts, C completion positions, D hidden size.
 """
@@ -42,7 +41,7 @@ class _Loop(NamedTuple):
     completion: tuple[KV, ...]  # the cache's
     log_TKS: jax.Array  # tokens and log-probabilities of each step
     newest_S: jax.Array  # int32, the last tokens
-    drawn_S: jax.Array  # int32, how many tokens a sample has that goes on
+    drawn_S: jax.Array  # int32, how many tokens a sample has if it goes on
     places_S: jax.Array  # int32, the newest token's place in the completion, -1 where the sample has ended
     lengths_S: jax.Array  # int32, how many tokens there are
     words: tuple[jax.Array, ...]  # `token_keys` of the next tokens
@@ -138,7 +137,7 @@ def decode(
         terminated_S=before.terminated,
     )
     end = jax.lax.while_loop(more, step, begin)
-    step_SC = jnp.arange(C) - before.lengths[:, None]  # that drew the token at a place
+    step_SC = jnp.arange(C) - before.lengths[:, None]  # which step drew the token at a place
     new_SC = (step_SC >= 0) & (jnp.arange(C) < end.lengths_S[:, None])
     merged = [
         jnp.where(new_SC, jnp.take_along_axis(rows_TS.T, jnp.maximum(step_SC, 0), axis=1), old_SC)

@@ -44,7 +44,7 @@ def showable(text: str, stops: Sequence[str]) -> str:
 
 
 def _fewest(most: int, holds: Callable[[int], bool]) -> int:
-    """The smallest count up to `most` at which a condition holds that stays true once it is, as it is at `most`."""
+    """The smallest count at which `holds` is true. It must be true at `most`, and stay true once it is."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -5,11 +5,11 @@ most steps of a rollout may be those of its last few samples. Where no more samp
 slots holds, and none waits, their keys and values are copied into so many slots and decoding goes on there; the pool of
 prompts stays as it is.
 
-A sample's randomness is its own, so that nothing is drawn anew. On a CPU its tokens are the same in fewer slots, and
-so are its log-probabilities, in slots that are filled again bit for bit (for sizes that `allocated_for` leaves as they
-are), in a rollout up to rounding, see `qerl_jax.rollout.programs`. On a GPU other numbers of rows have other kernels,
-which round otherwise, and a token that was nearly another one may become it. When samples move depends on lengths and
-limits alone, so that a run that is continued does as before.
+A sample's randomness is its own, so nothing is drawn again. On a CPU its tokens are the same in fewer slots, and so
+are its log-probabilities: bit for bit in slots that are refilled (for sizes that `allocated_for` leaves as they are),
+and up to rounding in a rollout, see `qerl_jax.rollout.programs`. On a GPU other numbers of rows have other kernels,
+which round differently, and a token that was a close call may come out as another one. When samples move depends on
+lengths and limits alone, so that a run that is continued does the same as before.
 
 Dimension letters: S slots, fewer of them after each move.
 """
@@ -36,8 +36,8 @@ WORTH = 8192
 
 
 def default_tail_sizes() -> tuple[int, ...]:
-    """Numbers of slots to go on in, by default: two whose kernels are faster than those for more rows, so that two more
-    programs are compiled at most; and none where there are no kernels."""
+    """Numbers of slots to go on in, by default: two for which the kernels are faster than for more rows, so at most two
+    more programs are compiled; and none where there are no kernels."""
     return (32, 8) if has_kernels() else ()
 
 
