@@ -46,13 +46,13 @@ __all__ = ["checkpoint_steps", "newest_progress", "remove_partial", "restore_che
 
 _ARRAYS = "arrays"
 _TEMP, _OLD = ".tmp-", ".old-"
-# What in a path orbax takes for a pattern, tensorstore for a /, or both for the scheme of a URL.
+# Characters of a path that orbax reads as a pattern, tensorstore as a /, or both as the end of a URL's scheme.
 _MISREAD = re.compile(r"[\[*?\\:]")
-# How orbax names the system's error in its own, a ValueError.
+# How orbax tells of the system's error in a ValueError of its own.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-# Seconds that what a failed save wrote must be absent, and after which whoever writes next removes it.
+# Seconds for which the files of a failed save must stay away, and after which removing them is left to the next save.
 _QUIET, _PATIENCE = 0.5, 10.0
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}  # by which nothing is removed at a second try either
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}  # errors of a removal that a second try meets again
 _logger = logging.getLogger(__name__)
 
 
@@ -156,7 +156,7 @@ def save_checkpoint(
 
 
 def _no_json(value: Any, place: str = "progress") -> str:
-    """What of a value JSON does not give back as it is, and where it stands; empty where there is nothing."""
+    """The first part of a value that JSON does not give back as it is, and where it stands; empty if there is none."""
     if isinstance(value, list):
         return next(filter(None, (_no_json(item, f"{place}[{i}]") for i, item in enumerate(value))), "")
     if isinstance(value, dict):
@@ -167,8 +167,8 @@ def _no_json(value: Any, place: str = "progress") -> str:
 
 
 def _remove_until_gone(folder: Path) -> None:
-    """Removes a folder that may be made again meanwhile: orbax raises what the first of its threads raised, while
-    others still write, and make the folders that they miss. What the system does not let go is left."""
+    """Removes a folder that may reappear meanwhile: orbax raises what the first of its threads raised, while others
+    still write and make the folders that they miss. What the system refuses to remove is left."""
     refusals: set[int | None] = set()
 
     def note(function: Any, path: str, error: BaseException) -> None:
@@ -202,8 +202,8 @@ def _write(temp: Path, step: int, leaves: dict[str, Any], static: dict[str, Any]
 
 @contextlib.contextmanager
 def _well_named(folder: Path) -> Iterator[Path]:
-    """`folder` by a path that means it to orbax too: where its own does not, a link to it. Below `runs/lr[1e-5]` orbax
-    saved without a word what it could not read again."""
+    """`folder` by a path that orbax reads as it is meant: its own or, if that has characters of `_MISREAD`, a link's.
+    Below `runs/lr[1e-5]` orbax saved without a word what it could not read again."""
     if not _MISREAD.search(str(folder)):
         yield folder
         return
@@ -220,7 +220,7 @@ def _well_named(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _tracebacks_unlogged() -> Iterator[None]:
-    """Keeps orbax, which raises what its threads raised, from logging it with a traceback for each of them before."""
+    """Keeps orbax from logging a traceback for each thread that failed: it raises their error anyway."""
 
     def without(record: logging.LogRecord) -> bool:
         return record.exc_info is None
@@ -287,12 +287,12 @@ def restore_checkpoint[Tree](
 
 
 def _read(folder: Path, step: int, target: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A checkpoint's manifest and arrays; raises Damaged also where the folder goes meanwhile."""
+    """A checkpoint's manifest and arrays; raises Damaged also where the folder is deleted meanwhile."""
     manifest = read_manifest(folder, step)
     match_target(folder, manifest, _leaves(target), static_fields(target))
     try:
         return manifest, _read_arrays(folder, manifest["leaves"])
-    except (OSError, ValueError) as error:  # which orbax raises, and what of it depends on what has gone already
+    except (OSError, ValueError) as error:  # orbax raises either, depending on what has gone already
         if folder.is_dir():
             raise
         raise Damaged("it was deleted while it was read") from error
@@ -311,7 +311,7 @@ def newest_progress(directory: str | os.PathLike[str]) -> tuple[Progress, int] |
 
 
 def _newest_first(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Complete checkpoints, for a reader who stops at the first that is whole. Where the one just tried has gone, as a
+    """Complete checkpoints, for a reader who stops at the first that is undamaged. If the one just tried has gone, as a
     run that goes on deletes old ones, those that have appeared since come next."""
     folders = _folders(directory)
     newest = max(folders, default=-1)

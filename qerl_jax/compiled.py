@@ -1,5 +1,5 @@
-"""Programs compiled side by side before they are called, and kept with a run: a restart starts at once, and on a GPU
-meets the same autotuned kernels, whose sums other ones would add in another order."""
+"""Programs compiled side by side before they are called, and kept with a run: a restart begins at once, and on a GPU
+gets the same autotuned kernels. (Others would add their sums in another order.)"""
 
 import concurrent.futures
 import contextlib
@@ -17,11 +17,11 @@ _ZLIB = 0x78  # first byte of what zlib wrote, which is what JAX uses unless ano
 
 
 def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.stages.Compiled]]:
-    """Compiles programs of jitted functions, which find theirs when they are called with arguments of the same kinds.
+    """Compiles programs of jitted functions. A later call with arguments of the same kinds finds its program ready.
 
-    On a GPU most of XLA's work on a program is one thread's, so that each gets one, while further ones are traced. What
-    may lie in a compilation cache is left to the end, one by one: programs read in threads are not known to be safe. On
-    a CPU compiling takes all cores anyway, and nothing is done in threads.
+    On a GPU most of XLA's work on a program is done by one thread, so each program gets one, while further ones are
+    traced. What may lie in a compilation cache is left to the end, one by one: reading programs in threads is not known
+    to be safe. On a CPU compiling takes all cores anyway, and nothing is done in threads.
 
     Returns:
       The compiled programs of each group.
@@ -56,7 +56,7 @@ def _module_name(program: jax.stages.Lowered) -> str:
 
 
 def _kept_names() -> Callable[[str], bool]:
-    """Whether the compilation cache in use has a program of this name now, or might have."""
+    """A function that says whether the compilation cache in use now has, or might have, a program of a name."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return lambda name: False
@@ -82,13 +82,13 @@ def compiled_programs(folder: Path) -> Iterator[None]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # a folder that was opened before would still be used
     try:
-        # Whatever is compiled first opens the folder, and makes it where it is not: now, as it may be moved soon.
+        # Whatever is compiled first opens the folder and makes it if need be: now, since it may be moved soon.
         jax.jit(lambda: 0)()
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-        compilation_cache.reset_cache()  # it would go on with the folder that it has opened
+        compilation_cache.reset_cache()  # or it would go on with the folder that it has opened
 
 
 def remove_torn(folder: Path) -> None:

@@ -69,15 +69,15 @@ def with_home(path: str | os.PathLike[str]) -> Path:
 
 
 def where_it_leads(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a folder to write; of a symbolic link that of what it names, which may be yet to appear."""
+    """The absolute path of a folder to write; for a symbolic link that of its target, which need not exist yet."""
     path = with_home(path)
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
 
 
 @contextlib.contextmanager
 def locked(lock: Path, refusal: str) -> Iterator[None]:
-    """Holds the file `lock`, which no other process gets meanwhile; it is removed at the end, unless another one lies
-    there by then, and a process that dies, however it does, leaves a file that holds nobody up.
+    """Holds the file `lock`, which no other process gets meanwhile. It is removed at the end, unless another file lies
+    there by then. A process that dies in whatever way leaves a file that keeps nobody out.
 
     Raises:
       UserError: `refusal`, where another process has it; or the file system has no locks.
@@ -109,8 +109,8 @@ def locked(lock: Path, refusal: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staying(folder: Path, refusal: str) -> Iterator[Callable[[], None]]:
-    """Yields a check that `folder` is still the one that it is now: once it was moved, what is written to it by its
-    path would make it anew, or go to another one. It is held open, so that no folder made later is taken for it.
+    """Yields a check that `folder` still lies at its path: if it was moved, writing by that path would make a new
+    folder, or go into another one. It is held open, so that no folder made later is taken for it.
 
     Raises:
       UserError: by the check, `refusal`, where nothing or another folder lies at its path.
@@ -143,8 +143,8 @@ def whole_folder(path: str | os.PathLike[str], names: Sequence[str]) -> Iterator
 
     Args:
       path: the folder to appear; of a symbolic link, where it leads.
-      names: the files that such a folder may hold, first the one that each of them has; a folder without that one, or
-        with anything else, is of another kind and not replaced, unless it is empty.
+      names: the files that such a folder may hold; the first is one that all of them have. A folder without it, or with
+        any other file, is of another kind and not replaced, unless it is empty.
 
     Raises:
       UserError: `path` is a file or lies in one, or is a folder with other content.

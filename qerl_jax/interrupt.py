@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM as schedulers send it and SIGHUP of a closed terminal, as a flag that a loop reads where it can stop
-without loss."""
+"""Ctrl-C, a scheduler's SIGTERM and a closed terminal's SIGHUP, as a flag that a loop reads where it can stop without
+loss."""
 
 import contextlib
 import signal
@@ -15,10 +15,13 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def interrupt_flag() -> Iterator[list[bool]]:
-    """A list that becomes non-empty on the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM stops at once; a
-    second SIGHUP does not, since the shell and the system may both send one when a terminal is closed. One that is
-    ignored, as under nohup, stays so. Updates donate their input, so stopping inside one would lose the state. Outside
-    the main thread, where Python delivers no signals, the list stays empty."""
+    """A list that becomes non-empty on the first Ctrl-C, SIGTERM or SIGHUP.
+
+    Updates donate their input, so stopping inside one would lose the state. A second Ctrl-C or SIGTERM stops at once; a
+    second SIGHUP does not, since the shell and the system may both send one when a terminal is closed. A SIGHUP that is
+    ignored, as under nohup, stays ignored. Outside the main thread, where Python delivers no signals, the list stays
+    empty.
+    """
     pressed: list[bool] = []
     hangup = getattr(signal, "SIGHUP", None)  # which Windows does not have
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: progress, and digests that tell whether its bytes are those that were saved.
+"""The manifest of a checkpoint: progress, and digests that show whether its bytes are those that were saved.
 
     manifest.json      progress, dtype + shape + sha256 of every leaf, static fields (such as the scaling of a LoRA
                        pair), length + sha256 of every file, versions
@@ -40,7 +40,7 @@ def prng_of(leaf: Any) -> str | None:
 
 
 def static_fields(tree: Any, prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    """What `flax.struct` nodes hold beside their leaves (pytree_node=False), by its place in the tree.
+    """The fields of `flax.struct` nodes that are no leaves (pytree_node=False), by their places in the tree.
 
     Values that JSON does not hold as they are, such as functions, are left out.
     """

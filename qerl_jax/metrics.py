@@ -24,7 +24,7 @@ from qerl_jax.input_files import json_value
 from qerl_jax.option_names import Service
 from qerl_jax.run_files import COMPLETIONS, METRICS, ROWS, TENSORBOARD, WANDB_RUN_ID
 
-_COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # what each number of has a row, or several
+_COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # a row has its number; every number has a row or several
 
 _log = logging.getLogger(__name__)
 
@@ -88,13 +88,13 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
 
 
 def warn_of_missing_rows(run_dir: Path, left: Mapping[str, set[int]], steps: int, rollouts: int) -> None:
-    """Says which rows a run that goes on does not find any more.
+    """Warns of rows that a run that goes on should have, and that are missing.
 
     Args:
       run_dir: its folder.
       left: what `truncate_after` found.
-      steps: of which metrics.jsonl has had rows.
-      rollouts: of which completions.jsonl has; 0 where none are logged.
+      steps: how many steps should have rows in metrics.jsonl.
+      rollouts: how many rollouts should have rows in completions.jsonl; 0 where completions are not logged.
     """
     for name, made in ((METRICS, range(1, steps + 1)), (COMPLETIONS, range(rollouts))):
         missing = set(made) - left[name]

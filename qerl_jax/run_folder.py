@@ -1,11 +1,13 @@
 """A run's folder: named by its config, held by one process at a time, continued, or refused.
 
-An unfinished folder is continued by a config that names it, such as its own config.yaml, a finished one says so, and a
-config that differs from the stored one in anything the run's course depends on is refused with both values. So is the
-stored one itself once it has been edited: checkpoints keep the options that were in force (`run_options`). A run
-folder may be moved or copied: its config.yaml means the folder that it lies in (`qerl_jax.config_files.load_config`).
-What else it names it names by whole paths, so that it means the same in any working folder. Where something has moved
-since, its new place is written there by hand: checkpoints know what it was (`refuse_changed_identity`).
+A config that names an unfinished folder, such as the folder's own config.yaml, continues it; a finished one says so. A
+config that differs from the stored one in anything that the run's course depends on is refused, with both values. So is
+the stored one itself if it has been edited: checkpoints keep the options that were in force (`run_options`).
+
+A run folder may be moved or copied: its config.yaml means the folder that it lies in (see
+`qerl_jax.config_files.load_config`), and names everything else by absolute paths, so that it means the same in any
+working folder. If something has moved since, the user writes its new place into config.yaml; checkpoints know what it
+was (`refuse_changed_identity`).
 """
 
 import contextlib
@@ -39,7 +41,7 @@ from qerl_jax.run_options import (
     with_whole_paths,
 )
 
-# What a run's identity holds in the place of functions of a user's own (`rl.own_functions`).
+# What a run's identity holds if it has no functions of a user's own (`rl.own_functions`).
 NO_OWN_FUNCTIONS = {"loss function": "as configured", "advantage function": "as configured"}
 
 _log = logging.getLogger(__name__)
@@ -61,14 +63,13 @@ def _beside(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config]]:
-    """Yields the folder of the run, locked against a second process, and the config that holds for it and names it.
+    """Yields the folder of the run, locked against a second process, and the config in force, which names the folder.
 
-    Its paths are whole. model.dtype `auto` is settled when a run begins and stays, so a run may go on where another
-    backend began it.
+    The config's paths are absolute. model.dtype `auto` is settled when a run begins and stays, so a run may go on where
+    another backend began it.
 
-    Until the first step has been saved, another config takes the stored one's place; afterwards one that differs only
-    in what may change amid a run does. What the newest checkpoint keeps of the options in force counts for more than
-    what its file says by now.
+    Until the first step has been saved, any config replaces the stored one; afterwards only one that differs in nothing
+    but what may change amid a run. The options that the newest checkpoint keeps outweigh what config.yaml says by now.
 
     Args:
       config: its run.output_dir names the folder.
@@ -104,7 +105,7 @@ class Standing(NamedTuple):
 
 def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
     """What `open_run` and the trainer would do with the folder that a config names; None where the run would begin.
-    Nothing is written there, and whether another process is at work on it is not looked at.
+    Nothing is written there, and a process that is at work on it goes unnoticed.
 
     Args:
       config: the run's.
@@ -129,8 +130,7 @@ def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
 
 
 def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
-    """The folder that a run of `config` has, which may be yet to be made, and the config that names it, with whole
-    paths."""
+    """The folder of a run of `config`, which may not exist yet, and the config that names it, with absolute paths."""
     if config.run.output_dir is None:
         raise UserError(
             "run.output_dir is None, so the run has no folder; expected a name, as in "
@@ -154,12 +154,12 @@ def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
 
 
 class _Compared(NamedTuple):
-    """A config, held against what a run's folder holds.
+    """A config, compared with what a run's folder holds.
 
     Attributes:
-      config: it, with the dtype that the run began with.
+      config: the given one, with the dtype that the run began with.
       begun: the folder's; None where it has no checkpoint yet.
-      changed: how they differ, where that may still be: there is only the checkpoint before the first step.
+      changed: how they differ, if they still may: there is no checkpoint but the one before the first step.
       newest: progress and step of the newest undamaged checkpoint.
     """
 
@@ -190,15 +190,15 @@ def _compared(folder: Path, config: Config) -> _Compared:
 
 
 def _begun(folder: Path) -> tuple[Config | None, dict[str, Any], tuple[Progress, int] | None]:
-    """The config of a folder that has a checkpoint, the options that its newest undamaged one keeps, and the progress
-    and step of that."""
+    """The config of a folder, None if it has no checkpoint; the options that its newest undamaged checkpoint keeps; and
+    that one's progress and step."""
     steps, newest = checkpoint_steps(folder / CHECKPOINTS), newest_progress(folder / CHECKPOINTS)
     begun = load_config(str(folder / CONFIG)) if steps else None
     return begun, {} if newest is None else newest[0].get(OPTIONS, {}), newest
 
 
 def as_begun(config: Config) -> Config:
-    """The config of a run with the dtype that it began with, if it has begun, in the place of `auto`."""
+    """The config with model.dtype `auto` replaced by the dtype that its run began with, if it has begun."""
     if config.run.output_dir is None or not os.path.isdir(config.run.output_dir):
         return config
     begun, kept, _ = _begun(Path(config.run.output_dir))
@@ -223,7 +223,7 @@ def _forget(folder: Path) -> None:
 
 
 def held(folder: Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Yields a check to make before anything is written to a run's folder by its path.
+    """Yields a check that must be made before anything is written to a run's folder by its path.
 
     Raises:
       UserError: by the check, where the folder has been moved, deleted or replaced since.
@@ -267,8 +267,8 @@ def _changed(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str, Any], step: int) -> None:
     """Refuses to continue when what a checkpoint was trained on (base weights, data, total steps) has changed.
 
-    What is not known of both is not compared: a run begun when fewer things were written down goes on. Functions of a
-    user's own there were not by then, and before the first step nothing was made with them.
+    Only what both have is compared, so that a run of an earlier version, which wrote down less, can go on. That version
+    had no functions of a user's own; and before the first step they have had no effect yet, and may change.
 
     Raises:
       UserError: naming each with the two values.

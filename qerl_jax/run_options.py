@@ -1,4 +1,4 @@
-"""Which options of a run may change while it goes on, which are compared, and what of them lies somewhere."""
+"""Which options of a run may change while it goes on, which are compared, and which name a place."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from qerl_jax.rewards.loading import titles
 from qerl_jax.run_files import CONFIG
 
 OPTIONS = "options"  # in a checkpoint's progress, and in the summary of a finished run
-# What says where something lies, and the name of the same thing that holds in any working folder.
+# Options that say where something lies -> a function to the name that means the same thing in any working folder.
 _PLACES = {
     "model.model_name_or_path": source.from_anywhere,
     "lora.adapter": source.from_anywhere,
@@ -24,7 +24,7 @@ _PLACES = {
 }
 _REWARDS = "reward.functions"
 LOCATIONS = *_PLACES, _REWARDS
-_POLICY = "model.", "lora."  # the sections of what is used of a run: its model, and what it has learned
+_POLICY = "model.", "lora."  # sections of a run that say what its policy is
 # What may change between the two halves of a run without changing what it computes.
 _FREE = {
     "run.output_dir",
@@ -85,9 +85,9 @@ def refuse_what_has_gone(config: Config, folder: Path, *options: str) -> None:
 
 
 def options_to_keep(config: Config) -> dict[str, Any]:
-    """What each checkpoint keeps of its run's config, as OPTIONS of its progress, and the summary at its end: the
-    options with an effect that the run's course depends on, by name. Of what lies somewhere there is no place: it may
-    move, and the identity knows what it is."""
+    """What each checkpoint keeps of its run's config, as OPTIONS of its progress, and the summary at the end: by name,
+    the options with an effect that the run's course depends on. Places are left out: things may move, and the run's
+    identity knows what they are."""
     return _without_places(effective_options(config))
 
 
@@ -99,8 +99,8 @@ def _without_places(values: dict[str, Any]) -> dict[str, Any]:
 def changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
     """What differs and matters to the run's course, a line each.
 
-    Where the newest checkpoint's options, `kept`, are not those of the file, `stored`, the file was edited, and they
-    count. There are none in a checkpoint that an earlier version wrote.
+    Where the options of the newest checkpoint, `kept`, differ from those of the file, `stored`, the file was edited,
+    and the checkpoint's count. A checkpoint of an earlier version has none.
     """
     old, new = _flat(config_to_dict(stored)), _flat(config_to_dict(given))
     in_file, in_given = _without_places(config_to_dict(stored)), _without_places(config_to_dict(given))
@@ -111,8 +111,8 @@ def changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
 
 
 def changes_of_policy(kept: dict[str, Any], stored: Config) -> list[str]:
-    """What a run's file, `stored`, says of its model and adapter that is not what the options say that the run has
-    `kept`, a line each."""
+    """How a run's file, `stored`, differs in its model and adapter from the options that the run has `kept`, a line
+    each."""
     in_file = _without_places(config_to_dict(stored))
     if stored.model.dtype == "auto":  # which a run settles
         del in_file["model.dtype"]

@@ -13,8 +13,8 @@ _GONE = (errno.EPIPE, errno.EIO)  # what a write to such a pipe and to such a te
 
 @contextlib.contextmanager
 def going_on_unread(told: str = "") -> Iterator[None]:
-    """Within it, what is printed on standard output or standard error once its reader has gone is lost and no error;
-    from then on that file is open onto nothing, as it would be with `>/dev/null`. Other failures to write stay errors.
+    """While it lasts, printing on standard output or standard error is no error once the reader has gone: the text is
+    lost, and from then on that stream goes nowhere, as with `>/dev/null`. Other failures to write stay errors.
 
     Args:
       told: said once on standard error when standard output is lost.
@@ -55,7 +55,7 @@ class _Stream:
     def _lose(self, error: OSError) -> None:
         if error.errno not in _GONE:
             raise error
-        # The file itself, so that what its buffer still holds can be written, and whatever else prints goes on too.
+        # The file descriptor itself, so that what the buffer still holds can be written, and other writers go on too.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
