@@ -42,9 +42,9 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
 
 
 def settled_config(config: Config) -> Config:
-    """The one Config of all that describe the same run: what `load_config` gives, also of one made in a script.
+    """The Config that stands for all that describe the same run. `load_config` gives such a one; a script may not.
 
-    grpo.steps_per_generation is filled in.
+    grpo.steps_per_generation is filled in, and options without an effect are at their defaults.
 
     Raises:
       UserError: one line for each option that would have no effect and is not at its default.

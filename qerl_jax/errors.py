@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can mend."""
+"""The one exception for mistakes that a user can mend, and what its messages are made with."""
 
 import dataclasses
 import difflib

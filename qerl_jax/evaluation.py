@@ -40,7 +40,7 @@ from qerl_jax.rollout.memory import Plan
 
 _log = logging.getLogger(__name__)
 _SAMPLES = 3
-# As TRL calls it. A slash without a colon is in no name of a reward function, so none has this one.
+# As TRL calls it. No reward function has this name: one with a slash has a colon too.
 _MEAN_LENGTH = "completions/mean_length"
 # The stream of a run's root key that evaluation draws from; training uses others.
 STREAM = 2
@@ -96,7 +96,7 @@ def _engines(config: Config, policy: Policy) -> Iterator[tuple[str, Engine, int]
     )
     for mode, sampling, count in modes:
         settings = sampling_settings(config, policy, top_k=0, min_p=0.0, kv_cache_dtype="auto", **sampling)
-        # One rollout does not give back what compiling programs for its last samples takes.
+        # One rollout does not save the time that compiling programs for its last samples takes.
         yield mode, sampling_engine(config, policy, settings, options.batch_size, tail_sizes=()), count
 
 
@@ -128,7 +128,7 @@ def _scores(
     ids: list[list[int]],
     count: int,
 ) -> Scores:
-    """Of `count` completions of each example, in calls no larger than training's, for which reward.timeout is made."""
+    """Scores of `count` completions of each example, in calls no larger than training's (see reward.timeout)."""
     step, parts = max(1, config.completions_per_rollout // count), []
     for low in range(0, len(examples), step):
         some, rows = examples[low : low + step], slice(low * count, (low + step) * count)

@@ -115,7 +115,7 @@ def generate_texts(
         settings = dataclasses.replace(settings, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     longest = max(len(request.prompt) for request in requests)
     width = min(policy.model.config.max_position_embeddings, -(-longest // _BUCKET) * _BUCKET)
-    # One call does not give back what compiling programs for its last samples takes.
+    # One call does not save the time that compiling programs for its last samples takes.
     engine = Engine(policy.model, settings, max_prompt_length=width, max_slots=_MAX_SLOTS, tail_sizes=())
 
     def decode(ids: Sequence[int]) -> str:

@@ -114,7 +114,7 @@ class JsonlDataset:
 
 
 def _one(index: Any) -> int:
-    """The number of a row; of a slice, lists of columns would come, where whoever goes through it expects rows."""
+    """A row's index as an int. A slice is refused: it would give lists of columns to callers that expect rows."""
     try:
         return operator.index(index)
     except TypeError:
@@ -125,16 +125,16 @@ def _one(index: Any) -> int:
 
 
 def _without_nulls(prompt: Any) -> Any:
-    """Of messages, since a key without a value is as good as absent; anything else as it is."""
+    """A prompt's messages without keys that have no value, which are as good as absent; anything else as it is."""
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def _check_types(row: dict[str, Any], types: _Types, number: int, where: str) -> None:
-    """Refuses a column that has another type than before: reward functions are given those of several rows at once,
-    prompts and completions all texts or all messages. What is in its lists and objects, such as the arguments of tests,
-    nothing else reads, and a row may have its own."""
+    """Refuses a column that has another type than in earlier rows: reward functions get the columns of several rows at
+    once, and prompts and completions that are all texts or all messages. Nothing here reads what is inside lists and
+    objects, such as the arguments of tests, so that may differ from row to row."""
     for name, value in row.items():
         if value is None:
             continue
@@ -188,7 +188,7 @@ def load_prompts(name_or_path: str) -> list[Any]:
     In the place of a line that cannot be read or has no prompt stands the UserError that says so, with its number.
 
     Raises:
-      UserError: there is no such file, or it has no rows, of no line at all a prompt: it is the first one's then.
+      UserError: there is no such file, it has no rows, or no line has a prompt; then it is the first line's error.
     """
     path = _row_file(name_or_path)
     rows = [row for _, row in read_lines(path, read_bytes(path))]

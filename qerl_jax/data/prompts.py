@@ -1,6 +1,6 @@
 """Prompts: what one may be, and as token ids.
 
-Tokenizers are given by the caller: who only checks prompts imports neither transformers nor JAX.
+The caller brings the tokenizer, so that code which only checks prompts imports neither transformers nor JAX.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -31,8 +31,8 @@ def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, ma
 def plain_attention(
     q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask: jax.Array | None, is_causal: bool = False
 ) -> jax.Array:
-    """Grouped-query attention by XLA's products. On a CPU these have no float16 with float32 sums, which JAX asks for
-    by name there: what is between its inputs and its result is float32 then."""
+    """Grouped-query attention by XLA's products. JAX asks for float32 sums, which products of float16 do not have on a
+    CPU; there everything between inputs and result is float32."""
     dtype = q_BTHE.dtype
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
         q_BTHE, k_BTKE, v_BTKE = (x.astype(jnp.float32) for x in (q_BTHE, k_BTKE, v_BTKE))

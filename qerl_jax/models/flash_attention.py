@@ -5,8 +5,8 @@ a fixed one, which it does in a program that is compiled without nondeterministi
 into the first of several equal calls only, and does not find the others when the program runs (`IndexError:
 raw_hash_map<>::at`; `HloCustomCallToCuDnnGraph` in its cudnn_custom_call_compiler.cc). So the calls must say it
 themselves (`force_deterministic` of CudnnfMHABackendConfig), and only in such a program, or the same happens the other
-way round. `jax.nn.dot_product_attention` has no word for it: under `jax.grad` the two calls are made here, as it makes
-them but for that field. It also refuses an odd number of positions there, which cuDNN does not.
+way round. `jax.nn.dot_product_attention` has no argument for it. So under `jax.grad` the two calls are made here, as it
+makes them but for that field. (It also refuses an odd number of positions under `jax.grad`, which cuDNN does not.)
 
 Dimension letters: B rows, T positions, H query heads, K key-value heads, E head size.
 """

@@ -11,8 +11,8 @@ from qerl_jax.models.params import LoRA
 
 
 def fewest_rows() -> int:
-    """Rows of a product at least: two on a CPU, where XLA takes another path for a lone one. Its last bits differ, and
-    a row's result must not depend on how many rows stand beside it."""
+    """The fewest rows of a product: two on a CPU, where XLA takes another path for a lone one. Its last bits differ,
+    and a row's result must not depend on how many rows stand beside it."""
     return 2 if jax.default_backend() == "cpu" else 1
 
 
@@ -76,12 +76,13 @@ def linears(
     *,
     unrounded: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`linear` for several weights that read the same x (q, k, v; gate, up): one kernel where there is one, which for
-    few rows adds LoRA and biases too; the biases then get no gradient either. `unrounded` results are float32 whatever
-    x's dtype: the sums, for what is added to something wider.
+    """`linear` for several weights that read the same x (q, k, v; gate, up), by one kernel where there is one.
 
-    With the kernels a result is rounded once, after LoRA and bias, also where they are added outside: a sampler and a
-    learner whose first layers round at other places differ by that everywhere.
+    For few rows the kernel adds LoRA and biases too; then the biases get no gradient either. `unrounded` results are
+    the float32 sums whatever x's dtype, to be added to something wider.
+
+    With the kernels a result is rounded once, after LoRA and bias, even where those are added outside of the kernel: if
+    sampler and learner rounded at different places in their first layers, they would differ everywhere after.
     """
     out_dtype = jnp.promote_types(x.dtype, jnp.float32) if unrounded else x.dtype
     _check_inputs(x, weights)
@@ -108,8 +109,8 @@ def gated_mlp(
     """down(silu(gate x) * up x), the sums of `linears` unrounded, of the weights, LoRA pairs and biases of gate, up and
     down.
 
-    With kernels for all three SwiGLU is a part of them, and gate and up are not rounded before it; else they are
-    rounded to x's dtype. `reads_down` is told what down reads, which takes it to be made by itself.
+    With kernels for all three, SwiGLU is a part of them, and gate and up are not rounded before it; else they are
+    rounded to x's dtype. `reads_down` is called with what down reads, which then has to exist, so no kernel joins them.
     """
     _check_inputs(x, weights[:2])
     out_dtype = jnp.promote_types(x.dtype, jnp.float32)

@@ -1,7 +1,7 @@
 """From a mapped file to the device, without a second copy of a tensor in memory.
 
-A tensor is copied a piece at a time into memory of its own, and the file's pages are let go behind the copy: neither
-they nor a whole tensor in another dtype stand beside what is being made. On a CPU the device array then is that memory.
+A tensor is copied a piece at a time into memory of its own, and the file's pages are released behind the copy. So
+neither they nor a whole tensor in another dtype exist beside the result. On a CPU that memory becomes the device array.
 """
 
 import mmap
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 _PIECE = 16 << 20  # bytes: long enough to read ahead, little against any tensor worth counting
-_ALIGNMENT = 64  # what XLA's CPU backend asks for, or it copies once more
+_ALIGNMENT = 64  # XLA's CPU backend copies what is not aligned so
 
 
 def to_device(view: np.ndarray, dtype: np.dtype | None = None) -> jax.Array:

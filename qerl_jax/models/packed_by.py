@@ -31,8 +31,8 @@ def packing_of(hf: dict[str, Any], folder: Path) -> Packing | None:
 
 
 def rounded_to(path: str | os.PathLike[str], weight_format: str | None) -> str:
-    """The format whose values a model's linear weights have once they are loaded: of a packed folder its own, also
-    where they are unpacked; "bf16" where no 4-bit format has rounded them, in whatever dtype they are.
+    """The format whose values a model's linear weights have once they are loaded: for a packed folder its own, even if
+    they are unpacked; "bf16" if no 4-bit format has rounded them, whatever their dtype.
 
     Args:
       path, weight_format: as for `load_model`.

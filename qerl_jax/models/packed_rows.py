@@ -1,8 +1,8 @@
 """Rows of different lengths in one pack: one behind the other, without padding between.
 
-Nearly all of a network computes token by token and takes a pack as one long row. Where rows must stand apart, in
-attention, they are taken out into a frame of rows of one width, and the results put back. Where the pack has no more
-rows than its slots have room for at the full width, they stand in it as in that frame, and nothing is moved.
+Nearly all of a network computes token by token and takes a pack as one long row. Attention alone needs the rows apart:
+they are taken out into a frame, rows of one width, and the results are put back. If the pack has no more rows than fit
+into its slots at the full width, they stand in the pack as in that frame, and nothing is moved.
 
 Dimension letters: L token slots of a pack, N the most rows in it, F rows of a frame, W its width.
 """
@@ -13,8 +13,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-NARROWEST = 128  # of frames that are narrower than the longest row: to attend in fewer slots saves next to nothing
-_MULTIPLE = 16  # of such a width
+NARROWEST = 128  # width of a frame that is narrower than the longest row; fewer slots to attend in save next to nothing
+_MULTIPLE = 16  # a divisor of such a width
 
 
 class Frame(NamedTuple):
@@ -29,11 +29,11 @@ class Frame(NamedTuple):
 
 
 def frames_of(rows: int, slots: int, longest: int) -> tuple[Frame, ...]:
-    """The frames of a pack of `slots` token slots and up to so many `rows`, what is cheapest to attend in first.
+    """The frames of a pack of `slots` token slots and up to so many `rows`, the cheapest to attend in first.
 
-    Of the full width one as large as the pack; of it, and of about a half, a quarter, .. one twice as large, for rows
-    that are at most as long and more than half of it: these fill the pack before they are too many. Shorter rows than
-    of the narrowest frame may be too many (see `most_rows`).
+    One frame has the full width and as many slots as the pack. The others have twice as many, of the full width and of
+    about a half, a quarter, .. of it. Rows that are longer than half of such a width fill the pack before there are too
+    many of them for the frame. Rows that are shorter than half of the narrowest may be too many (see `most_rows`).
     """
     found = {Frame(min(rows, max(1, slots // longest)), longest)}
     width, parts = longest, 1
@@ -46,14 +46,14 @@ def frames_of(rows: int, slots: int, longest: int) -> tuple[Frame, ...]:
 
 
 def most_rows(frames: tuple[Frame, ...], lengths: jax.Array) -> jax.Array:
-    """How many rows a frame holds at most, of which the longest has so many tokens; int32, elementwise."""
+    """The most rows that a frame holds if the longest of them has so many tokens; int32, elementwise."""
     holds = [jnp.where(lengths <= frame.width, frame.rows, 0) for frame in frames]
     return jnp.max(jnp.stack(holds), axis=0).astype(jnp.int32)
 
 
 class PackedRows(flax.struct.PyTreeNode):
-    """Where the tokens of a pack stand, all int32. Slots behind a row repeat its last token: its place is theirs, and
-    nothing reads them."""
+    """Where the tokens of a pack stand, all int32. Slots behind a row repeat its last token, with that token's place,
+    and nothing reads them."""
 
     starts_N: jax.Array  # the slot of each row's first token
     lengths_N: jax.Array  # rows of no tokens come last
@@ -68,7 +68,7 @@ def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
     """The pack of rows of these lengths.
 
     Args:
-      lengths_N: 1 to `longest`, 0 of the last ones; the sum is at most `slots`, and a frame of `frames_of` holds them.
+      lengths_N: 1 to `longest`, or 0 at the end; the sum is at most `slots`, and a frame of `frames_of` holds them.
       slots: L.
       longest: tokens of the longest row that there may be.
     """
@@ -87,8 +87,8 @@ def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
 
 
 def in_a_row(lengths_N: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Parts of these lengths one behind the other, those of length 0 last: each slot's part, its place in that, whether
-    there is one (or else the last one's last place), [slots]; and where each part starts [N]."""
+    """Parts of these lengths one behind the other, those of length 0 last. Returns each slot's part, its place in the
+    part, and whether there is one (else both are the last part's end), [slots]; and where each part starts [N]."""
     ends_N = jnp.cumsum(lengths_N, dtype=jnp.int32)
     starts_N = ends_N - lengths_N
     slot_L = jnp.arange(slots, dtype=jnp.int32)
@@ -112,10 +112,10 @@ def moved(x: jax.Array, to: jax.Array, back: jax.Array) -> jax.Array:
 
     Args:
       x: [M, ...].
-      to: int32 of any shape, from 0 to M - 1. Of what is moved to several places only that in `back` may have a
-        gradient that is not 0.
-      back: int32 [M], where in the result, whose dimensions are counted through, x's numbers have gone; negative if
-        nowhere.
+      to: int32 of any shape, from 0 to M - 1. If an entry of x is moved to several places, only the one in `back` may
+        have a gradient that is not 0.
+      back: int32 [M], for each entry of x its place in the result, counted over all dimensions of `to`; negative if it
+        has none.
     """
     return x.at[to].get(mode="promise_in_bounds")
 
@@ -135,9 +135,9 @@ moved.defvjp(_moved, _moved_back)
 
 
 class Placed(NamedTuple):
-    """Where tokens are in a pack and in one of its frames, for `moved`: of each place of the frame the token's slot,
-    its row's last where it has none, [F, W]; of each slot its place in the frame, [L]; and which are real on either
-    side."""
+    """Where tokens are in a pack and in one of its frames, for `moved`: for each place of the frame the token's slot
+    (or that of the row's last token, where it has none), [F, W]; for each slot its place in the frame, [L]; and on
+    either side which are real."""
 
     slot_FW: jax.Array
     place_L: jax.Array
@@ -167,7 +167,7 @@ def _where(real: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class AsItStands(NamedTuple):
-    """`Placed` in a frame that the pack is already. What is no token has no gradient there as here."""
+    """`Placed`, for a frame whose shape the pack has already. On both sides what is no token has no gradient."""
 
     frame: Frame
 
@@ -185,7 +185,7 @@ class AsItStands(NamedTuple):
 
 
 def placed(pack: PackedRows, frame: Frame) -> Placed | AsItStands:
-    """The pack in one of its frames; of no meaning where it is another one that its rows are taken out into."""
+    """The pack in one of its frames; it has no meaning unless this is the frame that the rows are taken out into."""
     (F, W), L = frame, pack.row_L.shape[0]
     if frame.fills(L):
         return AsItStands(frame)

@@ -20,8 +20,8 @@ PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
 class Layer(flax.struct.PyTreeNode):
-    """One transformer block. Norm scales are float32: [D], and [E] for those of queries and keys. What the network
-    has not (see `small_shapes`) is None."""
+    """One transformer block. Norm scales are float32: [D], and [E] for those of queries and keys. What the network does
+    not have (see `small_shapes`) is None."""
 
     input_norm: jax.Array
     post_attention_norm: jax.Array
@@ -88,7 +88,7 @@ class LoRA(flax.struct.PyTreeNode):
     rank_stabilised: bool = flax.struct.field(pytree_node=False, default=False)
 
 
-# With them every scaling is a float: Python's whole numbers go beyond.
+# Within these every scaling is a float; Python's whole numbers may be larger.
 MOST_RANK, MOST_ALPHA = 2**31 - 1, 1e30
 
 
@@ -106,8 +106,8 @@ def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:
 
 
 def lora_alpha(rank: int, scaling: float, use_rslora: bool) -> float:
-    """The alpha whose `lora_scaling` this is, whole if it can be. A quotient and a product may miss it by an ulp: an
-    alpha of 16 would be 15.999999999999998."""
+    """The alpha whose `lora_scaling` this is, a whole number if possible. Dividing and multiplying may miss it by an
+    ulp: an alpha of 16 would be 15.999999999999998."""
     alpha = float(scaling) / lora_scaling(rank, 1.0, use_rslora)
     near = round(alpha), alpha, math.nextafter(alpha, 0), math.nextafter(alpha, math.inf)
     return next((one for one in near if lora_scaling(rank, one, use_rslora) == scaling), alpha)

@@ -5,8 +5,8 @@ row's values do not depend on its neighbours. Left-padded batches are accepted t
 
 The residual stream is float32 whatever the compute dtype, that of the embeddings: every layer adds to it, and in
 16 bits each of those sums would be rounded at the size of the whole stream. The sampler and the learner compute the
-same sums in other orders; once they differ, so do their roundings, and these are the largest. Projections read the
-stream normed and rounded to the compute dtype, and those that write to it give float32.
+same sums in different orders. Once they differ, so do their roundings, and these roundings would be the largest of all.
+Projections read the stream normed and rounded to the compute dtype, and those that write to it give float32.
 
 Dimension letters: B rows, T positions, D hidden size, V vocabulary, H query heads, K key-value heads, Q = H / K query
 heads per key-value head, E head size.
@@ -177,9 +177,9 @@ def lora_of(adapter: Adapter | None, layer: int) -> dict[str, LoRA]:
 
 @jax.custom_vjp
 def in_turn(trained: Any) -> Any:
-    """What it is given. In the backward pass all its gradients are there before any of them is used: a layer's, before
-    the layers below it begin. Nothing else waits for an adapter's gradients, and a compiler that puts them off keeps
-    what they multiply, the largest activations, of all layers."""
+    """The identity; but in the backward pass all its gradients are complete before any of them is used, so a layer's
+    before the layers below it begin. Nothing else waits for an adapter's gradients. A compiler that puts them off has
+    to keep what they multiply, the largest activations, for all layers."""
     return trained
 
 
@@ -207,7 +207,7 @@ def forward(
       attention_mask_BT: 1 where a token is real; None where rows are padded on the right only.
       pack: where the rows stand that the one row of `tokens_BT` [1, L] is a pack of; not with a mask.
       gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
-      keep: given a layer's number, keys and values, what to return of them; it is made before the next layer begins.
+      keep: makes of a layer's number, keys and values what is returned of them, before the next layer begins.
 
     Returns:
       hidden_BTD after the final norm, and each layer's rotated keys and values [B, T, K, E], or what `keep` made of
@@ -226,7 +226,7 @@ def forward(
     plain = functools.partial(block, config, base.embed.dtype, attend)
     run = jax.checkpoint(plain) if gradient_checkpointing else plain
     x_BTD = embedded(model, tokens_BT)
-    if isinstance(x_BTD, jax.core.Tracer):  # as a function it is traced, and written down, once for all layers alike
+    if isinstance(x_BTD, jax.core.Tracer):  # so that it is traced and lowered once for all layers of a kind
         run = jax.jit(run)
     caches = []
     for i, layer in enumerate(base.layers):

@@ -1,8 +1,8 @@
-"""Adapters held against the weights that they are to be used with, before those are read.
+"""Adapters compared with the weights that they are to be used with, before those are read.
 
-An adapter that was trained on weights as a 4-bit format rounds them answers otherwise on plain ones, and the other way
-round. AWQ divides a norm scale by s and multiplies the columns that read it by s, which the network does not see; an
-adapter does. One that was trained on the plain model fits no scaled base, though every shape agrees.
+An adapter that was trained on weights rounded to a 4-bit format answers differently on plain ones, and the other way
+round. AWQ divides a norm scale by s and multiplies the columns that read it by s: the network stays the same, but an
+adapter reads other inputs. One that was trained on the plain model fits no scaled base, though every shape agrees.
 """
 
 import logging
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 def check_adapter(
     adapter: str | os.PathLike[str], base: str | os.PathLike[str], train_norms: bool | None = None
 ) -> None:
-    """Refuses what `load_adapter` would refuse, and what `trained_format` would; no weight of the base is read. For who
-    loads a large model first, and an adapter for it then.
+    """Refuses what `load_adapter` and `trained_format` would refuse; no weight of the base is read. For callers that
+    load a large model before its adapter.
 
     Args:
       adapter, train_norms: as for `load_adapter`.
@@ -41,9 +41,9 @@ def check_adapter(
 
 
 def warn_of_scaled_base(adapter: str | os.PathLike[str], base: str | os.PathLike[str]) -> None:
-    """Says so where `base` is a folder that AWQ has made and the adapter names another base, by its last part.
+    """Warns if `base` is a folder that AWQ has made and the adapter names another base, by the last part of its path.
 
-    Of a folder without the report, as an export of one that AWQ has made, nothing is known.
+    Of a folder without the report, such as an export of one that AWQ has made, nothing is known.
 
     Args:
       adapter: as for `load_adapter`.
@@ -92,7 +92,7 @@ def warn_of_other_format(
     weight_format: str | None,
     option: str | None = "weight_format (--weight-format)",
 ) -> None:
-    """Says so where the weights of `base`, loaded as `weight_format`, are not rounded as those that the adapter was
+    """Warns if the weights of `base`, loaded as `weight_format`, are rounded otherwise than those that the adapter was
     trained on.
 
     Args:

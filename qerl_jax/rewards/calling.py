@@ -38,8 +38,8 @@ def call(
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
     given |= {name: columns[name] for name in accepted(spec, function, list(columns))}
-    # A function may change what it is given: neither another completion of the group, which has the same row, nor the
-    # next function, nor `prompts` below is to see it.
+    # A function may change what it is given. Other completions of the group, which have the same row, the next function
+    # and `prompts` below must not see that.
     arguments = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
     return checked(spec, function(**arguments), prompts)
 
@@ -48,8 +48,8 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
     """Those of a data set's columns that the function takes.
 
     Raises:
-      UserError: it is asynchronous, it does not take `ARGUMENTS`, or something not by its name, one of them is the name
-        of a column too, or a column that it needs is missing.
+      UserError: it is asynchronous, it does not take `ARGUMENTS`, it takes something by position only, a column has the
+        name of one of `ARGUMENTS`, or a column that it needs is missing.
     """
     if any(inspect.iscoroutinefunction(called) for called in (function, getattr(function, "__call__", None))):  # noqa: B004
         raise UserError(f"reward function {spec!r} is `async def`, but is not awaited: make it a plain function")

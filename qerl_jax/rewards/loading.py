@@ -70,8 +70,8 @@ def parse_name(spec: str) -> RewardName:
 
 
 def titles(specs: Sequence[str]) -> list[str]:
-    """The names that metrics show, one for each name in a config: the shortest that no other has of a function's own,
-    with its module or file's name before it, and with all of the path."""
+    """The names that metrics show, one for each name in a config. Each is the shortest that no other has: the
+    function's own, that with its module or file's name before it, or the whole name."""
     found = [spec.rpartition(":")[2] for spec in specs]
     for longer in (lambda spec: spec.rpartition("/")[2], str):
         found = [longer(spec) if found.count(name) > 1 else name for spec, name in zip(specs, found, strict=True)]

@@ -4,10 +4,10 @@
 
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
 the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
-its source, then calls, or data sets' columns to be held against the function's signature. What the user's code prints
+its source, then calls, or data sets' columns to be compared with the function's signature. What the user's code prints
 goes to stderr, or nowhere once nobody reads that. While a call runs, a watchdog that needs no interpreter lock ends the
-process at the deadline and leaves the stack of every thread in the file STACK_FD; another one does once the parent is
-gone. So no worker outlives a parent that was killed by more than a call.
+process at the deadline and leaves the stack of every thread in the file STACK_FD; another one ends it once the parent
+is gone. So no worker outlives a killed parent by more than a call.
 """
 
 import faulthandler
