@@ -11,15 +11,11 @@ The arrays pass through host memory both ways, so a checkpoint does not depend o
 """
 
 import contextlib
-import errno
 import json
 import logging
 import operator
 import os
-import re
 import shutil
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from qerl_jax.durable import flush, flush_tree, make_folder, refuse_no_folder, with_home
 from qerl_jax.errors import UserError
@@ -41,18 +36,12 @@ from qerl_jax.manifest import (
     verify_leaves,
     write_manifest,
 )
+from qerl_jax.orbax_arrays import read_arrays, remove_until_gone, system_error, write_arrays
 
 __all__ = ["checkpoint_steps", "newest_progress", "remove_partial", "restore_checkpoint", "save_checkpoint"]
 
 _ARRAYS = "arrays"
 _TEMP, _OLD = ".tmp-", ".old-"
-# Characters of a path that orbax reads as a pattern, tensorstore as a /, or both as the end of a URL's scheme.
-_MISREAD = re.compile(r"[\[*?\\:]")
-# How orbax tells of the system's error in a ValueError of its own.
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-# Seconds for which the files of a failed save must stay away, and after which removing them is left to the next save.
-_QUIET, _PATIENCE = 0.5, 10.0
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}  # errors of a removal that a second try meets again
 _logger = logging.getLogger(__name__)
 
 
@@ -128,11 +117,9 @@ def save_checkpoint(
     try:
         _write(temp, step, leaves, static_fields(tree), progress)
     except (OSError, ValueError) as error:
-        named = _OS_ERROR.search(str(error))
-        number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None
-        if number is None:
+        if (number := system_error(error)) is None:
             raise
-        _remove_until_gone(temp)
+        remove_until_gone(temp)
         failed = f"{directory}: the checkpoint of step {step} could not be written ({os.strerror(number)})"
         remedy = "Make room there, or allow writing, and"
         if not earlier:
@@ -166,71 +153,17 @@ def _no_json(value: Any, place: str = "progress") -> str:
     return "" if fine else f"{place} is {value!r:.60} ({type(value).__name__})"
 
 
-def _remove_until_gone(folder: Path) -> None:
-    """Removes a folder that may reappear meanwhile: orbax raises what the first of its threads raised, while others
-    still write and make the folders that they miss. What the system refuses to remove is left."""
-    refusals: set[int | None] = set()
-
-    def note(function: Any, path: str, error: BaseException) -> None:
-        refusals.add(getattr(error, "errno", None))
-
-    began = seen = time.monotonic()
-    while (now := time.monotonic()) - seen < _QUIET and now - began < _PATIENCE and refusals.isdisjoint(_FORBIDDEN):
-        if os.path.exists(folder):  # a Path's own raises where its parent may not be entered
-            shutil.rmtree(folder, onexc=note)
-            seen = now
-        time.sleep(0.02)
-
-
 def _write(temp: Path, step: int, leaves: dict[str, Any], static: dict[str, Any], progress: Mapping[str, Any]) -> None:
     """Writes all files of a checkpoint to the new folder `temp` and flushes them."""
     host = {name: _to_host(leaf) for name, leaf in leaves.items()}
-    # Orbax refuses arrays without elements; the target alone says all there is to know about them.
+    # Orbax refuses arrays without elements; their shapes say all there is to know about them.
     stored = {name: array for name, array in host.items() if array.size}
     if stored:
-        with (
-            _tracebacks_unlogged(),
-            _well_named(temp.parent) as directory,
-            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-        ):
-            checkpointer.save(directory / temp.name / _ARRAYS, args=ocp.args.PyTreeSave(stored))
+        write_arrays(temp, _ARRAYS, stored)
     else:
         temp.mkdir()
     write_manifest(temp, step, progress, leaves, host, static)
     flush_tree(temp)
-
-
-@contextlib.contextmanager
-def _well_named(folder: Path) -> Iterator[Path]:
-    """`folder` by a path that orbax reads as it is meant: its own or, if that has characters of `_MISREAD`, a link's.
-    Below `runs/lr[1e-5]` orbax saved without a word what it could not read again."""
-    if not _MISREAD.search(str(folder)):
-        yield folder
-        return
-    if _MISREAD.search(tempfile.gettempdir()):
-        raise UserError(
-            f"{folder}: orbax takes one of [ * ? \\ : in a path for a pattern, and would in that of a link in the "
-            f"folder for temporary files, {tempfile.gettempdir()}; choose another folder, or set TMPDIR to another one"
-        )
-    with tempfile.TemporaryDirectory() as place:
-        link = Path(place) / "folder"
-        link.symlink_to(folder)
-        yield link
-
-
-@contextlib.contextmanager
-def _tracebacks_unlogged() -> Iterator[None]:
-    """Keeps orbax from logging a traceback for each thread that failed: it raises their error anyway."""
-
-    def without(record: logging.LogRecord) -> bool:
-        return record.exc_info is None
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(without)
-    try:
-        yield
-    finally:
-        logger.removeFilter(without)
 
 
 def restore_checkpoint[Tree](
@@ -291,7 +224,15 @@ def _read(folder: Path, step: int, target: Any) -> tuple[dict[str, Any], dict[st
     manifest = read_manifest(folder, step)
     match_target(folder, manifest, _leaves(target), static_fields(target))
     try:
-        return manifest, _read_arrays(folder, manifest["leaves"])
+        leaves = manifest["leaves"]
+        stored = [name for name, leaf in leaves.items() if 0 not in leaf["shape"]]
+        host = {
+            n: np.zeros(leaf["shape"], jnp.dtype(leaf["dtype"])) for n, leaf in leaves.items() if 0 in leaf["shape"]
+        }
+        if stored:
+            host |= read_arrays(folder / _ARRAYS, stored)
+        verify_leaves(host, leaves)
+        return manifest, host
     except (OSError, ValueError) as error:  # orbax raises either, depending on what has gone already
         if folder.is_dir():
             raise
@@ -362,20 +303,3 @@ def _to_device(array: np.ndarray, target: Any, prng: str | None) -> Any:
     # A copy of the memory: on CPU jax may share numpy's otherwise, and the next step donates it.
     placed = jax.device_put(array, None if prng else device, may_alias=False)
     return jax.device_put(jax.random.wrap_key_data(placed, impl=prng), device) if prng else placed
-
-
-def _read_arrays(folder: Path, leaves: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Every leaf as a host array, its digest verified."""
-    shapes = {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
-    names = [name for name, shape in shapes.items() if 0 not in shape]
-    host = {name: np.zeros(shapes[name], jnp.dtype(leaves[name]["dtype"])) for name in leaves if name not in names}
-    if names:
-        restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        args = ocp.args.PyTreeRestore({name: 0 for name in names}, restore_args=restore_args)
-        with (
-            _well_named(folder) as directory,
-            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-        ):
-            host |= checkpointer.restore(directory / _ARRAYS, args=args)
-    verify_leaves(host, leaves)
-    return host

@@ -25,7 +25,7 @@ import optax
 import pytest
 from full_disk import full_disk
 
-from qerl_jax import checkpoints
+from qerl_jax import checkpoints, orbax_arrays
 from qerl_jax.checkpoints import (
     checkpoint_steps,
     newest_progress,
@@ -314,7 +314,7 @@ def test_a_folder_that_takes_no_writes_any_more_is_told_at_once(tmp_path, monkey
 
     save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
     monkeypatch.setattr(checkpoints, "_write", write)
-    monkeypatch.setattr(checkpoints, "_PATIENCE", 4.0)
+    monkeypatch.setattr(orbax_arrays, "_PATIENCE", 4.0)
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"{os.strerror(number)}\); older ones are as they were"):
         save_checkpoint(tmp_path, 2, make_tree(2), PROGRESS)
