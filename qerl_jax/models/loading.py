@@ -32,7 +32,7 @@ from qerl_jax.program import program
 from qerl_jax.progress import Progress
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
     "post_attention_norm": "post_attention_layernorm.weight",
@@ -66,9 +66,9 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
       packing: how its projections are stored; None where they are plain.
     """
     D, V = config.hidden_size, config.vocab_size
-    table = {_EMBED: Slot((V, D)), _NORM: Slot((D,))}
+    table = {EMBED: Slot((V, D)), NORM: Slot((D,))}
     if not config.tie_word_embeddings:
-        table[_HEAD] = Slot((V, D))
+        table[HEAD] = Slot((V, D))
     for i in range(config.num_hidden_layers):
         table |= {layer_name(i, field): Slot(shape) for field, shape in small_shapes(config).items()}
         for name in PROJECTIONS:
@@ -85,14 +85,14 @@ def named_weights(model: Model) -> dict[str, Weight]:
     """Every weight of a model by its name in a folder, in the order of the network; packed ones under the name of the
     plain weight that they stand for."""
     base = model.base
-    weights: dict[str, Weight] = {_EMBED: base.embed}
+    weights: dict[str, Weight] = {EMBED: base.embed}
     for i, layer in enumerate(base.layers):
         for field in _LAYER_NAMES:
             if (weight := getattr(layer, field)) is not None:
                 weights[layer_name(i, field)] = weight
-    weights[_NORM] = base.final_norm
+    weights[NORM] = base.final_norm
     if base.lm_head is not None:
-        weights[_HEAD] = base.lm_head
+        weights[HEAD] = base.lm_head
     return weights
 
 
@@ -188,7 +188,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             f"rounded a second time; allowed: {packing.weight_format}, bf16"
         )
     if dtype is None:
-        dtype = jnp.bfloat16 if tensors[_EMBED][1].dtype == jnp.bfloat16 else jnp.float32
+        dtype = jnp.bfloat16 if tensors[EMBED][1].dtype == jnp.bfloat16 else jnp.float32
     dtype = network_dtype(dtype)
 
     def plain(name: str, as_dtype: jnp.dtype) -> jax.Array:
@@ -228,10 +228,10 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     total = sum(array.nbytes for _, array in tensors.values())
     with Progress(f"loading {path}", len(tensors), total) as progress:
         base = Base(
-            embed=plain(_EMBED, dtype),
+            embed=plain(EMBED, dtype),
             layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
-            final_norm=plain(_NORM, jnp.dtype(jnp.float32)),
-            lm_head=None if config.tie_word_embeddings else plain(_HEAD, dtype),
+            final_norm=plain(NORM, jnp.dtype(jnp.float32)),
+            lm_head=None if config.tie_word_embeddings else plain(HEAD, dtype),
         )
     return Model(base, config)
 
@@ -244,12 +244,12 @@ def _all_finite(array: jax.Array) -> jax.Array:
 def _without_implied(found: Tensors, tied: bool, unread: tuple[str, ...]) -> Tensors:
     """`found` without tensors that follow from the configuration or from others, or whose names end as in `unread`."""
     found = {name: entry for name, entry in found.items() if not name.endswith((_DERIVED, *unread))}
-    if tied and _HEAD in found and _EMBED in found:
-        where, head = found.pop(_HEAD)
-        embed = found[_EMBED][1]
+    if tied and HEAD in found and EMBED in found:
+        where, head = found.pop(HEAD)
+        embed = found[EMBED][1]
         if head.dtype != embed.dtype or not same_bytes(head, embed):
             raise UserError(
-                f"{where}: tensor {_HEAD} differs from {_EMBED}; expected none or the same, for {CONFIG} has "
+                f"{where}: tensor {HEAD} differs from {EMBED}; expected none or the same, for {CONFIG} has "
                 "tie_word_embeddings true"
             )
     return found

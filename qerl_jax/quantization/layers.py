@@ -13,7 +13,7 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.formats import PACKED, dequantize
 from qerl_jax.models.compressed_tensors import packed_weight, stored_tensors
-from qerl_jax.models.loading import Opened, layer_name
+from qerl_jax.models.loading import EMBED, HEAD, NORM, Opened, layer_name
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
 
@@ -85,6 +85,6 @@ def ends_of(source: Opened, dtype: jnp.dtype) -> Model:
     def read(name: str, as_dtype: Any) -> jax.Array:
         return to_device(source.tensors[name][1], as_dtype)
 
-    head = None if source.config.tie_word_embeddings else read("lm_head.weight", dtype)
-    norm = read("model.norm.weight", jnp.float32)
-    return Model(Base(read("model.embed_tokens.weight", dtype), (), norm, head), source.config)
+    head = None if source.config.tie_word_embeddings else read(HEAD, dtype)
+    norm = read(NORM, jnp.float32)
+    return Model(Base(read(EMBED, dtype), (), norm, head), source.config)

@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import qerl_jax
-from qerl_jax import option_names
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.live_line import duration
 from qerl_jax.models.compressed_tensors import quantization_config
-from qerl_jax.models.loading import Opened, open_model
+from qerl_jax.models.loading import EMBED, Opened, open_model
 from qerl_jax.models.params import Layer
 from qerl_jax.models.shards import Stored, write_shards
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, write_json
 from qerl_jax.models.tokenizer import load_tokenizer
+from qerl_jax.option_names import FORMATS
 from qerl_jax.quantization.calibration import ARITHMETIC, Calibration, load_calibration
 from qerl_jax.quantization.layers import computed, ends_of, from_tensors, read_layer, to_tensors
 from qerl_jax.quantization.methods import HELD_OUT, METHODS, SEARCHED, quantize_one
@@ -38,7 +38,7 @@ from qerl_jax.quantization.rtn import round_to_nearest
 from qerl_jax.quantization.streams import Stream
 from qerl_jax.quantization.work import WorkFolder, alone, work_folders
 
-FORMATS = ("nvfp4",)
+_FORMATS = ("nvfp4",)
 _OWN_TEXT = {"builtin:quickstart": ARITHMETIC}  # what a shipped policy is calibrated on when nothing else is named
 _TOKENS_PER_BATCH = {"cpu": 4096}
 _LAYERS = "model.layers."
@@ -127,11 +127,11 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _check_options(weight_format: str, method: str) -> None:
-    if weight_format not in FORMATS:
-        hint = nearest(weight_format, FORMATS, elsewhere=option_names.FORMATS)
+    if weight_format not in _FORMATS:
+        hint = nearest(weight_format, _FORMATS, elsewhere=FORMATS)
         raise UserError(
-            f"--format is {weight_format!r}; allowed: {', '.join(FORMATS)}{hint}. Other formats have no form in files: "
-            "load_model quantizes to them"
+            f"--format is {weight_format!r}; allowed: {', '.join(_FORMATS)}{hint}. Other formats have no form in "
+            "files: load_model quantizes to them"
         )
     if method not in METHODS:
         raise UserError(f"--method is {method!r}; allowed: {', '.join(METHODS)}{nearest(method, METHODS)}")
@@ -139,7 +139,7 @@ def _check_options(weight_format: str, method: str) -> None:
 
 def _compute_dtype(opened: Opened) -> jnp.dtype:
     """What activations are computed in: bfloat16 off a CPU where the model is stored in it, or else float32."""
-    stored = opened.tensors["model.embed_tokens.weight"][1].dtype
+    stored = opened.tensors[EMBED][1].dtype
     return jnp.dtype(jnp.bfloat16 if stored == jnp.bfloat16 and jax.default_backend() != "cpu" else jnp.float32)
 
 
