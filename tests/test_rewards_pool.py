@@ -1,6 +1,7 @@
 """A user's reward functions in their own processes: errors come back, deadlines are hard, the pool goes on."""
 
 import os
+import resource
 import time
 
 import pytest
@@ -60,6 +61,20 @@ def sometimes(source):
 def score(worker, completion):
     worker.submit(["p"], [completion], [[1]], {"answer": ["1"]})
     return worker.result()
+
+
+def test_a_process_with_a_thousand_open_files(source):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        worker = Worker(parse_name(f"{source}:sometimes"), timeout=5)
+        assert score(worker, "fine") == [1.0]
+        worker.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_scores_come_back_and_prints_stay_out(source, capfd):

@@ -76,13 +76,21 @@ class Worker:
         os.set_blocking(pipe, False)
         data = memoryview(channel.packed(message))
         while data:
-            _, writable, _ = select.select([], [pipe], [], max(0.0, self._deadline - time.monotonic()))
-            if not writable:
+            if not self._in_time(pipe, select.POLLOUT):
                 return  # the answer's deadline has passed as well; `_receive` reports it
             try:
                 data = data[os.write(pipe, data) :]
             except BrokenPipeError:
                 return  # the worker died; `_receive` reports it
+
+    def _in_time(self, pipe: int, event: int) -> bool:
+        """Waits until a pipe can be read or written, or the deadline has passed; whether it can."""
+        poll = select.poll()  # select.select takes no file number beyond 1023
+        poll.register(pipe, event)
+        while (left := self._deadline - time.monotonic()) > 0:
+            if poll.poll(min(1000 * left, 1e9)):  # milliseconds, in an int32
+                return True
+        return bool(poll.poll(0))
 
     def _receive(self, what: str) -> Any:
         """The answer to the last request.
@@ -95,7 +103,7 @@ class Worker:
         complete = False
         answer: tuple[str, Any] = ("", None)
         while not complete:
-            readable, _, _ = select.select([pipe], [], [], max(0.0, self._deadline - time.monotonic()))
+            readable = self._in_time(pipe, select.POLLIN)
             data = os.read(pipe, 1 << 20) if readable else b""
             if not data:
                 raise UserError(self._obituary(what, timed_out=not readable))
