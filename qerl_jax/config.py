@@ -113,7 +113,7 @@ class RewardFunction:
 @dataclass(frozen=True, config=_FROZEN)
 class RewardOptions:
     """The reward is the weighted sum of the functions that apply; `timeout` is the deadline of one call, in seconds.
-    `soft_punish_cache` is of soft_overlong_punishment: the last tokens of max_completion_length, where it acts."""
+    `soft_punish_cache` belongs to soft_overlong_punishment: it acts on so many last tokens of max_completion_length."""
 
     functions: tuple[RewardFunction, ...] = (RewardFunction("accuracy", 1.0), RewardFunction("format", 0.2))
     timeout: Seconds = 30.0
@@ -131,9 +131,9 @@ class SamplerCorrection:
 
 @dataclass(frozen=True, config=_FROZEN)
 class DynamicSampling:
-    """DAPO's (arXiv 2503.14476, section 3.2): groups that score the same all through on the reward function `metric`,
-    named as in metrics, are replaced by groups of the next prompts, in `max_rounds` rounds of sampling at most; null
-    replaces none, and one round only measures."""
+    """DAPO's (arXiv 2503.14476, section 3.2): groups whose completions all score the same on the reward function
+    `metric`, named as in metrics, are replaced by groups of the next prompts, in at most `max_rounds` rounds of
+    sampling. metric null replaces none; max_rounds 1 only measures."""
 
     metric: Location | None = None
     max_rounds: Count = 8
@@ -192,7 +192,7 @@ class NoiseOptions:
 @dataclass(frozen=True, config=_FROZEN)
 class EvaluationOptions:
     """Accuracy on held-out problems, sampled and greedy: before and after the run, and every eval_steps if given. With
-    several sampled completions of each problem also pass@k."""
+    several sampled completions of each problem, pass@k too."""
 
     eval_dataset: Location = "arithmetic"
     num_problems: Count = 512  # the first of them; all, where there are fewer

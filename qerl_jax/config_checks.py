@@ -1,4 +1,4 @@
-"""The checks between options: those that do not go together, and those that would have no effect."""
+"""Checks between options: which do not go together, and which would have no effect."""
 
 from typing import TYPE_CHECKING
 
@@ -126,10 +126,10 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         rest = ("grpo.steps_per_generation", "optimizer.gradient_accumulation_steps")
         causes = ("grpo.old_logprobs", "grpo.num_iterations", *rest)
         add(f"{why} and is never clipped", causes, "grpo.epsilon", "grpo.delta")
-        if not cispo:  # which is refused without an epsilon_high of its own: it has to be named, with effect or without
+        if not cispo:  # which is refused at the default: there epsilon_high has to be set, with an effect or without
             add(f"{why} and is never clipped", (*causes, kind), "grpo.epsilon_high")
-        # The gradient of a row's ratio is the mean over the row's tokens, of which all have the same unless the
-        # correction weighs them one by one; of cispo's loss the ratio has no part in the gradient.
+        # The gradient of a row's ratio is the mean over the row's tokens, and the same as by tokens unless the
+        # correction weighs them one by one. In cispo's loss the ratio has no gradient.
         if cispo or level != "token":
             why += ", of tokens and of rows, and the gradient is the same"
             add(why, (*causes, kind, "grpo.sampler_correction.level"), "grpo.importance_sampling_level")

@@ -97,8 +97,8 @@ def _resolve(root: type, location: tuple[str | int, ...]) -> tuple[Any, Any, tup
 
 
 def _advice(owner: type, path: tuple[str | int, ...], root: type) -> str:
-    """Where the unknown option lives, else the nearest name in its section, else the nearest one anywhere; of a known
-    one that YAML has joined with its value, how they are parted."""
+    """Where the unknown option lives, else the nearest name in its section, else the nearest one anywhere. For a known
+    one that YAML has read as one word with its value, how to separate them."""
     known, name = list(get_type_hints(owner)), str(path[-1])
     before, colon, after = name.partition(":")
     if colon and before in known:

@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object: whatever does not fit is named with its file and its key."""
+"""Typed reading of a JSON object; an error names the file and the key."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -139,8 +139,8 @@ def _read_yaml(text: str) -> tuple[Node | None, Any]:
 
 
 def _refuse_repeats(node: Node | None) -> None:
-    """Raises MarkedYAMLError where a mapping has a key twice, of which ruamel does not say where the first one is, or
-    something holds itself by an alias, which ruamel reads."""
+    """Raises MarkedYAMLError where a mapping has a key twice (ruamel does not say where the first one is), or where
+    something holds itself by an alias (ruamel accepts it)."""
     seen: set[Node] = set()
 
     def look(node: Node | None, mark: Any, around: tuple[Node, ...]) -> None:
@@ -213,7 +213,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
         section = inner
     section[last] = value
     for old in [name for name in sources if name.startswith(f"{option}.")]:
-        del sources[old]  # with the section as a whole goes what it was
+        del sources[old]  # what was in the section is gone with it
     sources |= found
 
 

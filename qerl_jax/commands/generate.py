@@ -185,13 +185,13 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 def _check_output(name: str, prompts: str | None) -> None:
     """Refuses a name that no file can have or that may not be written, and the file of the prompts, without touching
     one that is there."""
-    file = Path(os.path.realpath(name))  # of a link what it leads to, which need not be there
+    file = Path(os.path.realpath(name))  # a link's target, which need not exist
     of_prompts = os.path.expanduser(prompts or "")
     if file.exists() and os.path.exists(of_prompts) and file.samefile(of_prompts):
         raise UserError(f"--output {name} is the file of the prompts, which would be lost; choose another name")
     if file.is_dir():
         raise UserError(f"--output {name} is a folder; expected the name of a file")
-    for folder in (file.parent, Path(name).parent):  # of `gone/../rows.jsonl` the second
+    for folder in (file.parent, Path(name).parent):  # the second fails for `gone/../rows.jsonl`
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--output {name}: {folder} is a file; choose another name")
         if not folder.is_dir():
@@ -213,7 +213,7 @@ def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool,
 
 def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, file: TextIO) -> None:
     for answer in answers:
-        prompt = prompts[answer.prompt]  # of a line that cannot be read why
+        prompt = prompts[answer.prompt]  # or why its line cannot be read
         row: dict[str, Any] = {"row": answer.prompt, "prompt": None if isinstance(prompt, UserError) else prompt}
         if answer.error is not None:
             row["error"] = answer.error

@@ -1,8 +1,8 @@
 """Arithmetic that is rounded once and correctly, on every backend.
 
-Neither division nor rounding can be left to XLA as they stand: on CPU it multiplies by the reciprocal of a broadcast
-divisor, on GPU its float32 division is approximate, one ulp off for up to a third of all values, a product and a sum
-become one operation, and a conversion to bfloat16 and back vanishes.
+Neither division nor rounding can be left to XLA. On a CPU it multiplies by the reciprocal of a broadcast divisor. On a
+GPU its float32 division is approximate, one ulp off for up to a third of all values; it joins a product and a sum into
+one operation, and drops a conversion to bfloat16 and back.
 """
 
 import jax

@@ -21,7 +21,7 @@ from qerl_jax.models.shards import Stored
 
 
 def merge_adapter(model: Model, adapter: Adapter) -> Model:
-    """The network that computes alone what `model` computes with `adapter`: plain weights in the embeddings' dtype.
+    """The network that computes by itself what `model` computes with `adapter`: plain weights in the embeddings' dtype.
 
     It takes as much memory as the model in that dtype; `save_merged` needs one tensor at a time.
 

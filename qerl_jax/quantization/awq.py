@@ -33,7 +33,7 @@ from qerl_jax.quantization.block_scales import nearest_values, search_block_scal
 from qerl_jax.quantization.observation import GROUPS, Seen, squared_output
 
 GRID = 20
-# What divides by a scale in place of a projection's inputs, beside the rows of v and up.
+# Vectors that are divided by a scale instead of a projection's inputs; the rows of v and up are too.
 _VECTORS = ("input_norm", "post_attention_norm", "v_bias", "up_bias")
 
 

@@ -19,7 +19,7 @@ from qerl_jax.quantization.awq import smooth
 from qerl_jax.quantization.observation import GROUPS, Seen, relative_errors
 from qerl_jax.quantization.rtn import round_to_nearest
 
-# Text in the report: what scales were searched on, and what they were not.
+# Names of texts in the report: the one that scales were searched on, and the one that they were not.
 SEARCHED, HELD_OUT = "calibration", "held_out"
 
 
@@ -29,8 +29,8 @@ class Made(NamedTuple):
     Attributes:
       layer: packed projections, and norm scales and biases as they are beside them.
       report: what the method has to say.
-      rows: by projection, what its rows were divided by before it was rounded [N]; nothing where it has no entry.
-      columns: by group, what the columns of its projections were multiplied by [K]; nothing where it has no entry.
+      rows: by projection, what its rows were divided by before it was rounded [N]; no entry if they were not.
+      columns: by group, what the columns of its projections were multiplied by [K]; no entry if they were not.
     """
 
     layer: Layer

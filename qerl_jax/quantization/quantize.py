@@ -144,14 +144,15 @@ def _compute_dtype(opened: Opened) -> jnp.dtype:
 
 
 def _identity(opened: Opened) -> dict[str, list[int]]:
-    """Size and time of change of the source's files: whether they are those that an unfinished work was begun with."""
+    """Sizes and times of change of the source's files, to tell whether unfinished work was begun with the same ones."""
     files = sorted({file for file, _ in opened.tensors.values()} | {opened.folder / CONFIG})
     return {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
 
 
 class _Job(NamedTuple):
-    """What stays the same from layer to layer, and the streams that move on: held-out text through the plain network
-    and, by method, through quantized ones; calibration text, where the method is calibrated. None without text."""
+    """What stays the same from layer to layer, and the streams that move on: `plain`, held-out text through the plain
+    network; `rounded`, the same through quantized ones, by method; and `search`, calibration text, if the method is
+    calibrated. Without text there are none."""
 
     opened: Opened
     method: str

@@ -28,7 +28,7 @@ _PREFIX = ".quantize-"
 
 
 def work_folders(destination: Path) -> list[Path]:
-    """All that commands have left which were to make `destination` and were interrupted, whatever their settings."""
+    """The work folders that interrupted commands have left for `destination`, whatever their settings."""
     name = re.compile(re.escape(f"{_PREFIX}{destination.name}-") + "[0-9a-f]{12}")
     if not destination.parent.is_dir():
         return []
@@ -37,7 +37,7 @@ def work_folders(destination: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def alone(destination: Path) -> Iterator[None]:
-    """While no other process makes `destination`, with whatever settings.
+    """Keeps other processes from making `destination` meanwhile, with whatever settings.
 
     Raises:
       UserError: another one does.

@@ -58,12 +58,12 @@ def _value(text: str) -> Fraction | None:
 def final_number(text: str) -> Fraction | None:
     """The last number after the last `####`, None where there is none.
 
-    `1,234.50`, `-3`, `.5`, `3/4` and `1.5e-3` are numbers, with a hyphen or U+2212 for the minus; `-$3` is `$-3`. What
-    else stands beside one, such as a unit, is passed over.
+    `1,234.50`, `-3`, `.5`, `3/4` and `1.5e-3` are numbers, with a hyphen or U+2212 for the minus; `-$3` is `$-3`.
+    Anything else beside a number, such as a unit, is passed over.
 
-    No part of `1,2345`, `1.2.3`, `3,4` or `2^10` is a number: they are not written as one, and which was meant cannot
-    be told. In `5-7` the last number is 7. One right behind a letter, as in `12 m2` and `5 s-1`, belongs to the unit;
-    it counts only where there is no other (`Rs50`).
+    No part of `1,2345`, `1.2.3`, `3,4` or `2^10` is a number: none is written as one, and one cannot tell which is
+    meant. In `5-7` the last number is 7. A number right behind a letter, as in `12 m2` and `5 s-1`, belongs to the
+    unit; it counts only where there is no other (`Rs50`).
     """
     _, marker, tail = text.rpartition(MARKER)
     tail = _SIGNED_DOLLARS.sub(r"\1", tail) if marker else ""
