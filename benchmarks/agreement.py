@@ -27,7 +27,7 @@ from qerl_jax.models.dtypes import DTYPES, DtypeName
 from qerl_jax.models.params import norms_of
 from qerl_jax.noise import perturb_norms
 from qerl_jax.option_names import KV_CACHE_DTYPES, KVCacheDtype
-from qerl_jax.rl.assembly import load_policy
+from qerl_jax.policy import load_policy
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine
 

@@ -22,15 +22,13 @@ from qerl_jax.config_files import load_config
 from qerl_jax.data.prompts import check_prompts, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
+from qerl_jax.policy import Policy, decode_completions, model_identity
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
-    Policy,
     check_held_out,
     configured_policy,
-    decode_completions,
     evaluation_data,
     held_out,
-    model_identity,
     sampling_engine,
     sampling_settings,
 )

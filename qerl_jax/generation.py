@@ -11,8 +11,8 @@ from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.peft import load_adapter
+from qerl_jax.policy import NOT_A_NUMBER, Policy, load_policy
 from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_base
-from qerl_jax.rl.assembly import NOT_A_NUMBER, Policy, load_policy
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings

@@ -286,7 +286,7 @@ def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, An
     Args:
       folder: the run's.
       stored: what it was trained on (`trained_on`).
-      now: that of the model (`rl.assembly.model_identity`). What is not known of both is not compared.
+      now: that of the model (`policy.model_identity`). What is not known of both is not compared.
 
     Raises:
       UserError: naming each with the two values.

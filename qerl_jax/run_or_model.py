@@ -11,7 +11,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.dtypes import DtypeOption
 from qerl_jax.models.params import Adapter
 from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG
-from qerl_jax.rl.assembly import model_identity
+from qerl_jax.policy import model_identity
 from qerl_jax.rl.saved import learned_adapter
 
 

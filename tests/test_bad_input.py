@@ -476,7 +476,7 @@ def adapters(tmp_path_factory):
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
-    for name in ("generation.load_policy", "export.load_model", "rl.assembly.load_model"):
+    for name in ("generation.load_policy", "export.load_model", "policy.load_model"):
         monkeypatch.setattr(f"qerl_jax.{name}", lambda *args: pytest.fail("loaded"))
 
 

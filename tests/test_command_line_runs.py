@@ -26,7 +26,7 @@ from qerl_jax.metrics import read_rows
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.source import resolve
-from qerl_jax.rl.assembly import load_policy
+from qerl_jax.policy import load_policy
 
 CONFIG = """\
 lora: {lora_r: 4, lora_alpha: 8}

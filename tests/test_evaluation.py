@@ -11,13 +11,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate, evaluation_plan, pass_at_k
 from qerl_jax.models.init import init_adapter
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl.assembly import (
-    configured_policy,
-    evaluation_data,
-    held_out,
-    sampling_engine,
-    sampling_settings,
-)
+from qerl_jax.rl.assembly import configured_policy, evaluation_data, held_out, sampling_engine, sampling_settings
 
 SMALL = ["optimizer.per_device_train_batch_size=8", "optimizer.gradient_accumulation_steps=2"]
 

@@ -24,8 +24,9 @@ from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.policy import model_identity
 from qerl_jax.quantization.adapters import trained_format
-from qerl_jax.rl.assembly import initial_adapter, model_identity, optimizer_spec
+from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.saved import Saved
 from qerl_jax.rl.state import init_state

@@ -9,7 +9,7 @@ from tiny import CONFIG, tiny_model
 from qerl_jax.errors import UserError
 from qerl_jax.formats import repacked
 from qerl_jax.models.init import init_adapter, init_model
-from qerl_jax.rl.assembly import load_policy
+from qerl_jax.policy import load_policy
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -131,7 +131,7 @@ def test_it_is_told_before_weights_are_read(bases, tmp_path, caplog, monkeypatch
     def load(*args):
         raise InterruptedError
 
-    for name in ("generation.load_policy", "rl.assembly.load_model", "export.load_model"):
+    for name in ("generation.load_policy", "policy.load_model", "export.load_model"):
         monkeypatch.setattr(f"qerl_jax.{name}", load)
     for use in (
         lambda: list(generate_texts(str(base), [], adapter=adapter)),

@@ -22,9 +22,10 @@ from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, prompt_indices
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.models.params import Adapter, Norms
+from qerl_jax.policy import decode_completions
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.advantages import informative_groups
-from qerl_jax.rl.assembly import Experiment, decode_completions, sampling_engine
+from qerl_jax.rl.assembly import Experiment, sampling_engine
 from qerl_jax.rl.state import TrainState
 from qerl_jax.rl.step import DRAWS, reward_metrics, rollout_norms
 from qerl_jax.rollout import Prompts, Rollout

@@ -29,9 +29,10 @@ from qerl_jax.live_line import LiveLine
 from qerl_jax.metrics import MetricsWriter, read_rows, truncate_after, warn_of_missing_rows
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
+from qerl_jax.policy import kernels_said
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import AdvantageFn
-from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter, kernels_said
+from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.losses import LossFn

@@ -11,7 +11,7 @@ from pallas_kernels import compiling_for, describe, has_kernels, lora_inside, va
 from pallas_kernels.stream_plan import RESIDENT
 from pallas_kernels.variants import MAX_TRITON_ROWS
 from qerl_jax.models.init import for_kernels
-from qerl_jax.rl.assembly import kernels_said
+from qerl_jax.policy import kernels_said
 
 SHAPE = 3584, (4608,)
 
