@@ -2,11 +2,9 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command, add_words, config_of
-from qerl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -42,10 +40,6 @@ def add(commands: "Commands") -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Trains, or continues a run."""
     config = config_of(arguments.words)
-    if arguments.profile is not None and Path(arguments.profile).is_file():
-        raise UserError(
-            f"--profile {arguments.profile} is a file; expected a folder, which is made where there is none"
-        )
 
     from qerl_jax.rl.trainer import train
 

@@ -21,7 +21,7 @@ from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
-from qerl_jax.durable import write_whole
+from qerl_jax.durable import make_folder, write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.interrupt import Interrupted, interrupt_flag
@@ -78,6 +78,11 @@ def train(
     """
     own = OwnFunctions(loss_fn, advantage_fn)
     own.identity()  # for its checks, before a folder is made
+    if profile is not None:  # or the run would end where the trace is to be written
+        try:
+            make_folder(Path(profile))
+        except UserError as error:
+            raise UserError(f"profile (--profile): {error}") from None
     try:
         with (
             run_folder.open_run(config, fresh) as (folder, config),

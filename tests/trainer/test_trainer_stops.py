@@ -45,6 +45,14 @@ def test_a_finished_run_says_so_and_offers_a_fresh_one(config, finished, capsys)
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_profile_that_can_be_no_folder_is_refused_before_anything(config, tmp_path):
+    (tmp_path / "trace").touch()
+    given = load_config(str(config), [f"run.output_dir={tmp_path / 'run'}"])
+    with pytest.raises(UserError, match=r"profile \(--profile\): .*trace is a file; expected a folder"):
+        trainer.train(given, profile=str(tmp_path / "trace"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_fresh_gives_the_same_run_beside_it(config, finished):
     again = trainer.train(load_config(str(config), [f"run.output_dir={finished}"]), fresh=True)
     assert again == finished.with_name("run-2")
