@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: metrics.jsonl, completions.jsonl, TensorBoard and W&B.
+"""What a run writes down while it goes: metrics.jsonl, completions.jsonl, and in services (`qerl_jax.services`).
 
 A line of a JSONL file is one JSON object, written by a single system call to a file opened for appending, so that a
 kill leaves whole lines and at most one torn one at the end. NaN and infinities are written as null, which JSON has.
@@ -6,23 +6,22 @@ Each row holds `rollout`, so that a resumed run can cut both files back to where
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import logging
 import math
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qerl_jax.durable import flush, make_folder, write_whole, writing
+from qerl_jax.durable import flush, make_folder, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import json_value
 from qerl_jax.option_names import Service
-from qerl_jax.run_files import COMPLETIONS, METRICS, ROWS, TENSORBOARD, WANDB_RUN_ID
+from qerl_jax.run_files import COMPLETIONS, METRICS, ROWS
+from qerl_jax.services import Reporter
 
 _COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # a row has its number; every number has a row or several
 
@@ -117,18 +116,6 @@ def _spans(numbers: set[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
-def check_services(report_to: Sequence[Service]) -> None:
-    """Refuses services whose packages are not installed, without importing one.
-
-    Raises:
-      UserError: naming the first, and how to install it.
-    """
-    for name in report_to:
-        spec = importlib.util.find_spec(package := _SERVICES[name].package)
-        if spec is None or spec.origin is None:  # a mere folder, such as the `wandb` that W&B makes, is found too
-            raise _missing(name, package)
-
-
 class MetricsWriter:
     """Appends to the run's JSONL files, and to the services asked for.
 
@@ -138,30 +125,32 @@ class MetricsWriter:
       step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
 
     Raises:
-      UserError: the folder is a file or lies in one, or a service's package is not installed.
+      UserError: the folder is a file or lies in one, or a service's package is not installed or failed, then or later.
     """
 
     def __init__(self, run_dir: Path, report_to: Sequence[Service] = (), step: int = 0) -> None:
         make_folder(run_dir)
         with contextlib.ExitStack() as opened:
             self._services = [
-                opened.enter_context(contextlib.closing(_SERVICES[name](run_dir, step))) for name in report_to
+                opened.enter_context(contextlib.closing(Reporter(name, run_dir, step))) for name in report_to
             ]
             self._metrics, self._completions = (
                 opened.enter_context((run_dir / name).open("ab", buffering=0)) for name in ROWS
             )
             self._opened = opened.pop_all()
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Writes one row: `step` (1-based, after the update), `rollout` (0-based) and the metrics."""
-        for key in ("step", "rollout"):
-            if key not in row:
-                raise ValueError(f"a metrics row needs {key!r}, got {sorted(row)}")
-        plain = _plain(row)
-        _write(self._metrics, json_line(plain))
-        numbers = {key: value for key, value in plain.items() if isinstance(value, int | float)}
-        for service in self._services:
-            service.log(numbers, int(plain["step"]))
+    def log(self, *rows: Mapping[str, Any]) -> None:
+        """Writes rows, each of `step` (1-based, after the update), `rollout` (0-based) and the metrics. All are in
+        metrics.jsonl before a service gets the first, and may fail."""
+        for row in rows:
+            for key in ("step", "rollout"):
+                if key not in row:
+                    raise ValueError(f"a metrics row needs {key!r}, got {sorted(row)}")
+            _write(self._metrics, json_line(row))
+        for row in map(_plain, rows) if self._services else ():
+            numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+            for service in self._services:
+                service.log(numbers, int(row["step"]))
 
     def log_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rows of completions.jsonl, each with its `rollout`."""
@@ -189,62 +178,12 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-
-class _TensorBoard:
-    package = "tensorboardX"
-
-    def __init__(self, run_dir: Path, step: int) -> None:
         try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard", self.package) from None
-        folder = run_dir / TENSORBOARD
-        again = any(folder.glob("*tfevents*"))
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if again else None)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        for key, value in numbers.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WeightsAndBiases:
-    package = "wandb"
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb", self.package) from None
-        kept = run_dir / WANDB_RUN_ID
-        if not kept.exists():
-            write_whole(kept, uuid.uuid4().hex[:12])
-        self._run = wandb.init(
-            project="qerl-jax", name=run_dir.name, id=kept.read_text(), resume="allow", dir=str(run_dir)
-        )
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-_SERVICES: dict[Service, type[_TensorBoard] | type[_WeightsAndBiases]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-}
-
-
-def _missing(extra: str, package: str) -> UserError:
-    return UserError(
-        f"run.report_to names {extra}, whose package {package} is not installed; "
-        f"pip install 'qerl-jax[{extra}]', or leave it out"
-    )
+            self.close()
+        except UserError as unsent:
+            if error is None:
+                raise
+            _log.warning("%s", unsent)  # what stopped the run says more
 
 
 def _write(file: io.FileIO, text: str) -> None:

@@ -28,7 +28,6 @@ from qerl_jax.errors import UserError
 from qerl_jax.input_files import read_json
 from qerl_jax.json_fields import Fields
 from qerl_jax.manifest import Progress
-from qerl_jax.metrics import check_services
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.program import program
 from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID
@@ -40,6 +39,7 @@ from qerl_jax.run_options import (
     refuse_what_has_gone,
     with_whole_paths,
 )
+from qerl_jax.services import check_services
 
 # What a run's identity holds if it has no functions of a user's own (`rl.own_functions`).
 NO_OWN_FUNCTIONS = {"loss function": "as configured", "advantage function": "as configured"}

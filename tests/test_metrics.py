@@ -1,10 +1,9 @@
-"""Rows on disk, cutting them back on resume, and the services."""
+"""Rows on disk, and cutting them back on resume."""
 
 import json
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 
-from qerl_jax import metrics
 from qerl_jax.errors import UserError
 from qerl_jax.metrics import MetricsWriter, json_line, read_rows, truncate_after, warn_of_missing_rows
 
@@ -124,76 +122,6 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
     with pytest.raises(OSError, match=f"File too large: '{tmp_path}/metrics.jsonl'"), full_disk():
         truncate_after(tmp_path, 1)
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "rollout": 0}]
-
-
-def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
-    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(UserError, match=rf"{package} is not installed; pip install 'qerl-jax\[{extra}\]'"):
-            MetricsWriter(tmp_path, [extra])
-
-
-def test_a_service_that_cannot_be_opened_leaves_none_open(tmp_path, monkeypatch):
-    closed = []
-
-    class Opened:
-        def __init__(self, run_dir, step):
-            self.close = lambda: closed.append(run_dir)
-
-    monkeypatch.setitem(metrics._SERVICES, "tensorboard", Opened)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="wandb is not installed"):
-        MetricsWriter(tmp_path, ["tensorboard", "wandb"])
-    assert closed == [tmp_path]
-
-
-def test_tensorboard_events_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
-    with MetricsWriter(tmp_path, ["tensorboard"]) as writer:
-        writer.log({"step": 1, "rollout": 0, "reward": 0.25, "skipped": float("nan")})
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"reward" in events.read_bytes()
-    assert b"skipped" not in events.read_bytes()
-
-
-@pytest.mark.parametrize("done", [0, 3])
-def test_tensorboard_hides_what_a_killed_process_wrote_beyond_the_checkpoint(tmp_path, monkeypatch, done):
-    purged = []
-
-    class Writer:
-        def __init__(self, folder, purge_step):
-            purged.append(purge_step)
-            Path(folder).mkdir(exist_ok=True)
-            (Path(folder) / f"events.out.tfevents.{len(purged)}").touch()
-
-        def close(self):
-            pass
-
-    stand_in = types.ModuleType("tensorboardX")
-    stand_in.SummaryWriter = Writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tensorboardX", stand_in)
-    for step in (0, done):
-        MetricsWriter(tmp_path, ["tensorboard"], step=step).close()
-    assert purged == [None, done + 1]
-
-
-def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
-    started, logged = [], []
-    run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("end"))
-    stand_in = types.ModuleType("wandb")
-    stand_in.init = lambda **options: (started.append(options), run)[1]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    for step in (1, 2):
-        with MetricsWriter(tmp_path, ["wandb"], step=step - 1) as writer:
-            writer.log({"step": step, "rollout": 0, "reward": 0.5, "note": "text"})
-    assert logged == [
-        (1, {"step": 1, "rollout": 0, "reward": 0.5}),
-        "end",
-        (2, {"step": 2, "rollout": 0, "reward": 0.5}),
-        "end",
-    ]
-    assert started[0] == started[1]
-    assert started[0]["resume"] == "allow"
 
 
 def test_a_run_folder_that_is_a_file_is_named(tmp_path):

@@ -12,7 +12,6 @@ from qerl_jax.config import Config
 from qerl_jax.config_files import settled_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluation_plan, lowered_evaluation
-from qerl_jax.metrics import check_services
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import AdvantageFn
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
@@ -22,6 +21,7 @@ from qerl_jax.rl.losses import LossFn
 from qerl_jax.rl.own_functions import OwnFunctions
 from qerl_jax.rl.state import TrainState
 from qerl_jax.rollout.memory import nbytes, sized
+from qerl_jax.services import check_services
 
 
 class Sampling(NamedTuple):

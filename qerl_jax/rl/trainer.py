@@ -173,8 +173,9 @@ class _Run:
                 with jax.profiler.trace(str(self.profile)) if tracing else contextlib.nullcontext():
                     rows = self._one_rollout()
                     self.check_folder()
+                    with self._saved_if_it_fails():
+                        writer.log(*rows)
                     for row in rows:
-                        writer.log(row)
                         live.update(row)
                         if row["nonfinite"]:
                             live.note(f"step {row['step']}: loss or gradient is not finite; this update was refused")
@@ -238,7 +239,8 @@ class _Run:
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
-        """Saves where a function of the user's fails or updates are not finite, so that nothing learned is lost."""
+        """Saves where a function of the user's or a service fails, or updates are not finite, so that nothing learned
+        is lost."""
         try:
             yield
         except UserError as error:
@@ -299,7 +301,8 @@ class _Run:
         row = {"step": step, "rollout": self.progress["rollout"] - 1}
         for mode, prefix in (("sampled", "eval/"), ("greedy", "eval/greedy/")):
             row |= {prefix + name: value for name, value in results[mode].items()}
-        self.writer.log(row)
+        with self._saved_if_it_fails():
+            self.writer.log(row)
         return results
 
     def _evaluate(self, when: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """How runs end, stop and continue: to the same bytes as an undisturbed one, or with an error that costs nothing."""
 
+import importlib.machinery
 import json
 import logging
 import os
 import re
 import shutil
 import signal
+import sys
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -410,6 +413,23 @@ def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluatio
     assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
     mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
     assert mine["after"] == theirs["after"] and mine["before"] == theirs["before"]
+
+
+def test_what_was_learned_before_a_service_failed_is_saved(config, finished, tmp_path, monkeypatch):
+    def log(numbers, step):
+        if step == 3:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    stand_in = types.ModuleType("wandb")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="here")
+    run = types.SimpleNamespace(log=log, finish=lambda: None)
+    stand_in.init = lambda **options: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    with pytest.raises(UserError, match=r"(?s)wandb failed, BrokenPipeError: .*\nsaved at step \d of 6; "):
+        train(config, tmp_path / "run", "run.save_steps=null", "run.report_to=[wandb]")
+    assert checkpoints(tmp_path / "run")[-1] >= 3
+    train(config, tmp_path / "run", "run.save_steps=null")
+    assert differences(tmp_path / "run", finished) == []
 
 
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(config, finished, programs, tmp_path):
