@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import time
 
 import pytest
@@ -36,6 +37,8 @@ def sometimes(completions, **columns):
         time.sleep(60)
     if completions[0] == "nan":
         return [float("nan")]
+    if completions[0] == "server":
+        subprocess.Popen(["sh", "-c", f"sleep 4; touch {__file__}.served"])
     if completions[0] == "thread":
         threading.Thread(target=time.sleep, args=(60,)).start()
     if completions[0] == "pid":
@@ -123,7 +126,18 @@ def test_a_worker_whose_parent_is_gone_ends_whatever_threads_are_left(source, at
         worker.submit(["p"], ["thread"], [[1]], {"answer": ["1"]})
     process.stdout.close()
     process.stdin.close()
-    assert process.wait(30) == 1
+    assert process.wait(30) == -signal.SIGKILL
+    worker.close()
+
+
+def test_what_a_worker_has_started_ends_with_it_once_its_parent_is_gone(source):
+    worker = Worker(parse_name(f"{source}:sometimes"), timeout=5)
+    assert score(worker, "server") == [1.0]
+    worker._process.stdout.close()
+    worker._process.stdin.close()
+    assert worker._process.wait(30) == 0
+    time.sleep(5)
+    assert not os.path.exists(f"{source}.served")
     worker.close()
 
 

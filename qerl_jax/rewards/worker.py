@@ -6,12 +6,13 @@ A program of its own rather than a fork (unsafe once JAX has started its threads
 the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
 its source, then calls, or data sets' columns to be compared with the function's signature. What the user's code prints
 goes to stderr, or nowhere once nobody reads that. While a call runs, a watchdog that needs no interpreter lock ends the
-process at the deadline and leaves the stack of every thread in the file STACK_FD; another one ends it once the parent
-is gone. So no worker outlives a killed parent by more than a call.
+process at the deadline and leaves the stack of every thread in the file STACK_FD. Once the parent is gone, the worker
+ends with all that it has started, so none outlives a killed parent by more than a call.
 """
 
 import faulthandler
 import os
+import subprocess
 import sys
 import traceback
 from types import TracebackType
@@ -61,8 +62,10 @@ def main() -> None:
             answer(lambda action=action, arguments=arguments: action(name.spec, function, *arguments), timeout)
     except (EOFError, BrokenPipeError):  # of the channel: the parent is gone, or done with this worker
         os.dup2(os.open(os.devnull, os.O_WRONLY), answers.fileno())  # for what Python still has to write at its end
-        # Python would wait for the threads that the user's code has left, which may never end.
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=stack_fd)
+        # Python would wait for the threads that the user's code has left, which may never end; and a program that it
+        # has started, such as a server, would stay and hold its port. The session is this worker's (see `pool`).
+        end = f"sleep {_LAST_SECONDS:g}; kill -s KILL -- -{os.getpid()}"
+        subprocess.Popen(["/bin/sh", "-c", end], stdin=0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
