@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from folders import edit_arrays, edit_options
+from run_harness import ROOT
 
 from qerl_jax import generation
 from qerl_jax.cli import main
@@ -22,7 +24,8 @@ from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import Adapter, LoRA
 from qerl_jax.models.peft import save_adapter
 from qerl_jax.models.source import resolve
-from qerl_jax.rl import assembly, trainer
+from qerl_jax.policy import load_policy
+from qerl_jax.rl import trainer
 
 MODEL = "builtin:quickstart"
 SHAPE = json.loads((resolve(MODEL) / "config.json").read_text())
@@ -242,9 +245,9 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(folder, refused):
 def test_a_tokenizer_is_read_before_the_weights(folder, monkeypatch):
     """Which takes minutes where a large model is quantized."""
     policy(folder / "more", tokenizer=one_token_more)
-    monkeypatch.setattr(assembly, "load_model", None)
+    monkeypatch.setattr("qerl_jax.policy.load_model", None)
     with pytest.raises(UserError, match=r"the embedding has \d+ rows"):
-        assembly.load_policy(str(folder / "more"), "nvfp4", "auto")
+        load_policy(str(folder / "more"), "nvfp4", "auto")
 
 
 def test_a_tokenizer_without_an_end(folder, refused):
@@ -564,3 +567,15 @@ def test_a_run_that_has_saved_nothing_yet(folder, refused):
     for words in (("evaluate", "run"), ("generate", "run", "--prompt", "x")):
         assert "run: holds neither adapter/ nor a checkpoint: the run has saved nothing yet" in refused(*words)
     assert "run/metrics.jsonl: no step was recorded yet" in refused("plot", "run")
+
+
+@pytest.mark.parametrize("command", [["train", "my.yaml"], ["generate", MODEL, "--prompt", "a"]])
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_a_platform_that_is_not_there_is_told(command, platform):
+    if platform == "cuda" and jax.default_backend() != "cpu":
+        pytest.skip("it is there")
+    env = os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "qerl_jax.cli", *command], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"JAX_PLATFORMS is '{platform}', and JAX finds no such device here" in done.stderr.splitlines()[-1]
+    assert not os.path.exists("run")

@@ -79,3 +79,17 @@ def run_folder(name: str, file: str) -> Path:
     if not (folder / file).is_file():
         raise UserError(f"{name}: holds no {file}; expected the folder that `qerl train` made")
     return folder
+
+
+def check_device() -> None:
+    """Refuses a JAX_PLATFORMS that names no device of this machine, of which JAX tells by a traceback."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second where no plugin for that platform is installed
+        said = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"JAX_PLATFORMS is {jax.config.jax_platforms!r}, and JAX finds no such device here{said}; unset it to take "
+            "what there is, or set it to cpu; an NVIDIA GPU needs its driver, and `pip install 'qerl-jax[cuda]'`"
+        ) from None

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl_jax.commands.command import add_command, check_n, check_seed
+from qerl_jax.commands.command import add_command, check_device, check_n, check_seed
 from qerl_jax.data import ROW_FILES
 from qerl_jax.durable import with_home, writing
 from qerl_jax.errors import UserError
@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.logprobs and not as_rows:
         raise UserError("--logprobs has no effect on text; add --output FILE, which gets JSON rows")
 
+    check_device()
     from qerl_jax.generation import generate_texts
 
     answers = generate_texts(

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command
+from qerl_jax.commands.command import add_command, check_device
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -54,6 +54,7 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints a line for each layer to standard error, and the table."""
+    check_device()
     from qerl_jax.quantization import quantize_folder
     from qerl_jax.quantization.report import table
 
