@@ -10,6 +10,7 @@ from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import for_kernels, init_adapter
+from qerl_jax.models.params import norms_of
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
@@ -84,6 +85,25 @@ def test_a_completion_depends_on_its_own_key_prompt_and_index_alone():
     alone = run(jax.tree.map(lambda leaf: leaf[1:2], PROMPTS), num_generations=2)
     np.testing.assert_array_equal(alone.tokens, out.tokens[4:6])
     np.testing.assert_allclose(alone.logps, out.logps[4:6], atol=1e-5)
+
+
+def test_completions_are_constants_to_a_gradient():
+    """So a loss may sample for itself: of an adapter that draws and is scored it gets the score's gradient."""
+
+    def score(adapter, tokens):
+        return jnp.mean(jax.nn.log_softmax(logits(MODEL, tokens, adapter=adapter))[..., 0])
+
+    def sampled(adapter, scale):
+        norms = jax.tree.map(lambda scales: scale * scales, norms_of(MODEL, adapter))
+        out = generate(MODEL, adapter, PROMPTS, jax.random.key(0), SETTINGS, 2, norms)
+        return jnp.sum(out.logps) + score(adapter, out.tokens), out.tokens
+
+    (grads, of_scale), tokens = jax.jit(jax.grad(sampled, argnums=(0, 1), has_aux=True))(ADAPTER, 1.0)
+    expected = jax.jit(jax.grad(score))(ADAPTER, tokens)
+    assert float(of_scale) == 0.0
+    for found, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        assert jnp.any(wanted != 0)
 
 
 def test_places_and_keys_change_the_draw():

@@ -53,7 +53,8 @@ def generate(
 ) -> Rollout:
     """Samples `num_generations` completions for every prompt until all have ended.
 
-    All of them decode at once; `Engine` takes more than the memory holds.
+    All of them decode at once; `Engine` takes more than the memory holds. To `jax.grad` completions and their recorded
+    log-probabilities are constants, whatever they were drawn with.
 
     Args:
       model, adapter: the policy; adapter None is the base alone.
@@ -75,6 +76,8 @@ def generate(
     settings.check_ids(model.config.vocab_size)
     _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)
+    # A while loop has no gradient, and JAX says so by an error of its inner parts.
+    model, adapter, norms = jax.lax.stop_gradient((model, adapter, norms))
     slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
