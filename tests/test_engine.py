@@ -12,10 +12,12 @@ from chi_squared import BOUND, exactly, pvalue
 from tiny import CONFIG, Device, tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.init import init_adapter, init_model
 from qerl_jax.models.loading import load_model
+from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
-from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
+from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings, generate
 from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.memory import plan_slots
 
@@ -399,6 +401,38 @@ def test_an_adapter_of_another_depth_is_named(change):
         engine().rollout(other, Prompts(tokens, jnp.array([4]), jnp.arange(1)), KEY, 2)
     with pytest.raises(ValueError, match=match):
         logits(MODEL, tokens, adapter=other)
+
+
+def other_width():
+    config = dataclasses.replace(MODEL.config, hidden_size=64)
+    return init_adapter(jax.random.key(0), init_model(jax.random.key(0), config), lora_r=4)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (
+            other_width,
+            r"its pair of layer 0's q_proj has A \[4, 64\] and B \[32, 4\]; expected \[rank, 32\] and \[32, rank\]",
+        ),
+        (lambda: jax.tree.map(lambda x: jnp.stack([x, x]), ADAPTER), "of adapters stacked by vmap take each alone"),
+        (
+            lambda: ADAPTER.replace(norms=jax.tree.map(lambda x: x[:1], tiny_adapter(MODEL, train_norms=True).norms)),
+            r"its norm scales have the shapes \[\(1,\), .*; expected \(32,\) of each layer",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_named(other, match):
+    tokens = jnp.ones((1, 4), jnp.int32)
+    prompts = Prompts(tokens, jnp.array([4]), jnp.arange(1))
+    for use in (
+        lambda: engine().rollout(other(), prompts, KEY, 2),
+        lambda: generate(MODEL, other(), prompts, KEY, SETTINGS),
+        lambda: logits(MODEL, tokens, adapter=other()),
+        lambda: merge_adapter(MODEL, other()),
+    ):
+        with pytest.raises(ValueError, match=match):
+            use()
 
 
 def test_a_pair_of_no_projection_is_named():

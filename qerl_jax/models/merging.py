@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.loading import layer_name, named_weights
-from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_kinds, check_layers, check_single
+from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_fits, check_kinds
 from qerl_jax.models.saving import described, write_model_folder, written_dtype
 from qerl_jax.models.shards import Stored
 
@@ -31,11 +31,10 @@ def merge_adapter(model: Model, adapter: Adapter) -> Model:
 
     Raises:
       TypeError: not a Model and an Adapter.
-      ValueError: the adapter has another number of layers, a pair of no projection, or is several stacked in one.
+      ValueError: the adapter is of another network, has a pair of no projection, or is several stacked in one.
     """
     check_kinds(model, adapter)
-    check_layers(model, adapter)
-    check_single(adapter)
+    check_fits(model, adapter)
     dtype = model.base.embed.dtype
     layers = []
     for old, pairs in zip(_with_norms(model, adapter).base.layers, adapter.lora, strict=True):
@@ -68,8 +67,7 @@ def save_merged(
     target = model.base.embed.dtype if dtype is None else network_dtype(dtype)
     pairs: dict[str, LoRA] = {}
     if adapter is not None:
-        check_layers(model, adapter)
-        check_single(adapter)
+        check_fits(model, adapter)
         model = _with_norms(model, adapter)
         pairs = {layer_name(i, name): pair for i, layer in enumerate(adapter.lora) for name, pair in layer.items()}
 

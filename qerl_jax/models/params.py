@@ -161,8 +161,9 @@ def check_kinds(model: Model, adapter: Adapter | None) -> None:
         raise TypeError(f"adapter is of type {type(adapter).__name__}; expected an Adapter, or None for the base alone")
 
 
-def check_layers(model: Model, adapter: Adapter) -> None:
-    """Raises ValueError for an adapter of a network with more or fewer layers, or with pairs of no projection."""
+def check_fits(model: Model, adapter: Adapter) -> None:
+    """Raises ValueError for an adapter of another network: with more or fewer layers, pairs of no projection, or arrays
+    of other widths; or for several adapters stacked in one."""
     if len(adapter.lora) != len(model.base.layers):
         raise ValueError(f"the adapter has {len(adapter.lora)} layers, the model {len(model.base.layers)}")
     for i, layer in enumerate(adapter.lora):
@@ -170,6 +171,24 @@ def check_layers(model: Model, adapter: Adapter) -> None:
             hint = nearest(str(name), PROJECTIONS)
             raise ValueError(
                 f"layer {i} of the adapter has a pair of {name!r}{hint}; allowed: {', '.join(PROJECTIONS)}"
+            )
+    check_single(adapter)
+    for i, layer in enumerate(adapter.lora):
+        for name in (name for name in PROJECTIONS if name in layer):  # jit sorts a dictionary
+            pair, (N, K) = layer[name], projection_shape(model.config, name)
+            R = pair.a.shape[0]
+            if pair.a.shape != (R, K) or pair.b.shape != (N, R):
+                raise ValueError(
+                    f"the adapter is of another network: its pair of layer {i}'s {name} has A {list(pair.a.shape)} and "
+                    f"B {list(pair.b.shape)}; expected [rank, {K}] and [{N}, rank]"
+                )
+    if adapter.norms is not None:
+        width = (model.config.hidden_size,)
+        found = [[scale.shape for scale in scales] for scales in (adapter.norms.input, adapter.norms.post_attention)]
+        if found != [[width] * len(adapter.lora)] * 2:
+            raise ValueError(
+                f"the adapter is of another network: its norm scales have the shapes {found[0]} and {found[1]}; "
+                f"expected {width} of each layer"
             )
 
 
@@ -184,11 +203,11 @@ def norms_of(model: Model, adapter: Adapter | None) -> Norms:
     """The clean norm scales in force: the adapter's where it trains them, else the base's.
 
     Raises:
-      TypeError: not a Model and an Adapter. ValueError: the adapter has another number of layers.
+      TypeError: not a Model and an Adapter. ValueError: the adapter is of another network, or several in one.
     """
     check_kinds(model, adapter)
     if adapter is not None:
-        check_layers(model, adapter)
+        check_fits(model, adapter)
         if adapter.norms is not None:
             return Norms(adapter.norms.input, adapter.norms.post_attention, model.base.final_norm)
     layers = model.base.layers

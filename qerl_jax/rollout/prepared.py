@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import padded_rank
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize
-from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, bias_name, check_layers
+from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, bias_name, check_fits
 
 
 class Made(flax.struct.PyTreeNode):
@@ -54,7 +54,7 @@ def made(model: Model, adapter: Adapter | None) -> Made:
 
     layers, lora = model.base.layers, None
     if adapter is not None:
-        check_layers(model, adapter)
+        check_fits(model, adapter)
         lora = tuple(
             {name: of_pair(getattr(layer, name), pair) for name, pair in pairs.items()}
             for layer, pairs in zip(layers, adapter.lora, strict=True)
