@@ -423,6 +423,27 @@ def test_parts_of_a_batch_that_are_not_of_its_rows_are_named(name):
         update_step(state_of(), MODEL, wrong, optimizer=SGD, settings=UPDATE)
 
 
+def test_rows_of_several_rollouts_have_each_its_own_step():
+    """The new rollout's rows have a ratio of exactly 1, those of the one before the ratio to what drew them."""
+    first = state_of()
+    old = batch_of(state=first, several=True)
+    state, _ = update(first, old)
+    new = batch_of(state=state, several=True)
+    steps = jnp.repeat(jnp.array([1, 0]), 12)
+    both = jax.tree.map(lambda *rows: jnp.concatenate(rows) if rows[0].ndim else rows[0], new, old)
+
+    def gaps(logp, old_logp, ref_logp, advantages, mask):
+        gap = jnp.where(mask, jnp.abs(logp - old_logp), 0).max(1)
+        return jnp.sum(jnp.where(mask, logp, 0)), {"new": gap[:12].max(), "old": gap[12:].min()}
+
+    for size in (24, 8):
+        settings = dataclasses.replace(UPDATE, micro_batch_size=size)
+        _, metrics = update(state, both.replace(rollout_step=steps), settings, gaps)
+        assert float(metrics["new"]) == 0.0 and float(metrics["old"]) > 1e-3 and int(metrics["nonfinite"]) == 0
+    with pytest.raises(ValueError, match=r"rollout_step has the shape \(3,\); expected \(\), or \(24,\) of each row"):
+        update(state, both.replace(rollout_step=steps[:3]))
+
+
 def test_advantages_of_another_shape_are_refused_and_numpys_taken():
     state, batch = state_of(), batch_of()
     step = functools.partial(update_step, state, MODEL, batch, optimizer=SGD, settings=UPDATE)
@@ -449,3 +470,8 @@ def test_a_token_drawn_from_logits_that_are_no_numbers_is_enough():
 def test_a_batch_that_is_no_whole_groups_is_named():
     with pytest.raises(ValueError, match="num_generations 5"):
         update(state_of(), batch_of(), dataclasses.replace(UPDATE, num_generations=5))
+    nothing = jax.tree.map(lambda rows: rows[:0] if rows.ndim else rows, batch_of())
+    with pytest.raises(
+        ValueError, match="a batch has 0 completions; allowed: a multiple of num_generations 4, and not 0"
+    ):
+        update_step(state_of(), MODEL, nothing, optimizer=SGD, settings=UPDATE)

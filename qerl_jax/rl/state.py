@@ -33,8 +33,8 @@ class Batch(flax.struct.PyTreeNode):
     included); mask [B, C], tokens that count; rewards [B]; sampled_logps [B, C], as the rollout recorded them;
     old_logps [B, C] or None, where the batch serves one update only; ref_logps [B, C] or None, where beta is 0;
     advantages [B] or, for each token, [B, C] (anything where the mask is false), or None, which has them computed from
-    this batch's rewards: one cut from a larger batch brings that one's; rollout_step [], the optimizer step at which
-    the completions were drawn.
+    this batch's rewards: one cut from a larger batch brings that one's; rollout_step, the optimizer step at which the
+    completions were drawn, [], or [B] where rows of several rollouts stand together.
     """
 
     prompt: jax.Array

@@ -173,8 +173,8 @@ def _given(
     advantage_fn: AdvantageFn | None,
 ) -> Given:
     B, G = batch.completion.shape[0], settings.num_generations
-    if B % G:
-        raise ValueError(f"a batch of {B} completions is not a multiple of num_generations {G}")
+    if B < 1 or B % G:
+        raise ValueError(f"a batch has {B} completions; allowed: a multiple of num_generations {G}, and not 0")
     of_rows, of_tokens = (B,), batch.completion.shape
     for name in ("prompt_lengths", "completion_lengths", "rewards", "advantages", *_OF_TOKENS):
         value, allowed = getattr(batch, name), [of_tokens if name in _OF_TOKENS else of_rows]
@@ -185,7 +185,10 @@ def _given(
     if batch.prompt.ndim != 2 or len(batch.prompt) != B:
         raise ValueError(f"the batch's prompt has the shape {batch.prompt.shape}; expected a row for each of {B}")
     mask_BC = batch.mask.astype(bool)
-    on_policy_B1 = jnp.full((B, 1), state.step == batch.rollout_step)
+    if jnp.shape(batch.rollout_step) not in ((), of_rows):
+        found = jnp.shape(batch.rollout_step)
+        raise ValueError(f"the batch's rollout_step has the shape {found}; expected (), or {of_rows} of each row")
+    on_policy_B1 = jnp.broadcast_to(jnp.reshape(state.step == batch.rollout_step, (-1, 1)), (B, 1))
     if batch.advantages is not None and advantage_fn is not None:
         raise ValueError("the batch has advantages; advantage_fn is for a batch whose advantages are None")
     advantages = batch.advantages
