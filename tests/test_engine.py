@@ -28,6 +28,7 @@ P, C, N, G = 9, 12, 5, 4
 SETTINGS = SamplingSettings(C, (3, 4, 10, 12), 0)
 KEY = jax.random.key(5)
 ENDLESS = ()  # no EOS
+ONE_PROMPT = Prompts(jnp.ones((1, 4), jnp.int32), jnp.array([4]), jnp.arange(1))
 
 
 def requests(seed=0):
@@ -435,6 +436,23 @@ def test_an_adapter_that_does_not_fit_is_named(other, match):
             use()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda adapter, key: engine().rollout(adapter, ONE_PROMPT, key, 2),
+        lambda adapter, key: list(engine().generate(adapter, requests(), key)),
+    ],
+)
+def test_a_call_that_jax_traces_is_refused_and_what_is_no_adapter_is_named(use):
+    match = r"cannot be called inside of jax.jit, .* or qerl_jax.generate inside"
+    with pytest.raises(TypeError, match=match):
+        jax.jit(use)(ADAPTER, KEY)
+    with pytest.raises(TypeError, match=match):
+        jax.vmap(lambda key: use(ADAPTER, key))(jax.random.split(KEY, 2))
+    with pytest.raises(TypeError, match="adapter is of type Model; expected an Adapter"):
+        use(MODEL, KEY)
+
+
 def test_a_pair_of_no_projection_is_named():
     """Nothing would read it."""
     misspelt = ADAPTER.replace(lora=tuple({"qproj": layer["q_proj"]} for layer in ADAPTER.lora))
@@ -460,6 +478,8 @@ def test_no_sequence_goes_beyond_the_networks_positions():
 def test_numbers_of_slots_and_steps_begin_at_one():
     with pytest.raises(ValueError, match="max_slots is 0; allowed: 1 or more"):
         engine(max_slots=0)
+    with pytest.raises(ValueError, match="max_prompt_length is 0; allowed: 1 or more"):
+        Engine(MODEL, SETTINGS, max_prompt_length=0)
     with pytest.raises(ValueError, match="every is 0; allowed: 1 or more"):
         list(engine().generate(ADAPTER, requests(), KEY, every=0))
 

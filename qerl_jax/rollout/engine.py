@@ -15,7 +15,7 @@ import numpy as np
 
 from qerl_jax.errors import is_whole
 from qerl_jax.models.linear import fewest_rows
-from qerl_jax.models.params import Adapter, Model, Norms, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.generate import check_limits, check_rows, of_threefry
 from qerl_jax.rollout.memory import Plan, plan_slots
@@ -28,7 +28,8 @@ from qerl_jax.rollout.tail import decode_to_the_end, default_tail_sizes, worthwh
 
 
 class Engine:
-    """Samples completions from one model with one choice of sampling settings.
+    """Samples completions from one model with one choice of sampling settings, by programs of its own: not inside of
+    `jax.jit`, `vmap` or `grad`, where `generate` is.
 
     Args:
       model: the frozen network.
@@ -43,7 +44,7 @@ class Engine:
       statistics: what it has done.
 
     Raises:
-      ValueError: `max_slots` below 1, or an id in `settings` that is beyond the vocabulary.
+      ValueError: `max_slots` or `max_prompt_length` below 1, or an id in `settings` that is beyond the vocabulary.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Engine:
     ) -> None:
         if max_slots is not None and max_slots < 1:
             raise ValueError(f"max_slots is {max_slots}; allowed: 1 or more, or None for as many as fit")
+        if not is_whole(max_prompt_length) or max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length is {max_prompt_length!r}; allowed: 1 or more tokens")
         settings.check_ids(model.config.vocab_size)
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
         self.max_slots, self.cache_bytes = max_slots, cache_bytes
@@ -94,7 +97,9 @@ class Engine:
           ValueError: no prompts, or parts of them that are not one for each; a prompt is empty, too long, has a token
             id outside the vocabulary or, with its completion, more tokens than the network has positions; `prompts` are
             wider than max_prompt_length; wrong limits; no PRNG key.
+          TypeError: not an Adapter, or a call that JAX is tracing.
         """
+        self._check_call(adapter, prompts, key, norms)
         check_rows(prompts)
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits)
@@ -195,7 +200,9 @@ class Engine:
 
         Raises:
           ValueError: `every` below 1; something that is no request, or no PRNG key; `until` returns something else.
+          TypeError: not an Adapter, or a call that JAX is tracing.
         """
+        self._check_call(adapter, key, norms)
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; allowed: 1 or more steps, or None")
         good: dict[int, Request] = {}
@@ -226,6 +233,15 @@ class Engine:
                 every=every,
                 statistics=self.statistics,
             ).run()
+
+    def _check_call(self, adapter: Adapter | None, *arrays: Any) -> None:
+        """Raises TypeError for what no call can be made with."""
+        check_kinds(self.model, adapter)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((self.model, adapter, arrays))):
+            raise TypeError(
+                "an Engine runs programs of its own, one by one, and cannot be called inside of jax.jit, vmap or "
+                "grad; expected a call outside of them, or qerl_jax.generate inside"
+            )
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request cannot run, or None."""
