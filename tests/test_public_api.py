@@ -82,6 +82,19 @@ def test_logits_under_jit_vmap_and_grad():
     np.testing.assert_allclose((along(1e-2) - along(-1e-2)) / 2e-2, steepness, rtol=1e-2)
 
 
+def test_logits_have_second_derivatives():
+    tokens, adapter = jnp.array([[5, 9, 11, 20]]), tiny_adapter(MODEL)
+
+    @jax.jit
+    def along(h):
+        return jnp.mean(jnp.sin(qerl.logits(MODEL, tokens, adapter=jax.tree.map(lambda leaf: leaf + h, adapter))))
+
+    slope = jax.jit(jax.grad(along))
+    expected = (slope(1e-3) - slope(-1e-3)) / 2e-3
+    for second in (jax.grad(jax.grad(along)), jax.hessian(along)):
+        np.testing.assert_allclose(jax.jit(second)(0.0), expected, rtol=1e-2)
+
+
 def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_path):
     """Functions differ in what comes third: by position an adapter would be a mask, a base's name a flag."""
     tokens, adapter = jnp.array([[5, 9, 11]]), tiny_adapter(MODEL)
@@ -110,6 +123,8 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
     for wrong, call in (
         (r"tokens are int32 \[3\]; expected whole numbers \[B, T\]", lambda: qerl.logits(MODEL, tokens[0])),
         (r"tokens are float32 \[1, 3\]; expected whole", lambda: qerl.logits(MODEL, tokens.astype(jnp.float32))),
+        (r"tokens are int32 \[0, 3\]; .* one row and one token or more", lambda: qerl.logits(MODEL, tokens[:0])),
+        (r"tokens are int32 \[1, 0\]; .* one row and one token or more", lambda: qerl.logits(MODEL, tokens[:, :0])),
         (
             r"attention_mask is \[1, 2\]; expected \[1, 3\], as tokens",
             lambda: qerl.logits(MODEL, tokens, attention_mask=jnp.ones((1, 2))),

@@ -249,9 +249,12 @@ def logits(
 ) -> jax.Array:
     """float32 logits [B, T, V] of every position.
 
+    Differentiable with respect to the adapter in reverse mode, not in forward mode. Without the FP4 kernels so is its
+    gradient, in float32 also in forward mode (`jax.hessian`).
+
     Args:
       model: the network.
-      tokens_BT: int32.
+      tokens_BT: int32, of one row and one token at least.
       adapter: LoRA and trained norms; None is the base alone.
       attention_mask: [B, T], 1 where a token is real; needed for left-padded rows only.
 
@@ -262,8 +265,9 @@ def logits(
     check_kinds(model, adapter)
     if not hasattr(tokens_BT, "dtype"):
         raise TypeError(f"tokens are of type {type(tokens_BT).__name__}; expected an array [B, T] of whole numbers")
-    if tokens_BT.ndim != 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
-        raise ValueError(f"tokens are {tokens_BT.dtype} {list(tokens_BT.shape)}; expected whole numbers [B, T]")
+    if tokens_BT.ndim != 2 or 0 in tokens_BT.shape or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        found = f"{tokens_BT.dtype} {list(tokens_BT.shape)}"
+        raise ValueError(f"tokens are {found}; expected whole numbers [B, T], one row and one token or more")
     if attention_mask is not None and jnp.shape(attention_mask) != tokens_BT.shape:
         raise ValueError(
             f"attention_mask is {list(jnp.shape(attention_mask))}; expected {list(tokens_BT.shape)}, as tokens are"
