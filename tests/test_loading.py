@@ -117,6 +117,15 @@ def test_derived_and_repeated_tensors_are_accepted(tmp_path):
         load_model(write_folder(tmp_path, arrays))
 
 
+def test_an_adapter_beside_a_model_is_told(tmp_path, caplog):
+    folder = write_folder(tmp_path, random_arrays(np.float32, True), V5, True, 1)
+    load_model(folder)
+    assert not caplog.messages
+    (folder / "adapter_config.json").write_text("{}")
+    load_model(folder)
+    assert "holds a model and a PEFT adapter beside it; the model alone is loaded" in caplog.text
+
+
 def test_table_names_every_tensor_once():
     config = ModelConfig.from_hf(HF | V5)
     assert tensor_table(config).keys() == random_arrays(tied=False).keys()

@@ -117,6 +117,26 @@ def test_it_is_the_same_in_another_process():
     assert done.stdout.strip() == here
 
 
+def test_the_order_of_a_set_is_no_part_of_a_function(tmp_path):
+    """That of functions is by where they lie in memory; these two call one helper."""
+
+    class InOrder(set):
+        def __iter__(self):
+            return iter(sorted(super().__iter__(), key=lambda f: f.__name__, reverse=self.reverse))
+
+    chosen = "def first(x):\n    return helper(x)\n\ndef second(x):\n    return helper(x)\n\n"
+    source = SOURCE.replace("def of(scale)", f"{chosen}def of(scale)")
+    found = []
+    for InOrder.reverse in (False, True):
+        file = tmp_path / "mine.py"
+        file.write_text(source)
+        scope = {"__name__": "mine"}
+        exec(compile(source, file, "exec"), scope)
+        scope["CHOSEN"] = InOrder({scope["first"], scope["second"]})
+        found.append(OwnFunctions(scope["chosen"]).identity()["loss function"])
+    assert found[0] == found[1]
+
+
 def test_what_cannot_be_known_again_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"the loss function unknown reads <object .*; expected numbers, texts"):
         digest(tmp_path, name="unknown")

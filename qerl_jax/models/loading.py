@@ -4,6 +4,7 @@ Projections may be plain (`...q_proj.weight`) or packed, as compressed-tensors a
 Every name, shape and dtype is compared with the table before the first byte goes to the device.
 """
 
+import logging
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS, Tenso
 from qerl_jax.option_names import check_format
 from qerl_jax.program import program
 from qerl_jax.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 _FLOATS = ("float32", "bfloat16", "float16")
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -181,6 +184,12 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
     """
     check_format(weight_format)
     folder, _, config, packing, tensors = open_model(path)
+    if (folder / ADAPTER_CONFIG).exists():  # for which transformers would load another base, and this adapter
+        _log.warning(
+            "%s holds a model and a PEFT adapter beside it; the model alone is loaded. To have the adapter on it, move "
+            "that to a folder of its own and name it: lora.adapter, or --adapter",
+            folder,
+        )
     made = None if weight_format is None or packing is not None else PACKED.get(weight_format)
     if packing is not None and weight_format not in (None, "bf16", packing.weight_format):
         raise UserError(

@@ -123,7 +123,8 @@ def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
         for part in value:
             yield from _lines(part, module, seen)
     elif isinstance(value, set | frozenset):
-        yield from sorted("\n".join(_lines(part, module, seen)) for part in value)
+        # Each by itself: whatever order a set has, none is shorter because another one came before it.
+        yield from sorted("\n".join(_lines(part, module, set(seen))) for part in value)
     elif isinstance(value, enum.Enum | range | slice | int | float | complex | str | bytes | None):
         yield repr(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
