@@ -144,6 +144,9 @@ def test_hub_names(tmp_path, monkeypatch):
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(revision)
     assert_equal(load_model("someone/model"), load_model(cached / "snapshots" / revision))
+    # A revision that comes meanwhile: what a process has begun to read of one it goes on to read of that one.
+    (cached / "refs" / "main").write_text("b" * 40)
+    assert_equal(load_model("someone/model"), load_model(cached / "snapshots" / revision))
 
 
 @pytest.mark.parametrize(

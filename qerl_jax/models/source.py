@@ -3,6 +3,7 @@
 Only JSON, tokenizer files and safetensors are ever fetched or read; pickles can run code.
 """
 
+import functools
 import importlib.resources
 import json
 import os
@@ -42,7 +43,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
     Args:
       path: `builtin:NAME` for a policy of this package, a folder, or `owner/name` on the Hub, whose files are then
-        downloaded into huggingface_hub's cache (HF_HUB_OFFLINE=1 takes them from there only).
+        downloaded into huggingface_hub's cache (HF_HUB_OFFLINE=1 takes them from there only). A process looks for
+        them there once; a revision that is pushed later is another process's.
 
     Raises:
       UserError: there is no such folder, policy or repository, or the Hub cannot be reached.
@@ -76,6 +78,7 @@ def _builtin(name: str) -> Path:
     return Path(str(policies / name))
 
 
+@functools.cache  # a command asks for a model several times, and must read all of it from one revision
 def _download(name: str) -> Path:
     # Imported here: it opens network machinery that runs from local files never need.
     import huggingface_hub
