@@ -118,8 +118,8 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
 def for_kernels(model: Model, *, consume: bool = False) -> Model:
     """The same network with its NVFP4 weights in the order that the GPU kernels read (see `formats.kernel_nvfp4`).
 
-    With `consume` the packed arrays of `model` are deleted on the way, each as soon as its copy is made; without it all
-    weights are there twice until the caller lets go of `model`.
+    With `consume` the packed arrays of `model` are deleted on the way, each as soon as its copy is made; in a trace,
+    where they hold no memory, they stay. Without it all weights are there twice until the caller lets go of `model`.
     """
     dtype = model.base.embed.dtype
 
@@ -127,7 +127,7 @@ def for_kernels(model: Model, *, consume: bool = False) -> Model:
         if not isinstance(weight, NVFP4Weight):
             return weight
         new = repacked(weight, dtype)
-        if consume:
+        if consume and not isinstance(weight.packed, jax.core.Tracer):
             weight.packed.delete()
             weight.scale.delete()
         return new
