@@ -21,7 +21,7 @@ from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
-from qerl_jax.durable import make_folder, write_whole
+from qerl_jax.durable import make_folder, refuse_no_folder, write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import evaluate
 from qerl_jax.interrupt import Interrupted, interrupt_flag
@@ -80,7 +80,7 @@ def train(
     own.identity()  # for its checks, before a folder is made
     if profile is not None:  # or the run would end where the trace is to be written
         try:
-            make_folder(Path(profile))
+            refuse_no_folder(Path(profile))
         except UserError as error:
             raise UserError(f"profile (--profile): {error}") from None
     try:
@@ -92,6 +92,8 @@ def train(
             interrupt_flag() as interrupt,
             RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
         ):
+            if profile is not None:  # no earlier: it may lie in the run's folder, which would be refused with it alone
+                make_folder(Path(profile))
             return _Run(assemble(config, rewards, own), rewards, folder, check_folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         print(finished)

@@ -56,6 +56,14 @@ def test_a_profile_that_can_be_no_folder_is_refused_before_anything(config, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_profile_may_lie_in_the_folder_of_its_run(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "assemble", lambda *_: (_ for _ in ()).throw(Killed))
+    given = load_config(str(config), [f"run.output_dir={tmp_path / 'run'}"])
+    with pytest.raises(Killed):
+        trainer.train(given, profile=str(tmp_path / "run" / "trace"))
+    assert (tmp_path / "run" / "trace").is_dir()
+
+
 def test_fresh_gives_the_same_run_beside_it(config, finished):
     again = trainer.train(load_config(str(config), [f"run.output_dir={finished}"]), fresh=True)
     assert again == finished.with_name("run-2")
