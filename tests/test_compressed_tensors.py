@@ -91,9 +91,10 @@ def test_other_spellings(path, value):
     assert not read(changed(path, value)).is_plain(UP1)
 
 
-def test_a_cache_in_fp8_says_nothing_about_the_weights(caplog):
+def test_a_cache_in_fp8_says_nothing_about_the_weights(tmp_path, caplog):
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    assert set(read(changed("kv_cache_scheme", scheme)).unread) >= {".k_scale", ".v_scale"}
+    packing = packing_of(UNTIED | {"quantization_config": changed("kv_cache_scheme", scheme)}, tmp_path)
+    assert set(packing.unread) >= {".k_scale", ".v_scale"}
     assert "config.json asks for keys and values in FP8; here they are kept" in caplog.text
 
 

@@ -61,7 +61,7 @@ def test_modules_that_cannot_be_trained_are_refused_by_name(modules, message):
 
 
 def test_loading_for_kernels_has_no_weights_twice(monkeypatch):
-    before, held = {id(array) for array in jax.live_arrays()}, []
+    before, held = {id(array): array for array in jax.live_arrays()}, []  # kept: ids of dead ones are given again
 
     def noted(weight, dtype):
         held.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before and x.dtype == jnp.uint8))
