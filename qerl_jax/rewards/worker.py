@@ -7,7 +7,8 @@ the user's script again). Reads messages from stdin and answers on stdout: first
 its source, then calls, or data sets' columns to be compared with the function's signature. What the user's code prints
 goes to stderr, or nowhere once nobody reads that. While a call runs, a watchdog that needs no interpreter lock ends the
 process at the deadline and leaves the stack of every thread in the file STACK_FD. Once the parent is gone, the worker
-ends with all that it has started, so none outlives a killed parent by more than a call.
+ends with all that it has started, so none outlives a killed parent by more than a call. (If that call runs into its
+deadline, the watchdog ends the worker alone.)
 """
 
 import faulthandler
