@@ -14,6 +14,8 @@ from qerl_jax.metrics import MetricsWriter, read_rows
 
 def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
     for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        for module in [name for name in sys.modules if name.startswith(f"{package}.")]:
+            monkeypatch.delitem(sys.modules, module)  # one that has been imported is found without its package
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(UserError, match=rf"{package} is not installed; pip install 'qerl-jax\[{extra}\]'"):
             MetricsWriter(tmp_path, [extra])
