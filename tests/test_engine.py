@@ -1,4 +1,4 @@
-"""The engine: what a sample may and may not depend on, how full the slots are, and what is refused."""
+"""The engine: what a sample may and may not depend on, and how full the slots are."""
 
 import dataclasses
 import functools
@@ -9,56 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chi_squared import BOUND, exactly, pvalue
-from tiny import CONFIG, Device, tiny_adapter, tiny_model
+from tiny import CONFIG
+from tiny_engine import ADAPTER, KEY, MODEL, SETTINGS, C, G, N, P, engine, finished, requests, same, with_slots
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.init import init_adapter, init_model
 from qerl_jax.models.loading import load_model
-from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.transformer import logits
 from qerl_jax.rl.logprobs import completion_logps
-from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings, generate
+from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 from qerl_jax.rollout.decode import prefill
-from qerl_jax.rollout.memory import plan_slots
 
 ORACLES = Path(__file__).parent / "oracles"
-MODEL = tiny_model()
-ADAPTER = tiny_adapter(MODEL)
-P, C, N, G = 9, 12, 5, 4
-SETTINGS = SamplingSettings(C, (3, 4, 10, 12), 0)
-KEY = jax.random.key(5)
 ENDLESS = ()  # no EOS
-ONE_PROMPT = Prompts(jnp.ones((1, 4), jnp.int32), jnp.array([4]), jnp.arange(1))
-
-
-def requests(seed=0):
-    """Five prompts of 1 to P tokens with four samples each, which end at an EOS, at the limit or at limits of their
-    own."""
-    random = np.random.default_rng(seed)
-    lengths = [1, P, 4, 2, 7]
-    limits = [None, None, 3, 1, None]
-    return [
-        Request(random.integers(13, CONFIG.vocab_size, length).tolist(), G, 40 + i, limit)
-        for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
-    ]
-
-
-def engine(settings=SETTINGS, **options):
-    return Engine(MODEL, settings, max_prompt_length=P, **options)
-
-
-def finished(completions):
-    """{(place's request, sample): completion}"""
-    return {(done.request, done.sample): done for done in completions if done.finish_reason is not None}
-
-
-@functools.cache
-def with_slots(slots):
-    return finished(engine(max_slots=slots).generate(ADAPTER, requests(), KEY))
-
-
-def same(a, b):
-    return (a.ids, a.finish_reason) == (b.ids, b.finish_reason) and np.array_equal(a.logps, b.logps)
 
 
 def assert_same(found, expected):
@@ -339,206 +301,6 @@ def test_programs_compiled_ahead_are_those_that_a_rollout_of_any_key_calls(key, 
     np.testing.assert_array_equal(out.tokens, again.tokens)
     with pytest.raises(ValueError, match="the key is 0; expected one PRNG key"):
         whole.rollout(ADAPTER, prompts, 0, G)
-
-
-def test_a_bad_request_is_named_and_the_others_run():
-    good = requests()[0]
-    bad = {
-        1: (Request([]), "is empty"),
-        2: (Request([20] * (P + 1)), f"has {P + 1} tokens; allowed: 1 to {P}"),
-        3: (Request([20, CONFIG.vocab_size]), f"has the token id {CONFIG.vocab_size}; allowed: 0 to"),
-        4: (Request([-1]), "has the token id -1"),
-        5: (Request([20], n=0), "asks for 0 samples"),
-        6: (Request([20], max_completion_length=C + 1), f"asks for {C + 1} tokens; allowed: 1 to the engine's {C}"),
-        7: (Request("twenty"), "is 'twenty'; expected token ids"),
-        8: (Request([20.0]), "is [20.0]; expected token ids"),
-        9: (Request([20], place=2**31), "has the place 2147483648; allowed: an int32"),
-        10: (Request([20, [21, 22]]), "is [20, [21, 22]]; expected token ids"),
-        11: (Request([20], n="2"), "has n '2'; expected a whole number"),
-        12: (Request([20], n=2.5), "has n 2.5; expected a whole number"),
-        13: (Request([20], place=1.5), "has place 1.5; expected a whole number"),
-        14: (Request([20], max_completion_length=True), "has max_completion_length True; expected a whole number"),
-    }
-    found = list(engine(max_slots=3).generate(ADAPTER, [good, *(request for request, _ in bad.values())], KEY))
-    assert {done.request: done.error for done in found if done.error}.keys() == bad.keys()
-    for done in found:
-        if done.request in bad:
-            assert done.finish_reason == "error" and bad[done.request][1] in done.error
-        else:
-            assert same(done, with_slots(3)[0, done.sample])
-    assert len(found) == G + len(bad)
-    with pytest.raises(ValueError, match=r"request 1 is \[5, 6\]; expected a Request"):
-        list(engine(max_slots=3).generate(ADAPTER, [good, [5, 6]], KEY))
-
-
-@pytest.mark.parametrize("most", [None, 2])
-@pytest.mark.parametrize("wrong, message", [
-    ({"lengths": jnp.array([3, 0, 2])}, r"prompts have 4 token slots, and lengths \[3, 0, 2\]; allowed: 1 to 4"),
-    ({"lengths": jnp.array([3, 5, 2])}, r"prompts have 4 token slots, and lengths \[3, 5, 2\]"),
-    ({"lengths": jnp.array([3, -1, 2])}, r"prompts have 4 token slots, and lengths \[3, -1, 2\]"),
-    ({"places": jnp.arange(2)}, r"prompts have tokens \[3, 4\], lengths \[3\], places \[2\]; expected tokens"),
-    ({"tokens": jnp.ones(4, jnp.int32)}, r"prompts have tokens \[4\], .*expected tokens \[N, P\]"),
-    ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
-    ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),
-])  # fmt: skip
-def test_a_rollout_of_bad_prompts_is_refused_whatever_way_it_would_go(most, wrong, message):
-    good = Prompts(jnp.ones((3, 4), jnp.int32), jnp.array([3, 4, 2]), jnp.arange(3))
-    with pytest.raises(ValueError, match=message):
-        engine(max_slots=most).rollout(ADAPTER, good.replace(**wrong), KEY, G)
-
-
-def test_a_rollout_of_no_prompts_is_refused_as_that():
-    empty = Prompts(jnp.zeros((0, 4), jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32))
-    with pytest.raises(ValueError, match=r"prompts have tokens \[0, 4\], .*of one or more"):
-        Engine(MODEL, SETTINGS, max_prompt_length=4).rollout(ADAPTER, empty, jax.random.key(0), num_generations=2)
-
-
-@pytest.mark.parametrize("change", [lambda layers: layers[:1], lambda layers: layers * 2])
-def test_an_adapter_of_another_depth_is_named(change):
-    other = ADAPTER.replace(lora=change(ADAPTER.lora))
-    tokens = jnp.ones((1, 4), jnp.int32)
-    match = f"the adapter has {len(other.lora)} layers, the model {len(ADAPTER.lora)}"
-    with pytest.raises(ValueError, match=match):
-        engine().rollout(other, Prompts(tokens, jnp.array([4]), jnp.arange(1)), KEY, 2)
-    with pytest.raises(ValueError, match=match):
-        logits(MODEL, tokens, adapter=other)
-
-
-def other_width():
-    config = dataclasses.replace(MODEL.config, hidden_size=64)
-    return init_adapter(jax.random.key(0), init_model(jax.random.key(0), config), lora_r=4)
-
-
-@pytest.mark.parametrize(
-    ("other", "match"),
-    [
-        (
-            other_width,
-            r"its pair of layer 0's q_proj has A \[4, 64\] and B \[32, 4\]; expected \[rank, 32\] and \[32, rank\]",
-        ),
-        (lambda: jax.tree.map(lambda x: jnp.stack([x, x]), ADAPTER), "of adapters stacked by vmap take each alone"),
-        (
-            lambda: ADAPTER.replace(norms=jax.tree.map(lambda x: x[:1], tiny_adapter(MODEL, train_norms=True).norms)),
-            r"its norm scales have the shapes \[\(1,\), .*; expected \(32,\) of each layer",
-        ),
-    ],
-)
-def test_an_adapter_that_does_not_fit_is_named(other, match):
-    tokens = jnp.ones((1, 4), jnp.int32)
-    prompts = Prompts(tokens, jnp.array([4]), jnp.arange(1))
-    for use in (
-        lambda: engine().rollout(other(), prompts, KEY, 2),
-        lambda: generate(MODEL, other(), prompts, KEY, SETTINGS),
-        lambda: logits(MODEL, tokens, adapter=other()),
-        lambda: merge_adapter(MODEL, other()),
-    ):
-        with pytest.raises(ValueError, match=match):
-            use()
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda adapter, key: engine().rollout(adapter, ONE_PROMPT, key, 2),
-        lambda adapter, key: list(engine().generate(adapter, requests(), key)),
-    ],
-)
-def test_a_call_that_jax_traces_is_refused_and_what_is_no_adapter_is_named(use):
-    match = r"cannot be called inside of jax.jit, .* or qerl_jax.generate inside"
-    with pytest.raises(TypeError, match=match):
-        jax.jit(use)(ADAPTER, KEY)
-    with pytest.raises(TypeError, match=match):
-        jax.vmap(lambda key: use(ADAPTER, key))(jax.random.split(KEY, 2))
-    with pytest.raises(TypeError, match="adapter is of type Model; expected an Adapter"):
-        use(MODEL, KEY)
-
-
-def test_a_pair_of_no_projection_is_named():
-    """Nothing would read it."""
-    misspelt = ADAPTER.replace(lora=tuple({"qproj": layer["q_proj"]} for layer in ADAPTER.lora))
-    with pytest.raises(
-        ValueError, match=r"layer 0 .* a pair of 'qproj' \(did you mean 'q_proj'\?\); allowed: q_proj, "
-    ):
-        logits(MODEL, jnp.ones((1, 4), jnp.int32), adapter=misspelt)
-
-
-def test_no_sequence_goes_beyond_the_networks_positions():
-    """The tiny network has 128; what may end at the last one runs."""
-    far = Engine(MODEL, SamplingSettings(125, (3,), 0), max_prompt_length=8)
-    tokens, places = jnp.ones((1, 4), jnp.int32), jnp.arange(1)
-    match = "prompt 0 has 4 tokens and may get 125 more; the network has 128 positions"
-    with pytest.raises(ValueError, match=match):
-        far.rollout(ADAPTER, Prompts(tokens, jnp.array([4]), places), KEY, 1)
-    (refused,) = far.generate(ADAPTER, [Request([1] * 4)], KEY)
-    assert match.removeprefix("prompt 0 ") in refused.error
-    (done,) = far.generate(ADAPTER, [Request([1] * 4, max_completion_length=124)], KEY)
-    assert done.error is None
-
-
-def test_numbers_of_slots_and_steps_begin_at_one():
-    with pytest.raises(ValueError, match="max_slots is 0; allowed: 1 or more"):
-        engine(max_slots=0)
-    with pytest.raises(ValueError, match="max_prompt_length is 0; allowed: 1 or more"):
-        Engine(MODEL, SETTINGS, max_prompt_length=0)
-    with pytest.raises(ValueError, match="every is 0; allowed: 1 or more"):
-        list(engine().generate(ADAPTER, requests(), KEY, every=0))
-
-
-def test_ids_beyond_the_vocabulary_are_refused_when_an_engine_is_made():
-    with pytest.raises(UserError, match=r"eos_token_ids is \(3, 61\); allowed: ids below the vocabulary's 61"):
-        engine(SamplingSettings(C, (3, CONFIG.vocab_size), 0))
-
-
-def test_memory_is_planned_by_hand():
-    # Per position 2 (keys, values) x 2 layers x 2 heads x 8 x 4 bytes = 256; per slot 12 tokens x (256 + 12), logits
-    # 16 x 61, and a copy of one layer's prompt 9 x 128; per row 9 x 256 + 32 x 4.
-    slot, row = 12 * 268 + 976 + 1152, 9 * 256 + 128
-    plan = functools.partial(plan_slots, MODEL, SETTINGS, P)
-    found = plan(samples=20, prompts=5, cache_bytes=10**9)
-    assert (found.slots, found.rows, found.slot_bytes, found.row_bytes) == (20, 5, slot, row)
-    # Beside them two layers' weights (q and o 32 x 32, k and v 16 x 32, three of 64 x 32) in 4 bytes; and of 5 prompts
-    # of 9 tokens what an MLP holds, 4 x 32 and 3 x 64 numbers.
-    assert found.made == 2 * 9216 * 4 + 45 * (4 * 32 + 3 * 64) * 4
-    assert found.nbytes == 20 * slot + 5 * row + found.made
-    plain = plan_slots(tiny_model(weight_format="bf16"), SETTINGS, P, samples=20, prompts=5, cache_bytes=10**9)
-    assert found.made - plain.made == 2 * 9216 * 4  # plain weights are taken as they are
-    # As many rows as slots, and half as many ahead, if there are so many prompts.
-    assert [plan(samples=20, prompts=5, max_slots=most).rows for most in (1, 2, 3, 4)] == [1, 3, 4, 5]
-    assert plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row).slots == 2
-    alone = plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row - 1)
-    assert (alone.slots, alone.allocated, alone.rows) == (1, 2, 1)
-    three = plan(samples=20, prompts=5, max_slots=3)
-    assert (three.slots, three.allocated) == (3, 4)
-    assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row).slots == 8
-    assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row - 1).slots == 4
-    # Of long completions half a slot's keys and values of one layer, 1000 x 128 / 2, are more than logits and prompt.
-    longer = dataclasses.replace(SETTINGS, max_completion_length=1000)
-    assert plan_slots(MODEL, longer, P, samples=1, prompts=1).slot_bytes == 1000 * 268 + 64000
-    # Values in 8 bits: 2 layers x 2 heads x 8 x (4 + 1) = 160 per position, and a copy of one layer's whole context.
-    small = dataclasses.replace(SETTINGS, kv_cache_dtype="fp8_values")
-    found = plan_slots(MODEL, small, P, samples=20, prompts=5)
-    assert (found.slot_bytes, found.row_bytes) == (12 * 172 + 976 + 21 * 128, 9 * 160 + 128)
-    with pytest.raises(UserError, match=r"not one .*: 12 tokens .* need 5\.3 kB and .* 2\.4 kB; 13\.1 kB are there"):
-        plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
-
-
-def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):
-    def budget(model, adapter=None):
-        return Engine(model, SETTINGS, max_prompt_length=P).plan(20, 5, adapter).budget
-
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**9)])
-    weights = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 64 * 32)  # two layers: q, k and v, o, and the three of the MLP
-    packed, plain = tiny_model(weight_format="nvfp4"), tiny_model(weight_format="bf16")
-    # Packed weights are decoded before the loop, so both copies are there; plain ones stay as they are.
-    extra = sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) + 4 * weights
-    assert budget(plain) - budget(packed) == extra - sum(leaf.nbytes for leaf in jax.tree.leaves(plain))
-    assert 0.88 * 10**9 < budget(plain) < 0.9 * 10**9 - 4 * weights
-    # An adapter, and two numbers of an optimizer for each of its own; and what it adds to gate and up, of 45 tokens.
-    adapter = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(ADAPTER)) + 45 * 2 * 64 * 4
-    assert budget(plain) - budget(plain, ADAPTER) == adapter
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**5)])
-    with pytest.raises(UserError, match=r"not one completion fits in memory: .*; 0 bytes are there"):
-        budget(packed)
 
 
 def test_more_samples_than_memory_run_in_turn():

@@ -1,0 +1,65 @@
+"""How many slots, and rows of the pool, a plan gives a rollout."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+from tiny import Device, tiny_model
+from tiny_engine import ADAPTER, MODEL, SETTINGS, P
+
+from qerl_jax.errors import UserError
+from qerl_jax.rollout import Engine
+from qerl_jax.rollout.memory import plan_slots
+
+
+def test_memory_is_planned_by_hand():
+    # Per position 2 (keys, values) x 2 layers x 2 heads x 8 x 4 bytes = 256; per slot 12 tokens x (256 + 12), logits
+    # 16 x 61, and a copy of one layer's prompt 9 x 128; per row 9 x 256 + 32 x 4.
+    slot, row = 12 * 268 + 976 + 1152, 9 * 256 + 128
+    plan = functools.partial(plan_slots, MODEL, SETTINGS, P)
+    found = plan(samples=20, prompts=5, cache_bytes=10**9)
+    assert (found.slots, found.rows, found.slot_bytes, found.row_bytes) == (20, 5, slot, row)
+    # Beside them two layers' weights (q and o 32 x 32, k and v 16 x 32, three of 64 x 32) in 4 bytes; and of 5 prompts
+    # of 9 tokens what an MLP holds, 4 x 32 and 3 x 64 numbers.
+    assert found.made == 2 * 9216 * 4 + 45 * (4 * 32 + 3 * 64) * 4
+    assert found.nbytes == 20 * slot + 5 * row + found.made
+    plain = plan_slots(tiny_model(weight_format="bf16"), SETTINGS, P, samples=20, prompts=5, cache_bytes=10**9)
+    assert found.made - plain.made == 2 * 9216 * 4  # plain weights are taken as they are
+    # As many rows as slots, and half as many ahead, if there are so many prompts.
+    assert [plan(samples=20, prompts=5, max_slots=most).rows for most in (1, 2, 3, 4)] == [1, 3, 4, 5]
+    assert plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row).slots == 2
+    alone = plan(samples=20, prompts=5, cache_bytes=2 * slot + 3 * row - 1)
+    assert (alone.slots, alone.allocated, alone.rows) == (1, 2, 1)
+    three = plan(samples=20, prompts=5, max_slots=3)
+    assert (three.slots, three.allocated) == (3, 4)
+    assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row).slots == 8
+    assert plan(samples=20, prompts=1, cache_bytes=8 * slot + row - 1).slots == 4
+    # Of long completions half a slot's keys and values of one layer, 1000 x 128 / 2, are more than logits and prompt.
+    longer = dataclasses.replace(SETTINGS, max_completion_length=1000)
+    assert plan_slots(MODEL, longer, P, samples=1, prompts=1).slot_bytes == 1000 * 268 + 64000
+    # Values in 8 bits: 2 layers x 2 heads x 8 x (4 + 1) = 160 per position, and a copy of one layer's whole context.
+    small = dataclasses.replace(SETTINGS, kv_cache_dtype="fp8_values")
+    found = plan_slots(MODEL, small, P, samples=20, prompts=5)
+    assert (found.slot_bytes, found.row_bytes) == (12 * 172 + 976 + 21 * 128, 9 * 160 + 128)
+    with pytest.raises(UserError, match=r"not one .*: 12 tokens .* need 5\.3 kB and .* 2\.4 kB; 13\.1 kB are there"):
+        plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
+
+
+def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):
+    def budget(model, adapter=None):
+        return Engine(model, SETTINGS, max_prompt_length=P).plan(20, 5, adapter).budget
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**9)])
+    weights = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 64 * 32)  # two layers: q, k and v, o, and the three of the MLP
+    packed, plain = tiny_model(weight_format="nvfp4"), tiny_model(weight_format="bf16")
+    # Packed weights are decoded before the loop, so both copies are there; plain ones stay as they are.
+    extra = sum(leaf.nbytes for leaf in jax.tree.leaves(packed)) + 4 * weights
+    assert budget(plain) - budget(packed) == extra - sum(leaf.nbytes for leaf in jax.tree.leaves(plain))
+    assert 0.88 * 10**9 < budget(plain) < 0.9 * 10**9 - 4 * weights
+    # An adapter, and two numbers of an optimizer for each of its own; and what it adds to gate and up, of 45 tokens.
+    adapter = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(ADAPTER)) + 45 * 2 * 64 * 4
+    assert budget(plain) - budget(plain, ADAPTER) == adapter
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**5)])
+    with pytest.raises(UserError, match=r"not one completion fits in memory: .*; 0 bytes are there"):
+        budget(packed)
