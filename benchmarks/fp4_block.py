@@ -3,11 +3,12 @@
     python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8 64] [--rank 0 32] [--layers 3]
         [--dtype bfloat16 float16]
 
-Layers follow each other in a jitted while loop, q of one as the attention's output of the next, with nothing between.
-`us` is the loop's wall time over layers and steps, `kernels_us` the kernels' own (CUPTI) and `matmuls_us` those that
-multiply by the weights among them, medians of five loops; `launches` names the last layer's kernels, each with its us;
-tb_per_s counts packed bytes over `us`. `error` is the largest difference of an output to the reference in plain JAX,
-over the output's root mean square. The L2 holds less than one layer's weights.
+Layers follow each other in a jitted while loop as in a decode step, with attention between them, over 256 tokens of a
+prompt for 8 samples and as many of their own. `us` is the loop's wall time over layers and steps. `kernels_us` is the
+kernels' own (CUPTI) without attention, `matmuls_us` of those that multiply by the weights among them, `attention_us` of
+attention, which up to 16 rows also makes x A^T of o: medians of five loops. `launches` names the last layer's kernels,
+each with its us; tb_per_s counts packed bytes over `us`. `error` is the largest difference of an output to the
+reference in plain JAX, over the output's root mean square. The L2 holds less than one layer's weights.
 """
 
 import argparse
@@ -24,9 +25,21 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.fp4_layer import STEPS, turn_us, unit_scale
 from benchmarks.fp4_matmul import random_weight
 from benchmarks.shapes import MODELS
-from pallas_kernels import LayerPart, Projection, between_attentions, between_attentions_reference
+from pallas_kernels import (
+    LayerPart,
+    OwnKV,
+    Projection,
+    PromptKV,
+    between_attentions,
+    between_attentions_reference,
+    decode_attention,
+    reads_units,
+    wanted_a,
+)
+from pallas_kernels.hidden import hidden_parts
 
 EPS = 1e-6
+HEAD, GROUP, TOKENS = 128, 8, 256  # size of a head, samples of a prompt, and tokens of it and of each sample
 
 
 def shape_of(config):
@@ -65,7 +78,9 @@ def random_layer(key, shape, rank, dtype="bfloat16"):
 
 @jax.jit
 def kernel(x, residual, layer, norms):
-    return between_attentions(x, residual, layer, norms, EPS)
+    a = wanted_a(x.shape[0], layer)
+    hidden = None if a is None else hidden_parts(x, a, x.shape[1] // HEAD)
+    return between_attentions(x, residual, layer, norms, EPS, hidden=hidden)
 
 
 @jax.jit
@@ -74,15 +89,26 @@ def reference(x, residual, layer, norms):
 
 
 @jax.jit
-def loop(x, residual, model, steps):
-    def body(state):
-        i, x, _ = state
-        stream = residual
-        for layer, norms in model:
-            stream, (x, *_) = between_attentions(x, stream, layer, norms, EPS)
-        return i + 1, x, stream
+def loop(qkv, residual, model, caches, steps):
+    """The last q, k, v and residual stream after so many steps; `caches` of each layer, of prompts and of samples."""
+    m = residual.shape[0]
+    of, lengths = jnp.arange(m) // GROUP, jnp.full(m, TOKENS)
+    angles = jnp.linspace(0.0, 9.0, m * HEAD // 2).reshape(m, -1)
 
-    return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, x, residual))[1:]
+    def body(state):
+        i, qkv, stream, caches = state
+        stream, after = residual, []
+        for (layer, norms), (prompt, own) in zip(model, caches, strict=True):
+            in_units = reads_units(m, layer)
+            x, own_k, own_v, *hidden = decode_attention(
+                *qkv, jnp.cos(angles), jnp.sin(angles), PromptKV(*prompt, of, lengths), OwnKV(*own, lengths),
+                group=min(GROUP, m), in_units=in_units, a=wanted_a(m, layer),
+            )  # fmt: skip
+            stream, qkv = between_attentions(x, stream, layer, norms, EPS, in_units, *hidden)
+            after.append((prompt, (own_k, own_v)))
+        return i + 1, qkv, stream, after
+
+    return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, qkv, residual, caches))[1:3]
 
 
 def inputs(name, m, dtype):
@@ -91,17 +117,34 @@ def inputs(name, m, dtype):
     return x, jax.random.normal(jax.random.key(m + 1), (m, hidden))
 
 
+def caches_of(name, m, dtype, layers):
+    """Keys and values of each layer: of the prompts, and of the samples, which have room for one token more."""
+    heads = SHAPES[name][3] // HEAD
+    shapes = [(-(-m // GROUP), TOKENS, heads, HEAD)] * 2 + [(m, TOKENS + 1, heads, HEAD)] * 2
+    keys = jax.random.split(jax.random.key(m), (layers, len(shapes)))
+    made = [[jax.random.normal(key, shape, dtype) for key, shape in zip(row, shapes, strict=True)] for row in keys]
+    return [((a, b), (c, d)) for a, b, c, d in made]
+
+
+def loop_operands(name, m, model):
+    dtype = model[0][0].dtype
+    x, residual = inputs(name, m, dtype)
+    kv = x[:, : SHAPES[name][3]]
+    return (x, kv, kv), residual, model, caches_of(name, m, dtype, len(model))
+
+
 def programs(name, m, model):
     """`kernel`, `reference` and `loop`, compiled."""
     operands = inputs(name, m, model[0][0].dtype)
     one = [f.lower(*operands, *model[0]).compile() for f in (kernel, reference)]
-    return *one, loop.lower(*operands, model, STEPS).compile()
+    return *one, loop.lower(*loop_operands(name, m, model), STEPS).compile()
 
 
 def kernels_of(run, *operands):
     """Each kernel of a run, in order, and its us; the loop's own left out."""
     _, ran = profiler.measure(run, aggregate=False)(*operands)
-    return [(n.removesuffix("_mosaic_gpu_kernel"), 1e3 * ms) for n, ms in ran if "nvfp4" in n or "inputs" in n]
+    names = "nvfp4", "inputs", "attention"
+    return [(n.removesuffix("_mosaic_gpu_kernel"), 1e3 * ms) for n, ms in ran if any(name in n for name in names)]
 
 
 def measure(name, m, rank, model, compiled):
@@ -113,22 +156,27 @@ def measure(name, m, rank, model, compiled):
         float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.sqrt(jnp.mean(b.astype(jnp.float32) ** 2)))
         for a, b in zip(made, true, strict=True)
     ]
-    last = jax.block_until_ready(loop(x, residual, model, STEPS))
-    us = turn_us(lambda turns: loop(x, residual, model, turns)) / len(model)
-    loops = [kernels_of(loop, x, residual, model, 2) for _ in range(5)]
+    operands = loop_operands(name, m, model)
+    last = jax.block_until_ready(loop(*operands, STEPS))
+    us = turn_us(lambda turns: loop(*operands, turns)) / len(model)
+    loops = [kernels_of(loop, *operands, 2) for _ in range(5)]
     of_layer = len(loops[0]) // (2 * len(model))
+
+    def median(wanted):
+        return statistics.median(sum(t for n, t in ran if wanted(n)) for ran in loops) / (2 * len(model))
+
     hidden, inner, heads, kv = SHAPES[name]
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
     return {
         "model": name, "m": m, "rank": rank, "dtype": dtype, "us": float(us), "tb_per_s": float(size / us * 1e-6),
-        "kernels_us": statistics.median(sum(t for _, t in ran) for ran in loops) / (2 * len(model)),
-        "matmuls_us": statistics.median(sum(t for n, t in ran if "nvfp4" in n) for ran in loops) / (2 * len(model)),
+        "kernels_us": median(lambda n: "attention" not in n), "matmuls_us": median(lambda n: "nvfp4" in n),
+        "attention_us": median(lambda n: "attention" in n),
         "launches": [
             [n, round(statistics.median(ran[i][1] for ran in loops), 2)]
             for i, (n, _) in enumerate(loops[0]) if i >= len(loops[0]) - of_layer
         ],
         "error": max(errors), "same_again": all(bool((a == b).all()) for a, b in zip(made, again, strict=True)),
-        "finite": all(bool(jnp.isfinite(v).all()) for v in last),
+        "finite": all(bool(jnp.isfinite(v).all()) for v in jax.tree.leaves(last)),
     }  # fmt: skip
 
 

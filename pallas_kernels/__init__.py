@@ -10,7 +10,13 @@ from .attention import (
     stored,
     takes_decode_attention,
 )
-from .block import between_attentions, between_attentions_reference, reads_units, takes_between_attentions
+from .block import (
+    between_attentions,
+    between_attentions_reference,
+    reads_units,
+    takes_between_attentions,
+    wanted_a,
+)
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .fp4_mlp import fp4_mlp
 from .fragment_order import in_unit_order
@@ -51,4 +57,5 @@ __all__ = [
     "takes_between_attentions",
     "takes_decode_attention",
     "unpack",
+    "wanted_a",
 ]

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from . import attention_kernel
 from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
+from .hidden import hidden_parts
+from .operands import padded_rank
 from .ptx import HALVES
 from .stream_plan import RESIDENT
 from .variants import capability
@@ -59,8 +61,9 @@ def decode_attention(
     *,
     group: int = 1,
     in_units: bool = False,
+    a: jax.Array | None = None,
     config: AttentionConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """softmax(q K^T / sqrt(E)) V for one new token per sample, over its prompt, its own keys, and its new key.
 
     Args:
@@ -72,10 +75,13 @@ def decode_attention(
       norms: per-head norms, where the family has them.
       group: so many samples in a row continue the same prompt, so that the kernel may read it once for some or all.
       in_units: the result's columns in unit order, for a `between_attentions` that reads them so.
+      a: [R, H * E], LoRA's A of the projection that reads the result, for a `between_attentions` that wants the
+        product with it.
       config: a configuration of the kernel; None chooses one.
 
     Returns:
-      [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions.
+      [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions;
+      with `a` also the result's product with it, in a part for each head (`hidden.hidden_parts`).
 
     Raises:
       ValueError: the kernel, or the given configuration of it, does not take the shape or the dtypes (see
@@ -95,12 +101,19 @@ def decode_attention(
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
-    config = config or choose_attention(B, K, group, P, C, *sizes)
-    plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units)
+    config = config or choose_attention(B, K, group, P, C, *sizes, together=a is None)
+    of_product = [] if a is None else [_padded(a, q.dtype)]
+    ranks = sum(a.shape[0] for a in of_product)
+    plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units, ranks)
     kernel = attention_kernel.build(plan, None if norms is None else norms.eps, q.dtype.name)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
-    return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, own.k, own.v)
+    return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, *of_product, own.k, own.v)
+
+
+def _padded(a: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A as the kernel takes it."""
+    return jnp.pad(a.astype(dtype), ((0, padded_rank(a.shape[0]) - a.shape[0]), (0, 0)))
 
 
 def takes_decode_attention(
@@ -127,19 +140,20 @@ def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def choose_attention(
-    B: int, K: int, group: int, P: int, C: int, key_bytes: int = 2, value_bytes: int = 2
+    B: int, K: int, group: int, P: int, C: int, key_bytes: int = 2, value_bytes: int = 2, together: bool = True
 ) -> AttentionConfig:
     """The kernel's configuration for caches of P and C slots, of which completions fill half on average.
 
     Two samples to a unit where that leaves more units than multiprocessors, or one to each and the prompt is long. Of
     such pairs a CTA has as many of a group as make waves of CTAs the cheapest. Otherwise the largest cluster that one
     wave holds, of more than FREE_CTAS in all only where each CTA gets enough of the context; and small CTAs where
-    several share a multiprocessor. A ring has the same bytes whatever those of a number in the cache.
+    several share a multiprocessor. A ring has the same bytes whatever those of a number in the cache. `together` allows
+    several pairs in a CTA.
     """
     pairs, depth = B // 2 * K, 12 // (key_bytes + value_bytes)
     shares = pairs > RESIDENT[1] or (2 * pairs > RESIDENT[1] and P >= WORTH_A_PAIR)
     slots = 2 if group % 2 == 0 and B % group == 0 and shares else 1
-    if slots == 2:
+    if slots == 2 and together:
         of_a_cta = [units for units in (4, 2, 1) if group // 2 % units == 0]
         together = min(of_a_cta, key=lambda units: -(-pairs // units // RESIDENT[1]) * (units + A_WAVE))
         if together > 1:
@@ -184,7 +198,8 @@ def decode_attention_reference(
     prompt: PromptKV,
     own: OwnKV,
     norms: HeadNorms | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    a: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """`decode_attention` in plain JAX."""
     B, (P, K, E), C = q.shape[0], prompt.k.shape[1:], own.k.shape[1]
     q, k, v = (x.reshape(B, -1, E) for x in (q, k, v))
@@ -209,4 +224,6 @@ def decode_attention_reference(
     scores = jnp.where(live[:, None, None], scores * E**-0.5, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum("bkqp,bpke->bkqe", weights, values).reshape(B, -1)
-    return jnp.where((own.lengths >= 0)[:, None], out, 0), own_k, own_v
+    out = jnp.where((own.lengths >= 0)[:, None], out, 0)
+    hidden = [] if a is None else [hidden_parts(out, _padded(a, q.dtype), q.shape[1])]
+    return out, own_k, own_v, *hidden

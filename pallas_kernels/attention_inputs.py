@@ -19,11 +19,12 @@ class AttentionInputs:
         c = plan.config
         self.keys = (Keys if plan.key_bytes == 2 else NarrowKeys)(plan.E)
         self.values = (Values if plan.value_bytes == 2 else NarrowValues)(plan.E)
+        self.of_a = Keys(plan.E)  # a head's columns of A lie as keys do
         *named, shared = refs
         names = ["q", "k", "v", "cos", "sin", "prompt_k", "prompt_v", "prompt_of", "prompt_lengths", "own_lengths"]
-        names += ["q_norm", "k_norm"] if plan.has_norms else []
-        at = {name: mem.global_address(ref) for name, ref in zip([*names, "own_k", "own_v", "out"], named, strict=True)}
-        self.at = at
+        names += ["q_norm", "k_norm"] * plan.has_norms + ["a"] * bool(plan.ranks) + ["own_k", "own_v", "out"]
+        names += ["hidden"] * bool(plan.ranks)
+        self.at = at = {name: mem.global_address(ref) for name, ref in zip(names, named, strict=True)}
         self.base = mem.shared_address(shared)
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)

@@ -22,17 +22,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxlib.mlir.dialects import arith
 
 from . import lane_level
 from . import ptx as p
 from . import ptx_memory as mem
+from .attention_outputs import AttentionOutputs
 from .attention_plan import KEYS, AttentionPlan
-from .attention_tiles import LOWEST, AttentionTiles
-from .fragment_order import unit_place
+from .attention_tiles import LOWEST
+from .hidden import hidden_shape
 
 
-class _Warp(AttentionTiles):
+class _Warp(AttentionOutputs):
     """One warp's program, from its share of the context to the outputs."""
 
     def run(self):
@@ -42,9 +42,10 @@ class _Warp(AttentionTiles):
             p.when(p.eq(self.tid, 0), self.make_barrier)
             p.warp_sync()
             p.cluster_arrive()
+        slot = first_slot = self.first_slot(count)
         for d in range(c.depth - 1):
-            self.fetch(p.i32(d), p.lt(d, count), p.i32(d))
-            mem.copy_commit()
+            self.fetch_next(p.i32(d), count, slot)
+            slot = self.after(slot)
         if c.cluster > 1:
             p.cluster_wait()  # the others' barriers are made
         self.queries = self.query_fragments()
@@ -53,9 +54,7 @@ class _Warp(AttentionTiles):
         state = p.if_values(last, lambda: self.newest(state), state)
 
         def fetch_ahead(i, spare):
-            ahead = p.add(i, c.depth - 1)
-            self.fetch(ahead, p.lt(ahead, count), spare)
-            mem.copy_commit()
+            self.fetch_next(p.add(i, c.depth - 1), count, spare)
 
         def together(i, slot, spare, state):
             """A turn of the prompt's: all tiles that the team has loaded."""
@@ -86,12 +85,11 @@ class _Warp(AttentionTiles):
                 slot, spare, *state = carry
                 mem.copy_wait(c.depth - 2)
                 state = turn(i, slot, spare, state)
-                after = p.add(slot, 1)
-                return [p.select(p.eq(after, c.depth), 0, after), slot, *state]
+                return [self.after(slot), slot, *state]
 
             return p.for_range(start, end, 1, carry, step)
 
-        carry = [p.i32(0), p.i32(c.depth - 1), *state]
+        carry = [first_slot, slot, *state]
         if c.units > 1:
             carry = turns(together, 0, self.counts[0], carry)
             self.team_sync()  # the warp's ring is its own from here on
@@ -99,11 +97,28 @@ class _Warp(AttentionTiles):
         else:
             carry = turns(alone, 0, count, carry)
         state = carry[2:]
-        mem.copy_wait_all()
         p.warp_sync()
         self.leave(state)
         p.cta_sync()
         self.merge()
+        if plan.ranks:
+            self.multiply_by_a()
+
+    def first_slot(self, count):
+        """Of the ring, for the first of so many tiles: A comes behind them, in the last slot."""
+        last = self.plan.config.depth - 1
+        return p.sub(last, p.rem(count, last + 1)) if self.plan.ranks else p.i32(0)
+
+    def after(self, slot):
+        following = p.add(slot, 1)
+        return p.select(p.eq(following, self.plan.config.depth), 0, following)
+
+    def fetch_next(self, turn, count, slot):
+        """The copies of a tile, or of A behind the last one, as a group."""
+        self.fetch(turn, p.lt(turn, count), slot)
+        if self.plan.ranks:
+            p.when(p.eq(turn, count), self.fetch_a)
+        mem.copy_commit()
 
     def team_sync(self):
         """What the team's warps have copied is there, and the tiles before are multiplied."""
@@ -115,97 +130,20 @@ class _Warp(AttentionTiles):
         mem.barrier_expect(self.all_here, p.i32(self.plan.received_bytes))
         mem.fence_barrier_init()
 
-    # ---- the end ------------------------------------------------------------------------------------------------
 
-    def leave(self, state):
-        """This warp's partial result to the place of its ring."""
-        plan, c = self.plan, self.plan.config
-        for i in range(c.slots):
-            row = p.add(self.g, 8 * i)
-            at = p.add(self.ring, p.mul(row, plan.partial_stride))
-            for block in range(plan.E // 16):
-                first, second = (state[2 * c.slots + 4 * d + 2 * i :][:2] for d in (2 * block, 2 * block + 1))
-                self.values.leave(at, self.t, block, first, second)
-            total = p.over_quad(arith.addf, state[2 * i + 1])
-
-            def write(row=row, i=i, total=total):
-                at = p.add(self.ring, p.add(p.mul(row, 4), plan.rows * plan.partial_stride))
-                mem.store_shared_f32(at, state[2 * i], 0)
-                mem.store_shared_f32(at, total, 4 * plan.rows)
-
-            p.when(p.eq(self.t, 0), write)
-
-    def merge(self):
-        """The CTA's warps' results become one. Alone, it is the output; in a cluster each CTA gets all CTAs' results of
-        an equal share of the outputs, and adds them up."""
-        plan, c = self.plan, self.plan.config
-        pairs, threads = plan.E // 2, c.warps * 32
-        rows = c.units * plan.rows
-        owned = rows * pairs // c.cluster
-        received = p.add(self.base, plan.received_at)
-
-        def of_warps(index, _):
-            row, pair = p.div(index, pairs), p.rem(index, pairs)
-            unit, of_unit = p.div(row, plan.rows), p.rem(row, plan.rows)
-            warps = [p.add(unit, team * c.units) for team in range(plan.teams)]
-            joined = _join([self.of_warp(p.add(self.base, p.mul(w, plan.ring_bytes)), of_unit, pair) for w in warps])
-            if c.cluster == 1:
-                self.store(row, pair, *joined[1:])
-            else:
-                owner, place = p.div(index, owned), p.add(p.mul(self.rank, owned), p.rem(index, owned))
-                to = p.add(received, p.mul(place, 16))
-                mem.send_f32x4(mem.map_rank(to, owner), joined, mem.map_rank(self.all_here, owner))
-            return []
-
-        p.for_range(self.tid, rows * pairs, threads, [], of_warps)
-        if c.cluster == 1:
-            return
-        mem.barrier_wait(self.all_here, p.i32(0))
-
-        def of_ctas(local, _):
-            index, at = p.add(p.mul(self.rank, owned), local), p.add(received, p.mul(local, 16))
-            joined = _join([mem.load_shared_f32x4(at, 16 * owned * r) for r in range(c.cluster)])
-            self.store(p.div(index, pairs), p.rem(index, pairs), *joined[1:])
-            return []
-
-        p.for_range(self.tid, owned, threads, [], of_ctas)
-
-    def of_warp(self, place, row, pair):
-        """A warp's partial result of a pair of outputs: maximum, sum of weights, weighted sums."""
-        plan = self.plan
-        head = p.add(place, p.add(p.mul(row, 4), plan.rows * plan.partial_stride))
-        at = p.add(place, p.add(p.mul(row, plan.partial_stride), p.mul(pair, 8)))
-        return [*(mem.load_shared_f32(head, 4 * plan.rows * i) for i in range(2)), *mem.load_shared_f32x2(at)]
-
-    def store(self, row, pair, total, *sums):
-        """A pair of outputs; zeros for a sample that has ended."""
-        plan = self.plan
-        head, sample = p.and_(row, 7), p.add(self.first_sample, p.shr(row, 3))
-
-        def write():
-            inverse = arith.divf(p.f32(1.0), arith.maximumf(total, p.f32(1e-30)))
-            index = p.add(p.mul(sample, plan.H), p.add(p.mul(self.head, plan.Q), head))
-            column = p.mul(pair, 2)
-            place = unit_place(column) if plan.in_units else column
-            at = mem.offset(mem.wide_offset(self.at["out"], index, plan.row_bytes), p.mul(place, 2))
-            mem.store_global_halfx2(at, *(arith.mulf(s, inverse) for s in sums))
-
-        p.when(p.lt(head, plan.Q), write)
-
-
-def _join(parts):
-    """Partial results of a pair of outputs, each a maximum, a sum of weights and two weighted sums, added in order."""
-    top = functools.reduce(arith.maximumf, [part[0] for part in parts])
-    scales = [p.exp2(arith.subf(part[0], top)) for part in parts]
-    return [top, *p.total([[arith.mulf(s, v) for v in part[1:]] for s, part in zip(scales, parts, strict=True)])]
+def attention_outs(plan: AttentionPlan, dtype: str = "bfloat16") -> list[jax.ShapeDtypeStruct]:
+    """What the kernel writes beside the caches."""
+    outs = [jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.dtype(dtype))]
+    return [*outs, hidden_shape(plan.H, plan.ranks, plan.B)] if plan.ranks else outs
 
 
 @functools.cache
 def build(plan: AttentionPlan, eps: float | None = None, dtype: str = "bfloat16"):
     """The kernel as a function (q [B, H * E], k [B, K * E], v [B, K * E], cos [B, E / 2], sin [B, E / 2],
     prompt_k [N, P, K, E], prompt_v, prompt_of [B], prompt_lengths [B], own_lengths [B], [q_norm [E], k_norm [E]],
-    own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v): the last two in place. `eps` is that of the norms,
-    `dtype` that of queries, new keys and values, and results.
+    [a [ranks, H * E]], own_k [B, C, K, E], own_v) -> (out [B, H * E], own_k, own_v, [hidden]): the caches in place.
+    `eps` is that of the norms, `dtype` that of queries, new keys and values, A and results. `hidden`, where the plan
+    has ranks, is out A^T in a part for each head (hidden.py).
     """
     c = plan.config
 
@@ -214,7 +152,7 @@ def build(plan: AttentionPlan, eps: float | None = None, dtype: str = "bfloat16"
 
     call = lane_level.kernel(
         decode_attention,
-        jax.ShapeDtypeStruct((plan.B, plan.H * plan.E), jnp.dtype(dtype)),
+        attention_outs(plan, dtype),
         dtype,
         grid=plan.ctas // c.cluster,
         warps=c.warps,
@@ -225,7 +163,7 @@ def build(plan: AttentionPlan, eps: float | None = None, dtype: str = "bfloat16"
     def run(*arrays):
         *inputs, own_k, own_v = arrays
         own_k, own_v = jax.new_ref(own_k), jax.new_ref(own_v)
-        out = call(*inputs, own_k, own_v)
-        return out, jax.freeze(own_k), jax.freeze(own_v)
+        out, *hidden = call(*inputs, own_k, own_v)
+        return out, jax.freeze(own_k), jax.freeze(own_v), *hidden
 
     return jax.jit(run)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from .block_plan import PANEL
+from .layout import ROWS
 from .stream_plan import RESIDENT, SMEM_LIMIT
 
 KEYS = 16  # keys of a tile, the depth of one tensor-core step over them
@@ -49,6 +51,7 @@ class AttentionPlan:
     key_bytes: int = 2  # of one number of a key in the cache: 2, or 1 (E4M3)
     value_bytes: int = 2
     in_units: bool = False  # whether outputs are in unit order (fragment_order.py)
+    ranks: int = 0  # of A, by which the outputs are multiplied (attention_outputs.py)
 
     def __post_init__(self) -> None:
         c = self.config
@@ -64,6 +67,13 @@ class AttentionPlan:
             raise ValueError(f"{c}: warps must be 4, 8, .. 32, depth at least 2, cluster one of {list(RESIDENT)}")
         if c.warps % c.units:
             raise ValueError(f"{c}: each unit of a CTA has as many warps")
+        if self.ranks % ROWS:
+            raise ValueError(f"ranks must be a multiple of {ROWS}, got {self.ranks}")
+        if self.ranks and (c.units > 1 or self.partial_bytes > self.a_at):
+            raise ValueError(
+                f"{c}: for products with A a CTA has one unit, and its warps' rings {self.partial_bytes} bytes before "
+                f"the last slot, got {self.a_at}"
+            )
         if self.total > SMEM_LIMIT:
             raise ValueError(f"{c} needs {self.total} bytes of shared memory; limit {SMEM_LIMIT}")
 
@@ -101,9 +111,29 @@ class AttentionPlan:
         return max(self.config.depth * self.tile_bytes, self.partial_bytes)
 
     @property
+    def a_at(self) -> int:
+        """The place of A in a ring, behind the warp's partial result."""
+        return (self.config.depth - 1) * self.tile_bytes
+
+    @property
+    def early_ranks(self) -> int:
+        """Of A, which a slot of the ring has room for."""
+        return min(self.ranks, self.tile_bytes // self.row_bytes // ROWS * ROWS)
+
+    @property
     def rows(self) -> int:
         """Queries of a unit."""
         return 8 * self.config.slots
+
+    @property
+    def owned_rows(self) -> int:
+        """Rows of outputs that a CTA finishes, of those that it or its cluster computes."""
+        return self.config.units * self.rows // self.config.cluster
+
+    @property
+    def panels(self) -> int:
+        """Of 8 samples, as the block kernel has them."""
+        return -(-self.B // PANEL)
 
     @property
     def partial_stride(self) -> int:
@@ -129,5 +159,10 @@ class AttentionPlan:
         return self.received_at + self.received_bytes
 
     @property
-    def total(self) -> int:
+    def outputs_at(self) -> int:
+        """The CTA's outputs, for their products with A."""
         return self.barrier_at + 16
+
+    @property
+    def total(self) -> int:
+        return self.outputs_at + (self.owned_rows * self.row_bytes if self.ranks else 0)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from . import block_kernel, layer_calls
-from .block_plan import MAX_ROWS, PANEL, BlockPlan, Part, make_block_plan
+from .block_plan import MAX_ROWS, PANEL, WARPS, BlockPlan, Part, make_block_plan
 from .counters import first_counters
 from .fragment_order import from_unit_order
+from .hidden import sum_hidden
 from .layer_part import LayerPart, Projection, operands
 from .layout import dequantize
 from .stream_plan import RESIDENT
@@ -45,8 +46,17 @@ def reads_units(rows: int, layer: LayerPart) -> bool:
     return rows > MAX_ROWS and layer_calls.reads_units(rows, layer)
 
 
-def plan_of(rows: int, layer: LayerPart) -> BlockPlan:
-    """How the kernel divides the work; raises ValueError naming the constraint when it does not take the shape."""
+def wanted_a(rows: int, layer: LayerPart) -> jax.Array | None:
+    """o's A, where `between_attentions`, which must take the shape, is faster if x A^T comes with x; else None. With
+    more warps, for long streams (32B), it was not faster."""
+    if layer.o.lora is None or rows > MAX_ROWS or plan_of(rows, layer).warps != WARPS:
+        return None
+    return layer.o.lora[0]
+
+
+def plan_of(rows: int, layer: LayerPart, given: int = 0) -> BlockPlan:
+    """How the kernel divides the work, with so many given parts of o's x A^T; raises ValueError naming the constraint
+    when it does not take the shape."""
     parts = []
     for i, group in enumerate(layer.groups):
         (k,) = {projection.weight.k for projection in group}
@@ -59,13 +69,20 @@ def plan_of(rows: int, layer: LayerPart) -> BlockPlan:
                 paired=i == 1,
                 normed=i in (1, 3),
                 joins=i in (0, 2),
+                given=given if i == 0 else 0,
             )
         )
     return make_block_plan(rows, layer.o.weight.n, tuple(parts), RESIDENT[1])
 
 
 def between_attentions(
-    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float, in_units: bool = False
+    x: jax.Array,
+    residual: jax.Array,
+    layer: LayerPart,
+    norms: Sequence[jax.Array],
+    eps: float,
+    in_units: bool = False,
+    hidden: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """residual + o(x); + down(silu(gate(h)) * up(h)) of its norm h; and q, k, v of the norm of that.
 
@@ -80,6 +97,8 @@ def between_attentions(
       norms: float32 [D], the scale behind the attention and, if there are q, k, v, that before them.
       eps: the norms' epsilon.
       in_units: whether x's columns are in unit order, where `reads_units` says so.
+      hidden: x A^T of o's A, in parts that are still to be added up (`hidden.hidden_parts`), see `wanted_a`; None has
+        it made here.
 
     Returns:
       The residual stream float32 [M, D], and q, k, v in x's dtype [M, N].
@@ -88,40 +107,52 @@ def between_attentions(
       ValueError: the kernels do not take the shape or x's dtype (see `takes_between_attentions`).
     """
     _check_dtype(x.dtype, layer)
+    if hidden is not None and (layer.o.lora is None or x.shape[0] > MAX_ROWS):
+        has = "an" if layer.o.lora is not None else "no"
+        raise ValueError(
+            f"x A^T is taken of up to {MAX_ROWS} rows where o has an adapter, got {x.shape[0]} rows and {has} adapter"
+        )
     if x.shape[0] > MAX_ROWS:
         return layer_calls.between_attentions(x, residual, layer, norms, eps, in_units)
     if in_units:
         raise ValueError(f"x in unit order is for more than {MAX_ROWS} rows, got {x.shape[0]}")
-    plan = plan_of(x.shape[0], layer)
+    plan = plan_of(x.shape[0], layer, 0 if hidden is None else hidden.shape[0])
     weights = tuple(tuple(map(operands, group)) for group in layer.groups)
     scales = tuple(jnp.asarray(scale, jnp.float32) for scale in norms)
     sync = jnp.asarray(first_counters(plan.sync_words))
-    outs = block_kernel.build(plan, eps, layer.dtype)(block_kernel.Operands(x, residual, weights, scales, sync))
+    given = block_kernel.Operands(x, residual, weights, scales, sync, hidden)
+    outs = block_kernel.build(plan, eps, layer.dtype)(given)
     return outs["residual2"], tuple(outs[f"y{w}"] for w in range(len(layer.qkv)))
 
 
 def between_attentions_reference(
-    x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array], eps: float, in_units: bool = False
+    x: jax.Array,
+    residual: jax.Array,
+    layer: LayerPart,
+    norms: Sequence[jax.Array],
+    eps: float,
+    in_units: bool = False,
+    hidden: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`between_attentions` in plain JAX: the products in float32, what they read rounded to x's dtype."""
     x = from_unit_order(x) if in_units else x
     dtype = x.dtype
 
-    def product(x: jax.Array, projection: Projection) -> jax.Array:
+    def product(x: jax.Array, projection: Projection, hidden: jax.Array | None = None) -> jax.Array:
         dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
         wide = x.astype(jnp.float32)
         y = dot(wide, dequantize(projection.weight, projection.global_scale, jnp.float32).T)
         if projection.lora is not None:
             a, b, scaling = projection.lora
-            hidden = dot(wide, a.astype(jnp.float32).T).astype(dtype).astype(jnp.float32)
-            y = y + scaling * dot(hidden, b.astype(jnp.float32).T)
+            hidden = dot(wide, a.astype(jnp.float32).T) if hidden is None else hidden[:, : a.shape[0]]
+            y = y + scaling * dot(hidden.astype(dtype).astype(jnp.float32), b.astype(jnp.float32).T)
         return y if projection.bias is None else y + projection.bias
 
     def normed(residual: jax.Array, scale: jax.Array) -> jax.Array:
         mean = jnp.mean(jnp.square(residual), -1, keepdims=True)
         return (residual * jax.lax.rsqrt(mean + eps) * scale).astype(dtype)
 
-    residual = residual + product(x, layer.o)
+    residual = residual + product(x, layer.o, None if hidden is None else sum_hidden(hidden, x.shape[0]))
     h = normed(residual, norms[0])
     inner = jax.nn.silu(product(h, layer.gate)) * product(h, layer.up)
     residual = residual + product(inner.astype(dtype), layer.down)

@@ -127,7 +127,7 @@ class ComputeWarps(OutputTiles):
         has_items, next_item = p.lt(first_item, last_item), first_item
         if plan.early_units:
             decoded = p.if_values(has_items, decode_early, [p.i32(0)] * (16 * plan.early_units))
-        mem.barrier_wait(self.x_full, p.i32(i % 2))
+        self.await_x(i)
         carry = [*first_slots, p.rem(begin, share.quads), p.div(begin, share.quads), *[p.f32(0.0)] * (4 * CHAINS)]
         if plan.early_units:
             carry, next_item = p.if_values(has_items, add_first, carry), p.add(first_item, 1)

@@ -46,13 +46,15 @@ from .layout import ROWS
 
 class Operands(NamedTuple):
     """x [M, K], the residual stream float32 [M, D], the weights of each part, the norm scale float32 [D] after each
-    part that joins the residual stream and is not the last, and the counters."""
+    part that joins the residual stream and is not the last, the counters, and, where it is given, x A^T of the first
+    part (hidden.py)."""
 
     x: Any
     residual: Any
     weights: tuple[tuple[Weight, ...], ...]
     norms: tuple[Any, ...]
     sync: Any
+    hidden: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,7 @@ class _Kernel(ComputeWarps, ServiceWarps):
         self.shares = [self.share(part) for part in plan.parts]
         # what a part reads, and the residual stream, its norm's scale and where its squares lie
         self.x_of, self.flows, residual, norms = [operands.x], [], operands.residual, list(operands.norms)
+        self.hidden_of = [self.outs.get(f"hidden{i}", operands.hidden) for i in range(len(plan.parts))]
         for i, part in enumerate(plan.parts):
             flow = types.SimpleNamespace(before=residual, after=None, norm=None, normed=None, squares=None)
             if part.joins:
@@ -171,14 +174,14 @@ def block_outs(plan: BlockPlan, dtype: str = "bfloat16") -> dict[str, jax.ShapeD
             outs |= {f"y{w}": half(plan.m, n) for w, n in enumerate(part.n)}
         if part.slices > 1:
             outs[f"sums{i}"] = f32(part.slices * plan.panels * part.entries * 128)
-        if any(part.ranks):
+        if part.lora_units:
             outs[f"hidden{i}"] = f32(part.lora_units * plan.panels * 128)
     return outs
 
 
 @functools.cache
 def build(plan: BlockPlan, eps: float, dtype: str = "bfloat16"):
-    """The kernel as a function of Operands (without `sync`) that returns `block_outs` arrays."""
+    """The kernel as a function of Operands that returns `block_outs` arrays."""
     outs = block_outs(plan, dtype)
     names = list(outs)
 

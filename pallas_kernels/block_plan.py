@@ -43,6 +43,7 @@ class Part:
       paired: two weights, gate and up, whose outputs are joined to silu(gate) * up.
       normed: x comes without its division by the root of the mean square, which is made up for at the end.
       joins: the output is added to the residual stream.
+      given: parts of x A^T that come with x; 0 where this kernel makes them.
       groups, slices, cuts: CTAs that share the row tiles, those that share K, and those of a pair that share a slice;
         each CTA is one of groups x slices x cuts.
     """
@@ -54,6 +55,7 @@ class Part:
     paired: bool = False
     normed: bool = False
     joins: bool = False
+    given: int = 0
     groups: int = 1
     slices: int = 1
     cuts: int = 1
@@ -104,12 +106,12 @@ class Part:
 
     @property
     def lora_parts(self) -> int:
-        return self.slices * self.cuts * self.lora_chunks
+        return self.given or self.slices * self.cuts * self.lora_chunks
 
     @property
     def lora_units(self) -> int:
         """Warps' work in all of LoRA's first product: 16 ranks and one part of K each."""
-        return self.lora_parts * sum(self.rank_tiles)
+        return 0 if self.given else self.lora_parts * sum(self.rank_tiles)
 
 
 def divided(part: Part, ctas: int, most_quads: int) -> Part:

@@ -2,7 +2,7 @@
 
 LoRA's first product of a part needs all of K before any output: the service warps of all CTAs share its *units* of 16
 ranks and a part of K, leave float32 sums in global memory, and every CTA adds those of the adapters whose outputs it
-owns, in order, and rounds x A^T to 16 bits.
+owns, in order, and rounds x A^T to 16 bits. Of the first part who made x may have left them already.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from .pick import pick
 
 SERVED, PREPARED = 2, 3  # named barriers
 CHUNK = 32  # columns for which a lane loads 16 bytes of each row of A
-BATCH = 8  # parts of K under way together when they are added
+BATCH = 14  # parts of K under way together when they are added
 
 
 class ServiceWarps:
@@ -72,19 +72,20 @@ class ServiceWarps:
         asks = arith.andi(self.is_first, self.is_lane_0)  # one lane: many would hold up those that count
         self.barriers_served(asks)
         for i, part in enumerate(plan.parts):
-            has_lora = any(part.ranks)
-            early = self.first_of_a(i) if has_lora and i else []
+            has_lora, makes = any(part.ranks), part.lora_units > 0
+            early = self.first_of_a(i) if makes and i else []
             if i:
                 self.wait_for(asks, plan.arrived(i - 1), plan.ctas)
             self.load_x(i)
-            if has_lora:
+            if makes:
                 early = early or self.first_of_a(i)
-                mem.barrier_wait(self.x_full, p.i32(i % 2))
+                self.await_x(i)
                 self.multiply_by_a(i, early)
             if part.normed:
                 self.invert(i)
-            if has_lora:
+            if makes:
                 self.wait_for(asks, plan.multiplied(i), part.lora_units)
+            if has_lora:
                 self.add_hidden(i)
             mem.barrier_arrive(self.h_full)
 
@@ -94,6 +95,10 @@ class ServiceWarps:
         p.when(asks, lambda: mem.await_count(counter, p.i32(count)))
         self.served()
         p.when(asks, lambda: self.leave(counter, self.plan.ctas))
+
+    def await_x(self, i: int):
+        """Any warp, for this CTA's columns of x."""
+        mem.barrier_wait(self.x_full, p.i32(i % 2))
 
     def load_x(self, i: int):
         """This CTA's columns of x. In a cluster whose CTAs have the same, each copies a part of them to all."""
@@ -187,7 +192,7 @@ class ServiceWarps:
             acc = p.for_range(start, last, 1, acc, lambda half, acc: product(acc, self.load_a(a, half, part.k), half))
             cut = p.add(p.mul(share.slice, part.cuts), self.panel)
             where = p.add(p.mul(p.add(p.mul(cut, part.lora_chunks), chunk), sum(part.rank_tiles)), tile)
-            to = mem.wide_offset(self.outs[f"hidden{i}"], where, 512 * plan.panels)
+            to = mem.wide_offset(self.hidden_of[i], where, 512 * plan.panels)
             to = mem.offset(to, p.mul(self.lane, 16))
             for panel in range(plan.panels):
                 mem.store_global_f32x4(to, acc[4 * panel : 4 * panel + 4], 512 * panel)
@@ -248,34 +253,45 @@ class ServiceWarps:
         part, share = self.plan.parts[i], self.shares[i]
         stride = sum(part.rank_tiles) * 512 * self.plan.panels
         first_tile, first_rank_tile = 0, 0
-        for w, (tiles, rank_tiles) in enumerate(zip(part.tiles_of, part.rank_tiles, strict=True)):
+        for tiles, rank_tiles in zip(part.tiles_of, part.rank_tiles, strict=True):
             last = p.add(share.first, share.entries)
             owns = p.lt(0, share.entries)
             if not part.paired:
                 owns = arith.andi(owns, p.lt(share.first, first_tile + tiles))
                 owns = arith.andi(owns, p.lt(first_tile, last))
 
-            def add(w=w, first=first_rank_tile, count=rank_tiles):
+            def add(first=2 * first_rank_tile, count=2 * rank_tiles):
                 start = p.and_(p.sub(p.add(self.mine, 4 * (first + 1)), first), SERVICE_WARPS - 1)
-                p.for_range(start, count, SERVICE_WARPS, [], lambda n, _: self.one_hidden(i, p.add(n, first), stride))
+                p.for_range(start, count, SERVICE_WARPS, [], lambda n, _: self.half_hidden(i, p.add(n, first), stride))
 
             if rank_tiles:
                 p.when(owns, add)
             first_tile, first_rank_tile = first_tile + tiles, first_rank_tile + rank_tiles
 
-    def one_hidden(self, i: int, tile, stride: int):
+    def half_hidden(self, i: int, which, stride: int):
+        """Half of the lanes of a fragment. The lower half of the warp adds the first half of the parts of K, the upper
+        half the others: so all of them are under way together."""
         part = self.plan.parts[i]
-        which = p.add(p.mul(tile, self.plan.panels), self.panel)
-        source = mem.offset(mem.wide_offset(self.outs[f"hidden{i}"], which, 512), p.mul(self.lane, 16))
+        tile, upper = p.shr(which, 1), p.shr(self.lane, 4)
+        lane = p.add(p.mul(p.and_(which, 1), 16), p.and_(self.lane, 15))
+        fragment = p.add(p.mul(tile, self.plan.panels), self.panel)
+        source = mem.offset(mem.wide_offset(self.hidden_of[i], fragment, 512), p.mul(lane, 16))
+        half = -(-part.lora_parts // 2)
+        of_half = mem.offset(source, p.mul(upper, half * stride))
         acc = [p.f32(0.0)] * 4
-        for start in range(0, part.lora_parts, BATCH):
-            parts = range(start, min(start + BATCH, part.lora_parts))
-            for values in [mem.load_fresh_f32x4(source, n * stride) for n in parts]:
-                acc = [arith.addf(a, b) for a, b in zip(acc, values, strict=True)]
+        for start in range(0, half, BATCH):
+            loaded = []
+            for n in range(start, min(start + BATCH, half)):
+                has_other = half + n < part.lora_parts  # with an odd number the upper half has one part less
+                values = mem.load_fresh_f32x4(of_half if has_other else source, n * stride)
+                loaded.append(values if has_other else [arith.select(p.eq(upper, 0), v, p.f32(0.0)) for v in values])
+            acc = p.total([acc, *loaded])
+        acc = [p.over_lanes(arith.addf, v, (16,)) for v in acc]
         if part.normed:
             acc = self.times_inverse(acc)
         # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)
-        to = p.add(p.add(self.h_base, p.mul(tile, PANEL * ROWS * 2)), p.add(p.mul(self.t, 64), p.mul(self.g, 2)))
+        at = p.add(p.mul(self.t, 64), p.mul(p.shr(lane, 2), 2))
+        to = p.add(p.add(self.h_base, p.mul(tile, PANEL * ROWS * 2)), at)
         for e in range(4):
             mem.store_shared_half(to, acc[e], (e % 2) * ROWS * 2 + (e // 2) * 16)
         return []

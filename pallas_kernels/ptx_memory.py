@@ -183,6 +183,10 @@ def store_shared_half(address, value, byte_offset: int):
     ptx(f"{{ .reg .b16 h;\ncvt.rn.{half()}.f32 h, $1;\nst.shared.b16 [$0+{byte_offset}], h; }}", address, value)
 
 
+def store_shared_halfx2(address, lo, hi):
+    ptx(f"{{ .reg .b32 b;\ncvt.rn.{half()}x2.f32 b, $2, $1;\nst.shared.b32 [$0], b; }}", address, lo, hi)
+
+
 def load_shared_v2(address, byte_offset: int):
     return ptx(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{byte_offset}];", address, results=[i32_t()] * 2, effects=True)
 

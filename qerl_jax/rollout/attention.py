@@ -10,6 +10,7 @@ query heads per key-value head, E head size; G slots per row where the slots sta
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import flax.struct
 import jax
@@ -28,8 +29,20 @@ from pallas_kernels import (
 from qerl_jax.errors import UserError
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer, Model
-from qerl_jax.models.transformer import KV, Attend, rotation_at, split_heads
+from qerl_jax.models.transformer import KV, rotation_at, split_heads
 from qerl_jax.option_names import KVCacheDtype
+
+# The attention's output, the layer's keys and values, and the output's x A^T, see `TokenAttend`.
+Attended = tuple[jax.Array, KV, jax.Array | None]
+
+
+class TokenAttend(Protocol):
+    """The attention of one layer for one new token per slot."""
+
+    def __call__(self, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array | None = None) -> Attended:
+        """`a` is LoRA's A of the projection that reads the output. Their product, for `between_attentions`, is
+        None where there is no `a`, or no kernel that makes it."""
+
 
 _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays free of NaN
 
@@ -81,7 +94,7 @@ def token_attention(
     steps_S: jax.Array,
     group: int | None,
     in_units: bool = False,
-) -> Callable[[int], Attend]:
+) -> Callable[[int], TokenAttend]:
     """The attention of layer i for one new token per slot, which also puts the token's key and value in the cache.
 
     Args:
@@ -96,29 +109,29 @@ def token_attention(
     cos_SF, sin_SF = (part[:, 0] for part in turn)
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
-    def by_kernel(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+    def by_kernel(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array | None) -> Attended:
         prompt = PromptKV(*cache.prompt[i], prompt_of_S, lengths_S)
         own = OwnKV(*cache.completion[i], steps_S)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
-        out, own_k, own_v = decode_attention(
-            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, group=group or 1, in_units=in_units
+        out, own_k, own_v, *hidden = decode_attention(
+            q[:, 0], k[:, 0], v[:, 0], cos_SF, sin_SF, prompt, own, norms, group=group or 1, in_units=in_units, a=a
         )
-        return out[:, None], (own_k, own_v)
+        return out[:, None], (own_k, own_v), hidden[0] if hidden else None
 
-    def plainly(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+    def plainly(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array | None) -> Attended:
         q, k, v = split_heads(config, layer, q, k, v, turn)
         own = write_token(cache.completion[i], marked(k[:, 0], v[:, 0]), steps_S)
         q_SKQE = q.reshape(q.shape[0], config.num_key_value_heads, -1, config.head_dim)
         out = cached_attention(q_SKQE, cache.prompt[i], own, prompt_of_S, lengths_S, steps_S, group)
         out = out.reshape(q.shape[0], -1)
-        return (in_unit_order(out) if in_units else out)[:, None], own
+        return (in_unit_order(out) if in_units else out)[:, None], own, None
 
-    def of_layer(i: int) -> Attend:
-        def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
+    def of_layer(i: int) -> TokenAttend:
+        def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array | None = None) -> Attended:
             kernel = takes_decode_attention(q.dtype, *heads, *(array.dtype for array in cache.completion[i]))
-            return (by_kernel if kernel else plainly)(i, layer, q, k, v)
+            return (by_kernel if kernel else plainly)(i, layer, q, k, v, a)
 
         return attend
 

@@ -155,6 +155,11 @@ def decode_step(
     x_S1D, updated = x_SD[:, None], []
     for i, layer in enumerate(model.base.layers):
         scales = norms.input[i], norms.post_attention[i]
-        x_S1D, kv = block(model.config, model.base.embed.dtype, attend(i), layer, lora_of(adapter, i), scales, x_S1D)
+
+        def attend_alone(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
+            out, kv, _ = attend(i)(layer, q, k, v)
+            return out, kv
+
+        x_S1D, kv = block(model.config, model.base.embed.dtype, attend_alone, layer, lora_of(adapter, i), scales, x_S1D)
         updated.append(kv)
     return final_norm(model, norms.final, x_S1D[:, 0]), cache.replace(completion=tuple(updated))

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import LayerPart, Projection, between_attentions, takes_between_attentions
+from pallas_kernels import LayerPart, Projection, between_attentions, takes_between_attentions, wanted_a
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.models.config import QKV
 from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, Norms, bias_name
-from qerl_jax.models.transformer import KV, Attend, attention_inputs, lora_of
+from qerl_jax.models.transformer import KV, attention_inputs, lora_of
+from qerl_jax.rollout.attention import TokenAttend
 
 
 def layer_parts(model: Model, adapter: Adapter | None, slots: int) -> list[LayerPart] | None:
@@ -43,7 +44,7 @@ def run_layers(
     adapter: Adapter | None,
     norms: Norms,
     parts: list[LayerPart],
-    attend: Callable[[int], Attend],
+    attend: Callable[[int], TokenAttend],
     x_SD: jax.Array,
     in_units: bool,
 ) -> tuple[jax.Array, list[KV]]:
@@ -57,10 +58,11 @@ def run_layers(
     caches: list[KV] = []
     lora, scale, dtype = lora_of(adapter, 0), norms.input[0], model.base.embed.dtype
     qkv = attention_inputs(config, dtype, layers[0], lora, scale, x_SD[:, None])
-    for i, layer in enumerate(layers):
-        attended, kv = attend(i)(layer, *qkv)
+    for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
+        q, k, v = qkv
+        attended, kv, hidden = attend(i)(layer, q, k, v, wanted_a(x_SD.shape[0], part))
         caches.append(kv)
         scales = norms.post_attention[i], *norms.input[i + 1 : i + 2]
-        x_SD, following = between_attentions(attended[:, 0], x_SD, parts[i], scales, config.rms_norm_eps, in_units)
+        x_SD, following = between_attentions(attended[:, 0], x_SD, part, scales, config.rms_norm_eps, in_units, hidden)
         qkv = tuple(y_SN[:, None] for y_SN in following)
     return x_SD, caches

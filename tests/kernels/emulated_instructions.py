@@ -319,6 +319,7 @@ def make_memory(m):
     mem.load_shared_address = lambda a: np.stack(load_shared(2, U32)(a), 1).view(U64)[:, 0]
     mem.store_shared_address = lambda a, v: store_shared(a, bytes_of((v,), U64), 0)
     mem.store_shared_half = lambda a, v, o: store_shared(a, bytes_of((v,), m.dtype), o)
+    mem.store_shared_halfx2 = lambda a, *values: store_shared(a, bytes_of(values, m.dtype), 0)
 
     def barrier(address):
         return m.barriers[m.now.cta][int(address[0])]

@@ -24,6 +24,7 @@ from pallas_kernels import (
     attention_cache,
     attention_inputs,
     attention_kernel,
+    attention_outputs,
     attention_tiles,
     block_compute,
     block_kernel,
@@ -169,7 +170,7 @@ def _emulated(m):
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_outputs, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, swiglu
     block = block_compute, block_kernel, block_outputs, block_service
-    attention = attention_cache, attention_inputs, attention_kernel, attention_tiles
+    attention = attention_cache, attention_inputs, attention_kernel, attention_outputs, attention_tiles
     return replaced((*stream, *inputs, *block, *attention, pick), names)
 
 
@@ -263,14 +264,15 @@ def run_block(plan, eps, operands, *, seed=0, calls=1):
 
 
 def run_attention(plan, eps, *operands, seed=0):
-    """The attention kernel's outputs and the completions' keys and values; `operands` are those of the function that
-    `attention_kernel.build` makes."""
+    """What the function that `attention_kernel.build` makes gives of the `operands`."""
     m = Machine(seed, np.asarray(operands[0]).dtype.name)
     refs = [m.put(np.asarray(v)) for v in operands]
-    out = m.put(np.full((plan.B, plan.H * plan.E), np.nan, m.dtype))
+    shapes = attention_kernel.attention_outs(plan, m.dtype)
+    outs = [m.put(np.full(s.shape, np.nan, s.dtype)) for s in shapes]
     c = plan.config
     with _emulated(m):
         program = attention_kernel._Warp
-        m.launch(plan.ctas, c.cluster, c.warps, plan.total, lambda: program(plan, [*refs, out, None], eps).run())
+        m.launch(plan.ctas, c.cluster, c.warps, plan.total, lambda: program(plan, [*refs, *outs, None], eps).run())
     caches = [m.get(at, v.shape, v.dtype) for at, v in zip(refs[-2:], map(np.asarray, operands[-2:]), strict=True)]
-    return m.get(out, (plan.B, plan.H * plan.E), m.dtype), *caches
+    out, *hidden = (m.get(at, s.shape, s.dtype) for at, s in zip(outs, shapes, strict=True))
+    return out, *caches, *hidden

@@ -19,6 +19,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.attention_plan import AttentionConfig
 from pallas_kernels.fragment_order import in_unit_order
+from pallas_kernels.hidden import sum_hidden
 
 pytestmark = pytest.mark.gpu
 
@@ -156,6 +157,37 @@ def test_results_in_unit_order_are_the_same_numbers(programs, cases, config):
     plain, ordered = (programs.get(_start(programs, SHAPES[0], config, in_units=order)) for order in (False, True))
     expected = [in_unit_order(plain(*case)[0]), *plain(*case)[1:]]
     assert all(np.array_equal(*map(np.asarray, pair)) for pair in zip(ordered(*case), expected, strict=True))
+
+
+A_CASES = [(SHAPES[0], config) for config in CONFIGS[:3]] + [(SHAPES[1], CONFIGS[0]), (SHAPES[2], CONFIGS[2])]
+
+
+def _with_a(config, a, *case):
+    return decode_attention(*case, a=a, config=config)
+
+
+def _start_with_a(programs, sizes, config, ranks):
+    case = jax.eval_shape(lambda: _case(np.random.default_rng(0), *sizes, jnp.bfloat16))
+    a = jax.ShapeDtypeStruct((ranks, sizes[1] * sizes[3]), jnp.bfloat16)
+    key = ("with a", sizes, config, ranks)
+    programs.start(key, functools.partial(_with_a, config), a, *case)
+    return key
+
+
+@ahead(lambda programs, sizes, config, ranks: _start_with_a(programs, sizes, config, ranks))
+@pytest.mark.parametrize("ranks", [16, 24, 128])
+@pytest.mark.parametrize("sizes, config", A_CASES)
+def test_the_product_with_a(rng, programs, cases, sizes, config, ranks):
+    case = cases(*sizes)[0]
+    heads = sizes[1]
+    a = jnp.asarray(rng.standard_normal((ranks, heads * sizes[3])), jnp.bfloat16)
+    plain = programs.get(_start(programs, sizes, config))(*case)
+    *made, hidden = programs.get(_start_with_a(programs, sizes, config, ranks))(a, *case)
+    for one, other in zip(made, plain, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    found = np.asarray(sum_hidden(hidden, sizes[0]))[:, :ranks]
+    wide = [np.asarray(v, np.float64) for v in (made[0], a)]
+    np.testing.assert_allclose(found, wide[0] @ wide[1].T, atol=1e-5 * float(np.abs(wide[0]).sum(1).max()) * 4)
 
 
 @ahead(lambda programs: [_start(programs, SHARP, config) for config in CONFIGS])

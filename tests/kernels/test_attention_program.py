@@ -1,5 +1,7 @@
 """The attention kernel's program run in NumPy (see emulator.py) against the plain path."""
 
+import dataclasses
+
 import emulator
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,6 +10,7 @@ import pytest
 
 from pallas_kernels.attention import HeadNorms, OwnKV, PromptKV, decode_attention_reference
 from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
+from pallas_kernels.hidden import hidden_parts
 
 EPS, BF16, E4M3 = 1e-6, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
@@ -26,6 +29,7 @@ class Case:
         caches = [self.normal(B, C, K, E).astype(dtype) for dtype in kept]
         self.operands = [q, k, v, np.cos(angles), np.sin(angles), *prompt, of, lengths, own, *norms, *caches]
         self.shape, self.sizes = (H, K, E, N, P, C, normed), [np.dtype(dtype).itemsize for dtype in kept]
+        self.a = None
 
     def normal(self, *shape):
         return self.rng.standard_normal(shape).astype(self.dtype)
@@ -38,6 +42,9 @@ class Case:
     def run(self, config, samples=slice(None), seed=0):
         operands = self.of(samples)
         plan = AttentionPlan(len(operands[0]), *self.shape, config, *self.sizes)
+        if self.a is not None:
+            plan = dataclasses.replace(plan, ranks=len(self.a))
+            operands.insert(-2, self.a)
         return emulator.run_attention(plan, EPS, *operands, seed=seed)
 
     def expected(self):
@@ -159,3 +166,28 @@ def test_the_emulator_sees_what_nobody_waits_for(monkeypatch):
     case = Case(PAIRS[:2], 5, 1, 64, 33)
     out, *_ = case.run(AttentionConfig(1, 1, 4, 3))
     assert not np.abs(out.astype(np.float64) - case.expected()[0]).max() < 0.1
+
+
+@pytest.mark.parametrize("config, H, K, E, ranks, kept", [
+    (AttentionConfig(1, 1, 4, 3), 5, 1, 128, 48, (BF16, BF16)),
+    (AttentionConfig(1, 4, 4, 3), 7, 1, 64, 16, (BF16, BF16)),
+    (AttentionConfig(1, 1, 8, 4), 7, 1, 128, 32, (BF16, E4M3)),
+    (AttentionConfig(2, 1, 4, 4), 6, 2, 64, 32, (E4M3, E4M3)),
+    (AttentionConfig(2, 2, 8, 3), 8, 1, 64, 32, (BF16, BF16)),
+])  # fmt: skip
+def test_the_product_with_a(config, H, K, E, ranks, kept):
+    """A part for each head of what it has stored, whoever computed the head; zeros for a sample that has ended."""
+    case = Case(PAIRS, H, K, E, 33, kept=kept)
+    plain, *caches = case.run(config)
+    case.a = case.normal(ranks, H * E)
+    out, own_k, own_v, hidden = case.run(config)
+    for a, b in zip((out, own_k, own_v), (plain, *caches), strict=True):
+        np.testing.assert_array_equal(a, b)
+    expected = np.asarray(hidden_parts(jnp.asarray(out), jnp.asarray(case.a), H))
+    samples = len(out)
+    here = np.swapaxes(expected.reshape(H, ranks // 16, -1, 8, 4, 2, 2), -1, -2)  # head tile panel g t row half
+    made = np.swapaxes(hidden.reshape(H, ranks // 16, -1, 8, 4, 2, 2), -1, -2)
+    rows = np.arange(8).reshape(4, 2) < samples - 8 * np.arange(expected.shape[2])[:, None, None]
+    exist = np.broadcast_to(rows[:, None, :, :, None], made.shape[2:])
+    np.testing.assert_allclose(made[:, :, exist], here[:, :, exist], rtol=1e-5, atol=1e-4)
+    assert np.isnan(made[:, :, ~exist]).all()  # of no sample

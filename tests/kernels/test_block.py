@@ -16,15 +16,18 @@ from pallas_kernels import (
     between_attentions,
     between_attentions_reference,
     compiling_for,
+    decode_attention_reference,
     takes_between_attentions,
+    wanted_a,
 )
 from pallas_kernels.block import plan_of
 from pallas_kernels.block_plan import MOST_ITEMS, Part, make_block_plan
+from pallas_kernels.hidden import hidden_shape
 from pallas_kernels.layout import KernelWeight
 from pallas_kernels.stream_plan import SMEM_LIMIT
 from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
 from qerl_jax.models.params import norms_of
-from qerl_jax.rollout import fused
+from qerl_jax.rollout import attention, fused
 from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.decode import decode_step
 
@@ -131,17 +134,57 @@ def step():
     return run
 
 
-def test_a_decode_step_through_it_is_the_plain_one(step, monkeypatch):
+@pytest.mark.parametrize("by_attention", [False, True], ids=["made there", "by attention"])
+def test_a_decode_step_through_it_is_the_plain_one(step, monkeypatch, by_attention):
+    """With x A^T of o made there, or by attention."""
     plain, plain_cache = step()
+    given = []
+
+    def attend(*arguments, group, in_units, a):
+        return decode_attention_reference(*arguments, a=a)
+
+    def between(*arguments):
+        given.append(arguments[-1] is not None)
+        return between_attentions_reference(*arguments)
+
     monkeypatch.setattr(fused, "takes_between_attentions", lambda *_: True)
-    monkeypatch.setattr(fused, "between_attentions", between_attentions_reference)
+    monkeypatch.setattr(fused, "between_attentions", between)
+    monkeypatch.setattr(fused, "wanted_a", lambda _, part: part.o.lora[0])
+    if by_attention:
+        monkeypatch.setattr(attention, "takes_decode_attention", lambda *_: True)
+        monkeypatch.setattr(attention, "decode_attention", attend)
     made, cache = step()
+    assert given == [by_attention] * 2
     pairs = zip(
         jax.tree.leaves((made, cache.completion)), jax.tree.leaves((plain, plain_cache.completion)), strict=True
     )
     for a, b in pairs:
         a, b = (np.asarray(v, np.float64) for v in (a, b))
         assert np.sqrt(((a - b) ** 2).mean()) < 0.01 * np.sqrt((b**2).mean())  # bfloat16's roundings
+
+
+def test_who_makes_x_a():
+    """Attention, where that is faster, for all rows of a panel alike."""
+    wanted = {
+        (name, rank): [wanted_a(m, shapes_of(name, rank)) is not None for m in (1, 8, 9, 16, 17)]
+        for name in SHAPES for rank in (0, 32)
+    }  # fmt: skip
+    few, none = [True] * 4 + [False], [False] * 5
+    assert wanted == {
+        ("7B", 0): none, ("14B", 0): none, ("32B", 0): none,
+        ("7B", 32): few, ("14B", 32): few, ("32B", 32): [False, False, True, True, False],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("m, rank, message", [(17, 32, "got 17 rows and an adapter"), (8, 0, "got 8 rows and no")])
+def test_x_a_that_nobody_takes(m, rank, message):
+    D, _, heads, _ = SHAPES["7B"]
+    x, residual = jax.ShapeDtypeStruct((m, heads), jnp.bfloat16), jax.ShapeDtypeStruct((m, D), jnp.float32)
+    norms = (jax.ShapeDtypeStruct((D,), jnp.float32),) * 2
+    hidden = hidden_shape(28, 32, m)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *operands: between_attentions(*operands[:-1], 1e-6, hidden=operands[-1]),
+            x, residual, shapes_of("7B", rank), norms, hidden)  # fmt: skip
 
 
 def test_other_weights_and_more_rows_take_the_plain_way(step, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.fp4_block import EPS, SHAPES, random_layer
 from pallas_kernels import between_attentions, between_attentions_reference
+from pallas_kernels.hidden import hidden_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +22,11 @@ def layer_of(name, rank):
     return random_layer(jax.random.key(0), (SHAPES | SMALL)[name], rank)
 
 
-def run(f, x, residual, name, rank):
+def run(f, x, residual, name, rank, given=0):
+    """With x A^T of o in so many given parts."""
     layer, norms = layer_of(name, rank)
-    return jax.tree.leaves(jax.jit(functools.partial(f, eps=EPS))(x, residual, layer, norms))
+    hidden = hidden_parts(x, layer.o.lora[0], given) if given else None
+    return jax.tree.leaves(jax.jit(functools.partial(f, eps=EPS))(x, residual, layer, norms, hidden=hidden))
 
 
 def inputs(rng, m, layer):
@@ -31,16 +34,18 @@ def inputs(rng, m, layer):
     return x, jnp.asarray(rng.standard_normal((m, layer.o.weight.n)), jnp.float32)
 
 
-@pytest.mark.parametrize("name, rank, m", [
-    ("7B", 32, 8), ("32B", 32, 8), ("small", 0, 1), ("small", 128, 3), ("few tiles", 16, 5),
-    ("7B", 32, 16), ("14B", 128, 9), ("32B", 32, 13), ("small", 0, 16), ("small", 128, 11),
+@pytest.mark.parametrize("name, rank, m, given", [
+    ("7B", 32, 8, 0), ("32B", 32, 8, 0), ("small", 0, 1, 0), ("small", 128, 3, 0), ("few tiles", 16, 5, 0),
+    ("7B", 32, 16, 0), ("14B", 128, 9, 0), ("32B", 32, 13, 0), ("small", 0, 16, 0), ("small", 128, 11, 0),
+    ("7B", 32, 1, 28), ("7B", 32, 8, 28), ("32B", 32, 7, 40), ("small", 128, 3, 16), ("few tiles", 16, 5, 4),
+    ("14B", 32, 16, 40), ("small", 128, 11, 8),
 ])  # fmt: skip
-def test_against_the_reference(rng, name, rank, m):
+def test_against_the_reference(rng, name, rank, m, given):
     x, residual = inputs(rng, m, layer_of(name, rank)[0])
     poison = jnp.full((m, 1 << 20), jnp.nan)
     jax.block_until_ready(poison)
     del poison
-    made = run(between_attentions, x, residual, name, rank)
+    made = run(between_attentions, x, residual, name, rank, given)
     true = run(between_attentions_reference, x, residual, name, rank)
     for a, b in zip(made, true, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -49,14 +54,15 @@ def test_against_the_reference(rng, name, rank, m):
         assert np.sqrt(((a - b) ** 2).mean()) < 0.006 * np.sqrt((b**2).mean())
 
 
-@pytest.mark.parametrize("name, all_rows", [
-    ("7B", (8, 5, 1)), ("few tiles", (8, 5, 1)), ("7B", (16, 13, 9)), ("small", (16, 9))
+@pytest.mark.parametrize("name, all_rows, given", [
+    ("7B", (8, 5, 1), 0), ("few tiles", (8, 5, 1), 0), ("7B", (16, 13, 9), 0), ("small", (16, 9), 0),
+    ("7B", (8, 5, 1), 28), ("small", (16, 9), 16),
 ])  # fmt: skip
-def test_bitwise_the_same_again_and_beside_fewer_rows(rng, name, all_rows):
+def test_bitwise_the_same_again_and_beside_fewer_rows(rng, name, all_rows, given):
     x, residual = inputs(rng, all_rows[0], layer_of(name, 32)[0])
-    first = run(between_attentions, x, residual, name, 32)
+    first = run(between_attentions, x, residual, name, 32, given)
     for rows in all_rows:
-        again = run(between_attentions, x[:rows], residual[:rows], name, 32)
+        again = run(between_attentions, x[:rows], residual[:rows], name, 32, given)
         for a, b in zip(again, first, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[:rows])
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import emulator
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_weights import random_matrix
@@ -10,6 +11,7 @@ from random_weights import random_matrix
 from pallas_kernels.block_kernel import Operands, Weight
 from pallas_kernels.block_plan import Part, make_block_plan
 from pallas_kernels.counters import first_counters
+from pallas_kernels.hidden import hidden_parts
 from pallas_kernels.operands import number
 
 EPS = 1e-6
@@ -28,17 +30,20 @@ def parts_of(D, F, heads, kv, ranks=(16, 32, 16, 48), biased=False, whole=True):
 
 
 class Case:
-    """Operands of a call and what it should write."""
+    """Operands of a call and what it should write; `given` parts of o's x A^T come with x."""
 
-    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0, dtype="bfloat16"):
+    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0, dtype="bfloat16", given=0):
         self.rng, self.parts, self.m, self.dtype = np.random.default_rng(seed), parts, m, dtype
+        parts = dataclasses.replace(parts[0], given=given), *parts[1:]
         self.plan = make_block_plan(m, D, parts, ctas, warps, depth)
         self.x, self.residual = self.normal(m, parts[0].k), self.rng.standard_normal((m, D)).astype(np.float32)
         made = [[self.weight(part, w) for w in range(len(part.n))] for part in parts]
         self.dense = [[dense for dense, _ in group] for group in made]
         self.weights = tuple(tuple(weight for _, weight in group) for group in made)
         self.norms = tuple(self.rng.uniform(0.5, 1.5, D).astype(np.float32) for part in parts[:-1] if part.joins)
-        self.operands = Operands(self.x, self.residual, self.weights, self.norms, first_counters(self.plan.sync_words))
+        hidden = np.asarray(hidden_parts(*map(jnp.asarray, (self.x, self.weights[0][0].a)), given)) if given else None
+        sync = first_counters(self.plan.sync_words)
+        self.operands = Operands(self.x, self.residual, self.weights, self.norms, sync, hidden)
 
     def normal(self, *shape, scale=1.0):
         return (self.rng.standard_normal(shape) * scale).astype(self.dtype)
@@ -102,6 +107,25 @@ def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks, slices):
     assert case.error(first) < 0.04
     for name in case.expected():
         np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("m, D, F, heads, ctas, warps, given", [
+    (1, 512, 256, 512, 2, 2, 4),
+    (8, 256, 512, 512, 6, 2, 4),  # K of o in two slices
+    (11, 768, 512, 768, 6, 3, 12),  # two panels
+])  # fmt: skip
+def test_x_a_given(m, D, F, heads, ctas, warps, given):
+    case = Case(m, parts_of(D, F, heads, 16, (32, 16, 16, 16)), D, ctas, warps, given=given)
+    first, second = case.run(calls=2)
+    assert case.error(first) < 0.04 and "hidden0" not in first
+    for name in case.expected():
+        np.testing.assert_array_equal(first[name], second[name])
+    # and it is what is added, not made here
+    other = case.operands._replace(hidden=np.zeros_like(case.operands.hidden))
+    without = emulator.run_block(case.plan, EPS, other)[0]
+    weight = case.weights[0][0]
+    lora = 0.5 * (case.x.astype(np.float64) @ weight.a.astype(np.float64).T) @ weight.b.astype(np.float64).T
+    np.testing.assert_allclose(first["residual0"] - without["residual0"], lora, atol=0.02 * np.abs(lora).max())
 
 
 @pytest.mark.parametrize("m, D", [(3, 256), (9, 512)])
