@@ -6,14 +6,17 @@ No GPU is needed: XLA compiles for an H200 ahead of time (`pip install .[cuda]` 
 without a driver set JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1). Autotuning is off there, so that which
 tiles a matmul takes may differ from a real run; which kernels there are does not. Programs of two and of three layers
 are compiled, whose difference is a layer, and with --whole the one of all layers. With --queued the loop is that of
-slots that are filled again.
+slots that are filled again. `code` tells of each Mosaic kernel of two layers its registers, the bytes that ptxas
+spilled (stored and loaded), and how many PTX instructions it has.
 """
 
 import argparse
 import collections
 import dataclasses
 import json
+import os
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +106,23 @@ def _kernel(line: str) -> Kernel:
     return Kernel(opcode, name, nbytes)
 
 
+def code_of(folder: Path) -> list[dict[str, Any]]:
+    """What Mosaic's dumps in a folder say of each kernel, in the order in which they were compiled."""
+    found = []
+    for path in sorted(folder.glob("*.ptxas"), key=lambda path: path.stat().st_mtime):
+        told, ptx = path.read_text(), path.with_suffix(".ptx").read_text()
+        stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", told)[-1]
+        found.append(
+            {
+                "kernel": path.stem.rsplit("_", 1)[0],
+                "registers": int(re.findall(r"Used (\d+) registers", told)[-1]),
+                "spilled_bytes": [int(stored), int(loaded)],
+                "ptx_instructions": len(re.findall(r"^\s*[@a-z][^\n]*;$", ptx, re.MULTILINE)),
+            }
+        )
+    return found
+
+
 def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool) -> Any:
     """The rollout of `batch` completions of one prompt, compiled for an H200; or, `queued`, a chunk of steps of as many
     slots that take samples from a queue."""
@@ -143,6 +163,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[arguments.model]
     shape = arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new, arguments.queued
     steps, seconds = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        compiled(dataclasses.replace(config, num_hidden_layers=2), *shape)
+        del os.environ["MOSAIC_GPU_DUMP_TO"]
+        code = code_of(Path(folder))
     for layers in (2, 3):
         shallow = dataclasses.replace(config, num_hidden_layers=layers)
         began = time.perf_counter()
@@ -169,6 +194,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "kernels_beside_layers": rest.total(),
         "kernels_a_step": whole or layer.total() * config.num_hidden_layers + rest.total(),
         "a_layer": dict(layer),
+        "code": code,
         "beside_layers": dict(rest),
         "copies": [kernel._asdict() for kernel in copies],
         "temporary_mb": round(program.memory_analysis().temp_size_in_bytes / 1e6, 1),

@@ -1,6 +1,6 @@
 """What benchmarks.decode_program reads off the text of a compiled program."""
 
-from benchmarks.decode_program import Kernel, loop_turn
+from benchmarks.decode_program import Kernel, code_of, loop_turn
 
 HLO = """HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 
@@ -47,4 +47,19 @@ def test_the_launches_of_the_longest_loop():
         Kernel("custom-call", "nvfp4_decode_matmul", 8 * 32 * 2 + 4),
         Kernel("copy", "?", 16),
         Kernel("fusion", "gt", 1),
+    ]
+
+
+def test_what_mosaics_dumps_say(tmp_path):
+    (tmp_path / "block_0.ptx").write_text("\n".join([
+        ".version 9.5", ".entry k(", "\t.param .u64 a", ")", "{", "\t.reg .b32 \t%r<3>;", "\tmov.u32 \t%r1, %tid.x;",
+        "$L__BB0_1:", "\t// begin inline asm", "add.u32 %r2, %r1, 1;", "\t@%p1 bra \t$L__BB0_1;", "\tret;", "}",
+    ]))  # fmt: skip
+    (tmp_path / "block_0.ptxas").write_text(
+        "ptxas warning : Registers are spilled, 20 bytes spill stores, 36 bytes spill loads\n"
+        "    24 bytes stack frame, 20 bytes spill stores, 36 bytes spill loads\n"
+        "ptxas info    : Used 128 registers, used 3 barriers\n"
+    )
+    assert code_of(tmp_path) == [
+        {"kernel": "block", "registers": 128, "spilled_bytes": [20, 36], "ptx_instructions": 4}
     ]
