@@ -6,9 +6,10 @@
 Layers follow each other in a jitted while loop as in a decode step, with attention between them, over 256 tokens of a
 prompt for 8 samples and as many of their own. `us` is the loop's wall time over layers and steps. `kernels_us` is the
 kernels' own (CUPTI) without attention, `matmuls_us` of those that multiply by the weights among them, `attention_us` of
-attention, which up to 16 rows also makes x A^T of o: medians of five loops. `launches` names the last layer's kernels,
-each with its us; tb_per_s counts packed bytes over `us`. `error` is the largest difference of an output to the
-reference in plain JAX, over the output's root mean square. The L2 holds less than one layer's weights.
+attention, which makes x A^T of o where `wanted_a` says so: what adapters cost is in both. They are medians of five
+loops. `launches` names the last layer's kernels, each with its us; tb_per_s counts packed bytes over `us`. `error` is
+the largest difference of an output to the reference in plain JAX, over the output's root mean square. The L2 holds less
+than one layer's weights.
 """
 
 import argparse

@@ -102,6 +102,8 @@ def decode_attention(
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
     config = config or choose_attention(B, K, group, P, C, *sizes, together=a is None)
+    if a is not None and a.shape[1:] != q.shape[1:]:
+        raise ValueError(f"A must be [R, {q.shape[1]}], got {a.shape}")
     of_product = [] if a is None else [_padded(a, q.dtype)]
     ranks = sum(a.shape[0] for a in of_product)
     plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units, ranks)
@@ -155,9 +157,9 @@ def choose_attention(
     slots = 2 if group % 2 == 0 and B % group == 0 and shares else 1
     if slots == 2 and together:
         of_a_cta = [units for units in (4, 2, 1) if group // 2 % units == 0]
-        together = min(of_a_cta, key=lambda units: -(-pairs // units // RESIDENT[1]) * (units + A_WAVE))
-        if together > 1:
-            return AttentionConfig(slots, 1, 8, depth, together)
+        joined = min(of_a_cta, key=lambda units: -(-pairs // units // RESIDENT[1]) * (units + A_WAVE))
+        if joined > 1:
+            return AttentionConfig(slots, 1, 8, depth, joined)
     units, positions = B // slots * K, P + C // 2
     fitting = [c for c in RESIDENT if units <= RESIDENT[c]]
     cluster = max((c for c in fitting if units * c <= FREE_CTAS or positions >= c * WORTH_A_CTA), default=1)

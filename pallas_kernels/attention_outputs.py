@@ -1,5 +1,6 @@
 """How the attention kernel ends (see attention_kernel.py): the warps' partial results become outputs, and outputs are
-multiplied by LoRA's A of the projection behind it. There all CTAs would have to wait for each other for that product.
+multiplied by LoRA's A of the projection behind it. In the block kernel all CTAs would have to wait for each other for
+that product.
 """
 
 import functools

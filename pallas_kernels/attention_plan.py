@@ -69,10 +69,12 @@ class AttentionPlan:
             raise ValueError(f"{c}: each unit of a CTA has as many warps")
         if self.ranks % ROWS:
             raise ValueError(f"ranks must be a multiple of {ROWS}, got {self.ranks}")
-        if self.ranks and (c.units > 1 or self.partial_bytes > self.a_at):
+        if self.ranks and c.units > 1:
+            raise ValueError(f"{c}: with products with A a CTA has one unit, got {c.units}")
+        if self.ranks and self.partial_bytes > self.a_at:
             raise ValueError(
-                f"{c}: for products with A a CTA has one unit, and its warps' rings {self.partial_bytes} bytes before "
-                f"the last slot, got {self.a_at}"
+                f"{c}: must have {self.partial_bytes} bytes before the last slot of a ring for products with A, got "
+                f"{self.a_at}"
             )
         if self.total > SMEM_LIMIT:
             raise ValueError(f"{c} needs {self.total} bytes of shared memory; limit {SMEM_LIMIT}")

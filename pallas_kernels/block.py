@@ -14,7 +14,7 @@ from . import block_kernel, layer_calls
 from .block_plan import MAX_ROWS, PANEL, WARPS, BlockPlan, Part, make_block_plan
 from .counters import first_counters
 from .fragment_order import from_unit_order
-from .hidden import sum_hidden
+from .hidden import hidden_shape, sum_hidden
 from .layer_part import LayerPart, Projection, operands
 from .layout import dequantize
 from .stream_plan import RESIDENT
@@ -48,7 +48,7 @@ def reads_units(rows: int, layer: LayerPart) -> bool:
 
 def wanted_a(rows: int, layer: LayerPart) -> jax.Array | None:
     """o's A, where `between_attentions`, which must take the shape, is faster if x A^T comes with x; else None. With
-    more warps, for long streams (32B), it was not faster."""
+    more warps, for long streams (32B with ranks up to 64), it was not faster."""
     if layer.o.lora is None or rows > MAX_ROWS or plan_of(rows, layer).warps != WARPS:
         return None
     return layer.o.lora[0]
@@ -112,6 +112,10 @@ def between_attentions(
         raise ValueError(
             f"x A^T is taken of up to {MAX_ROWS} rows where o has an adapter, got {x.shape[0]} rows and {has} adapter"
         )
+    if hidden is not None:
+        wanted = hidden_shape(hidden.shape[0], layer.o.rank, x.shape[0])
+        if (hidden.shape, hidden.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(f"x A^T must be {wanted.dtype} {wanted.shape}, got {hidden.dtype} {hidden.shape}")
     if x.shape[0] > MAX_ROWS:
         return layer_calls.between_attentions(x, residual, layer, norms, eps, in_units)
     if in_units:

@@ -15,8 +15,8 @@ next parts, as far as their rings reach, so the memory does not rest.
   * Sums: a warp leaves the sum of its run's part of a tile in shared memory; in the end one warp adds a tile's sums, K
     ascending, and finishes it: scales, LoRA, bias, then SwiGLU or the residual stream. Sums over slices of K go
     through the L2, and the CTAs of a group finish the tiles between them (block_outputs.py).
-  * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py). With two to
-    8 rows two CTAs are a cluster, and each copies half of x to both.
+  * x: the service warps copy it to shared memory, and compute LoRA's first product (see block_service.py), but for o
+    where attention has (`wanted_a`). With two to 8 rows two CTAs are a cluster, and each copies half of x to both.
   * Panels: with more than 8 rows the CTAs of a cluster have the same tiles, and each half of K for all rows, so that x
     takes no more room. A warp sends the sums of each panel to the CTA that finishes it, which is then as with 8 rows.
   * RMSNorm: who writes the residual stream also writes its product with the norm's scale in 16 bits, and its tile's

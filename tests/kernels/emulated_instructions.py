@@ -364,7 +364,11 @@ def make_memory(m):
             active = m.now.mask
             assert (byte[active] % size == 0).all() and byte[active].max() + size <= m.end
             data = _gather(m.memory, np.where(active, byte, 0), size)
-            m.now.copies.append((active, _lanes(to) + U32(to_offset), data))
+            one = active, _lanes(to) + U32(to_offset), data
+            if m.landing.random() < 0.5:  # at once, over what somebody may still read
+                land([one])
+            else:
+                m.now.copies.append(one)
 
         return copy
 

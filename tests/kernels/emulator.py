@@ -3,10 +3,10 @@ once, in a random order.
 
 A program is Python that calls `ptx` and `ptx_memory`; here those names mean NumPy operations on vectors of 32 lanes.
 Warps are threads of which one runs at a time; at each point where a warp may wait (barriers, counters) the next one is
-drawn by a seed, so that a missing barrier shows under some seeds. Asynchronous copies land as late as the program
-allows, and stores to global memory are seen by others after a fence; shared memory and outputs begin as NaN. What is
-not modelled: registers, the rest of the memory model, time, and the tensor cores' truncation (sums are rounded once a
-step).
+drawn by a seed, so that a missing barrier shows under some seeds. Asynchronous copies land at once, or as late as the
+program allows, and stores to global memory are seen by others after a fence; shared memory and outputs begin as NaN.
+What is not modelled: registers, the rest of the memory model, time, and the tensor cores' truncation (sums are rounded
+once a step).
 """
 
 import concurrent.futures
@@ -99,6 +99,7 @@ class Machine:
 
     def __init__(self, seed, dtype="bfloat16"):
         self.dtype, self.random, self.idle = dtype, random.Random(seed), threading.Semaphore(0)
+        self.landing = random.Random(seed)  # apart: whether a copy lands at once changes no order of warps
         self.memory, self.end = np.full(1 << 26, 0xFF, np.uint8), 256
         self.now = None
 

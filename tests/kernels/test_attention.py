@@ -119,6 +119,9 @@ def test_choice(samples, kv_heads, group, prompt, completion, bytes_of, expected
     config = choose_attention(samples, kv_heads, group, prompt, completion, *bytes_of)
     assert config == expected
     AttentionPlan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, config, *bytes_of)
+    alone = choose_attention(samples, kv_heads, group, prompt, completion, *bytes_of, together=False)
+    assert alone.units == 1 and (alone == config or config.units > 1)
+    AttentionPlan(samples, kv_heads, kv_heads, 128, samples, 9, 9, False, alone, *bytes_of, ranks=128)
 
 
 @pytest.mark.parametrize("shape, config, message", [
@@ -133,6 +136,24 @@ def test_choice(samples, kv_heads, group, prompt, completion, bytes_of, expected
 def test_shapes_that_the_kernel_does_not_take(shape, config, message):
     with pytest.raises(ValueError, match=message):
         AttentionPlan(*shape, N, P, C, False, config)
+
+
+@pytest.mark.parametrize("ranks, config, message", [
+    (24, AttentionConfig(), "ranks must be a multiple of 16, got 24"),
+    (32, AttentionConfig(units=2), "with products with A a CTA has one unit, got 2"),
+    (32, AttentionConfig(2, depth=2), "4736 bytes before the last slot of a ring for products with A, got 4096"),
+])  # fmt: skip
+def test_products_that_the_kernel_does_not_make(ranks, config, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionPlan(4, 8, 2, 64, N, P, C, False, config, ranks=ranks)
+
+
+def test_a_of_another_width_is_refused():
+    rows, numbers = jnp.zeros((B, 2 * E), jnp.bfloat16), jnp.zeros(B, jnp.int32)
+    cache = jnp.zeros((B, 4, 1, E), jnp.bfloat16)
+    angles, caches = jnp.zeros((B, E // 2)), (PromptKV(cache, cache, numbers, numbers), OwnKV(cache, cache, numbers))
+    with pytest.raises(ValueError, match=r"A must be \[R, 128\], got \(16, 64\)"):
+        decode_attention(rows, rows[:, :E], rows[:, :E], angles, angles, *caches, a=jnp.zeros((16, 64)))
 
 
 @pytest.mark.parametrize("head, norms, config, keys, values", [

@@ -177,7 +177,18 @@ def test_the_emulator_sees_what_nobody_waits_for(monkeypatch):
 ])  # fmt: skip
 def test_the_product_with_a(config, H, K, E, ranks, kept):
     """A part for each head of what it has stored, whoever computed the head; zeros for a sample that has ended."""
-    case = Case(PAIRS, H, K, E, 33, kept=kept)
+    check_product(Case(PAIRS, H, K, E, 33, kept=kept), config, H, ranks)
+
+
+@pytest.mark.parametrize("prompt", [100, 129, 200])
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_a_comes_into_a_ring_whose_tiles_are_done(depth, prompt):
+    """Of 2 to 4 turns of each warp: in each place of the ring the last one may have had."""
+    check_product(Case([(0, prompt, 5)], 4, 1, 64, 33), AttentionConfig(1, 1, 4, depth), 4, 32)
+
+
+def check_product(case, config, H, ranks):
+    E = case.shape[2]
     plain, *caches = case.run(config)
     case.a = case.normal(ranks, H * E)
     out, own_k, own_v, hidden = case.run(config)

@@ -22,11 +22,14 @@ def layer_of(name, rank):
     return random_layer(jax.random.key(0), (SHAPES | SMALL)[name], rank)
 
 
-def run(f, x, residual, name, rank, given=0):
-    """With x A^T of o in so many given parts."""
+def run(f, x, residual, name, rank, hidden=None):
     layer, norms = layer_of(name, rank)
-    hidden = hidden_parts(x, layer.o.lora[0], given) if given else None
     return jax.tree.leaves(jax.jit(functools.partial(f, eps=EPS))(x, residual, layer, norms, hidden=hidden))
+
+
+def hidden_of(x, name, rank, parts):
+    """x A^T of o, as it may be given, in so many parts."""
+    return hidden_parts(x, layer_of(name, rank)[0].o.lora[0], parts) if parts else None
 
 
 def inputs(rng, m, layer):
@@ -45,7 +48,7 @@ def test_against_the_reference(rng, name, rank, m, given):
     poison = jnp.full((m, 1 << 20), jnp.nan)
     jax.block_until_ready(poison)
     del poison
-    made = run(between_attentions, x, residual, name, rank, given)
+    made = run(between_attentions, x, residual, name, rank, hidden_of(x, name, rank, given))
     true = run(between_attentions_reference, x, residual, name, rank)
     for a, b in zip(made, true, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -60,9 +63,10 @@ def test_against_the_reference(rng, name, rank, m, given):
 ])  # fmt: skip
 def test_bitwise_the_same_again_and_beside_fewer_rows(rng, name, all_rows, given):
     x, residual = inputs(rng, all_rows[0], layer_of(name, 32)[0])
-    first = run(between_attentions, x, residual, name, 32, given)
+    hidden = hidden_of(x, name, 32, given)  # with fewer rows their numbers stand behind M
+    first = run(between_attentions, x, residual, name, 32, hidden)
     for rows in all_rows:
-        again = run(between_attentions, x[:rows], residual[:rows], name, 32, given)
+        again = run(between_attentions, x[:rows], residual[:rows], name, 32, hidden)
         for a, b in zip(again, first, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[:rows])
 

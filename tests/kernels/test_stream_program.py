@@ -274,7 +274,7 @@ def test_sums_in_the_place_of_the_rings(config, m, k, n, ranks, bias, monkeypatc
 
 
 def test_nothing_is_sent_to_a_cta_that_has_not_begun(monkeypatch):
-    first = types.SimpleNamespace(randrange=lambda count: 0)  # a CTA goes on for as long as it can, then the next one
+    first = types.SimpleNamespace(randrange=lambda count: 0, random=lambda: 1.0)  # a CTA goes on as long as it can
     monkeypatch.setattr(emulator.random, "Random", lambda seed: first)
     case = Case(12, 768, (40,), StreamConfig(2, 3, 1, 1, 2, 2))  # no warp is idle: each that ends has sent
     assert case.is_right(case.run()[0])
