@@ -121,12 +121,24 @@ def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
         progress, step = newest
         refuse_changed_identity(folder, progress["identity"], identity, step)
     except RunFinished as finished:
-        return Standing(f"run: {finished}")
+        return _finished(folder, identity, str(finished))
     except UserError as error:
-        first, *lines = str(error).splitlines()
-        said = f"run: `{program()} train` refuses it: {first} {'; '.join(map(str.strip, lines))}".rstrip()
-        return Standing(said, refused=True)
+        return _refused(error)
     return Standing(f"run: continues {folder} from step {step} of {identity['total optimizer steps']}")
+
+
+def _finished(folder: Path, identity: dict[str, Any], said: str) -> Standing:
+    try:
+        refuse_other_functions(folder, {name: identity[name] for name in NO_OWN_FUNCTIONS})
+    except UserError as error:
+        return _refused(error)
+    return Standing(f"run: {said}")
+
+
+def _refused(error: UserError) -> Standing:
+    first, *lines = str(error).splitlines()
+    said = f"run: `{program()} train` refuses it: {first} {'; '.join(map(str.strip, lines))}".rstrip()
+    return Standing(said, refused=True)
 
 
 def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
@@ -278,6 +290,18 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
         stored |= {name: now[name] for name in NO_OWN_FUNCTIONS if name in now}
     said = f"{folder}: its checkpoints belong to a run on something else"
     _refuse_changes(said, stored, now, "start another run with `--fresh`")
+
+
+def refuse_other_functions(folder: Path, now: dict[str, Any]) -> None:
+    """Refuses to take a finished run for one with these functions of a user's own (`OwnFunctions.identity`).
+
+    Raises:
+      UserError: naming those that it was trained with and these.
+    """
+    summary = folder / SUMMARY
+    stored = NO_OWN_FUNCTIONS | Fields(read_json(summary), str(summary)).object("identity")
+    said = f"{folder} is finished, and was trained with other functions"
+    _refuse_changes(said, {name: stored[name] for name in NO_OWN_FUNCTIONS}, now, "start another run with `--fresh`")
 
 
 def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:

@@ -15,8 +15,10 @@ from qerl_jax.rl.own_functions import OwnFunctions
 from qerl_jax.run_folder import NO_OWN_FUNCTIONS
 
 SOURCE = """
+import dataclasses
 import enum
 import functools
+from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
@@ -56,6 +58,65 @@ mapped = jax.vmap(chosen)
 
 def unknown(logp, *_):
     return LATER, {}
+
+class Base:
+    _LOW = 0.8
+
+class Clip(Base):
+    HIGH = 0.28
+
+    @staticmethod
+    def of(x):
+        return x * 5
+
+    def __call__(self, x):
+        return x
+
+    @staticmethod
+    @jax.jit
+    def fast(x):
+        return x - 21
+
+    @functools.cached_property
+    def third(self):
+        return 1 / 33
+
+    @property
+    def half(self):
+        return 0.5 * HALF
+
+HALF = 1.0
+
+@dataclasses.dataclass(frozen=True)
+class Weigh:
+    by: float
+
+    def __call__(self, x):
+        return x * self.by + 9
+
+    def method(self, logp, *_):
+        return jnp.sum(logp) * self.by, {}
+
+class Level(enum.Enum):
+    FIRST = 11
+
+class Pair(NamedTuple):
+    one: float = 3.0
+
+WEIGH = Weigh(1.5)
+
+def classes(logp, *_):
+    return Clip.of(jnp.sum(logp)) * Clip.HIGH + WEIGH(0) * Level.FIRST.value * Pair().one, {}
+
+METHOD = WEIGH.method
+
+def by_method(logp, *_):
+    return METHOD(logp)
+
+CALLED = Clip()
+
+def called(logp, *_):
+    return CALLED(jnp.sum(logp)), {}
 """
 
 
@@ -89,6 +150,18 @@ def test_where_there_are_none_they_are_as_configured():
         ("chosen", '"A B").A', '"A B").B'),
         ("chosen", "dy * 7", "dy * 8"),  # the rule of its gradient
         ("mapped", "{1, 2}", "{1, 3}"),
+        ("classes", "HIGH = 0.28", "HIGH = 5.0"),
+        ("classes", "_LOW = 0.8", "_LOW = 0.7"),
+        ("classes", "x * 5", "x * 6"),  # of a static method
+        ("classes", "HALF = 1.0", "HALF = 2.0"),  # what a property reads
+        ("classes", "x - 21", "x - 22"),
+        ("classes", "1 / 33", "1 / 34"),
+        ("classes", "self.by + 9", "self.by + 8"),
+        ("classes", "Weigh(1.5)", "Weigh(1.6)"),
+        ("classes", "FIRST = 11", "FIRST = 12"),
+        ("classes", "one: float = 3.0", "one: float = 4.0"),
+        ("by_method", "jnp.sum(logp) * self.by", "jnp.sum(logp) - self.by"),
+        ("by_method", "Weigh(1.5)", "Weigh(1.6)"),
     ],
 )
 def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after):
@@ -140,6 +213,8 @@ def test_the_order_of_a_set_is_no_part_of_a_function(tmp_path):
 def test_what_cannot_be_known_again_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"the loss function unknown reads <object .*; expected numbers, texts"):
         digest(tmp_path, name="unknown")
+    with pytest.raises(UserError, match=r"the loss function called reads <mine.Clip object"):
+        digest(tmp_path, name="called")
     endless = SOURCE.replace("LATER = object()", "LATER = []\nLATER.append(LATER)")
     with pytest.raises(UserError, match="unknown reads something that holds itself"):
         digest(tmp_path, endless, "unknown")

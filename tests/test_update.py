@@ -272,6 +272,30 @@ def test_masked_truncated_rows_still_count_in_their_group(by_token):
     np.testing.assert_array_equal(masked["advantages"], unmasked["advantages"])
 
 
+def test_a_mask_says_which_of_a_completions_tokens_count(by_token):
+    """Not how much, nor of those behind its end."""
+    state, run = by_token
+    batch = batch_of()
+    assert not batch.mask.all()
+    new, metrics = run(state, batch)
+    for mask in (jnp.ones_like(batch.mask), batch.mask.astype(jnp.int32)):
+        again, same = run(state, batch.replace(mask=mask))
+        assert_trees_close(again.adapter, new.adapter, rtol=0)
+        assert float(same["loss"]) == float(metrics["loss"])
+    with pytest.raises(ValueError, match="the batch's mask is float32; expected bool"):
+        run(state, batch.replace(mask=0.5 * batch.mask))
+
+
+def test_a_batch_of_numpys_arrays_and_lists_outside_of_jit():
+    state, batch = state_of(), batch_of()
+    advantages = np.linspace(-1, 1, 12, dtype=np.float32)
+    expected, _ = update(state, batch.replace(advantages=advantages))
+    of_numpy = jax.tree.map(np.asarray, batch)
+    for given in (advantages, advantages.tolist()):
+        new, _ = update_step(state, MODEL, of_numpy.replace(advantages=given), optimizer=SGD, settings=UPDATE)
+        assert_trees_close(new.adapter, expected.adapter, atol=1e-6)
+
+
 def test_equal_rewards_give_no_gradient():
     batch = batch_of()
     state = state_of()

@@ -17,6 +17,13 @@ from qerl_jax.rl.state import Batch, TrainState, init_state
 from qerl_jax.rl.step import make_batch, with_policies
 from qerl_jax.rl.update import update_step
 
+# Names of a row of metrics.jsonl that the update does not give, and beginnings of such names.
+_OF_RUN = {
+    "step", "rollout", "epoch", "num_tokens", "learning_rate", "step_time", "reward", "reward_std",
+    "frac_reward_zero_std",
+}  # fmt: skip
+_PARTS_OF_RUN = "rewards/", "completions/", "perf/", "eval/", "dynamic_sampling/", "aqn/"
+
 
 class Learner:
     """Makes batches of a run's rollouts and takes its optimizer steps, with its programs compiled once."""
@@ -50,6 +57,9 @@ class Learner:
         for name, metric in update.out_info[1].items():
             if metric.shape:
                 raise UserError(f"loss_fn gave the metric {name!r} of the shape {metric.shape}; a run logs numbers: ()")
+        # Before anything is sampled, while another loss may still take its place.
+        if taken := [name for name in update.out_info[1] if name in _OF_RUN or name.startswith(_PARTS_OF_RUN)]:
+            raise UserError(f"loss_fn gave metrics whose names the run has itself: {', '.join(sorted(taken))}")
         return update, of_batch
 
     def batch(self, state: TrainState, found: Experience) -> Batch:

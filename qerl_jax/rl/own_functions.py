@@ -1,8 +1,8 @@
 """Functions of a user's own in place of a run's configured loss and advantages, and how a run recognizes them.
 
-A function is recognized by its source, by that of the functions of its module which it calls, and by the values that
-it has bound, closes over or reads there. Functions and classes of other modules are recognized by name; a value that
-another process could not compare is refused.
+A function is recognized by its source, by that of the functions and classes of its module which it uses, and by the
+values that it has bound, closes over or reads there. Functions and classes of other modules are recognized by name; a
+value that another process could not compare is refused.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import inspect
 import logging
 import textwrap
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,8 +98,10 @@ def _inside(function: Any) -> Any:
     return function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
 
 
-def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
-    """A text that is the same for equal values; only functions of `module` are read, others are named."""
+def _lines(value: Any, module: str, seen: set[Any]) -> Iterator[str]:
+    """A text that is the same for equal values; only functions and classes of `module` are read, others are named."""
+    if not isinstance(value, type) and type(value).__module__ == module:
+        yield from _lines(type(value), module, seen)
     if isinstance(value, functools.partial):
         yield "partial"
         for part in (value.func, value.args, value.keywords):
@@ -110,6 +112,13 @@ def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
             seen.add(value)
             yield _source(value)
             yield from _lines((value.__defaults__, value.__kwdefaults__, dict(_used(value))), module, seen)
+    elif isinstance(value, type) and value.__module__ == module:
+        yield value.__qualname__
+        if value not in seen:
+            seen.add(value)
+            yield from _lines((value.__bases__, list(_members(value))), module, seen)
+    elif isinstance(value, MethodType):
+        yield from _lines((value.__self__, value.__func__), module, seen)
     elif callable(value) and not isinstance(value, type) and (inner := _inside(value)) is not None:
         yield type(value).__qualname__
         for part in (inner, *(getattr(value, rule, None) for rule in _RULES)):
@@ -134,11 +143,35 @@ def _lines(value: Any, module: str, seen: set[FunctionType]) -> Iterator[str]:
     elif hasattr(value, "dtype") and hasattr(value, "__array__"):
         array = np.asarray(value)
         yield f"{array.dtype}{array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
-    elif isinstance(value, ModuleType | type) or callable(value):
+    elif isinstance(value, ModuleType | type) or (callable(value) and type(value).__module__ != module):
         name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
         yield f"{getattr(value, '__module__', '')} {name}"
     else:
         raise _Unknown(f"{value!r:.60}")
+
+
+def _members(own: type) -> Iterator[tuple[str, Any]]:
+    """A class's functions that somebody wrote, and its values; not what Python keeps or generates for it."""
+    for name, member in vars(own).items():
+        if isinstance(member, property):
+            parts = [member.fget, member.fset]
+        elif isinstance(member, functools.cached_property):
+            parts = [member.func]
+        else:
+            parts = [getattr(member, "__func__", member)]  # of static and class methods
+        for part in parts:
+            if isinstance(part, FunctionType):
+                is_read = not _is_generated(part)
+            else:
+                kept = name.startswith("__") or name == "_abc_impl"
+                is_read = not kept and (callable(part) or not hasattr(part, "__get__"))
+            if is_read:
+                yield name, part
+
+
+def _is_generated(function: FunctionType) -> bool:
+    """Whether nobody wrote it, as those of a dataclass."""
+    return bool(inspect.unwrap(function).__code__.co_filename.startswith("<"))
 
 
 def _source(function: FunctionType) -> str:

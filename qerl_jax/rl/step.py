@@ -103,8 +103,8 @@ def make_batch(
 ) -> Batch:
     """Joins completions and rewards: any N * G numbers, NaN or (outside of jit) None where a completion cannot be
     scored. The loss mask goes by length, never by the pad id. With `advantage_fn`, which may give an advantage for each
-    token (see `update_step`), advantages are computed here, over all these completions, and stay as they are however
-    the batch is cut into parts.
+    token (see `update_step`) and is given NaN as it is, advantages are computed here, over all these completions, and
+    stay as they are however the batch is cut into parts.
 
     As it is, the batch serves the first update after the rollout, and a loss without a reference. `with_policies` adds
     what other updates and losses need; without it `update_step` refuses further updates (its metric nonfinite is 1).

@@ -77,7 +77,7 @@ def train(
         SIGHUP, with the state saved.
     """
     own = OwnFunctions(loss_fn, advantage_fn)
-    own.identity()  # for its checks, before a folder is made
+    functions = own.identity()  # with its checks, before a folder is made
     if profile is not None:  # or the run would end where the trace is to be written
         try:
             refuse_no_folder(Path(profile))
@@ -96,9 +96,11 @@ def train(
                 make_folder(Path(profile))
             return _Run(assemble(config, rewards, own), rewards, folder, check_folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
-        print(finished)
         assert config.run.output_dir is not None
-        return Path(config.run.output_dir)
+        folder = Path(config.run.output_dir)
+        run_folder.refuse_other_functions(folder, functions)
+        print(finished)
+        return folder
 
 
 class _Run:

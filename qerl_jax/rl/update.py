@@ -104,6 +104,7 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
+    batch = _of_arrays(batch)
     B = batch.completion.shape[0]
 
     def run(found: Any, rows: Rows, places: jax.Array) -> Any:
@@ -112,6 +113,11 @@ def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateS
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     logps_BC, entropies_BC = _in_packs(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
     return logps_BC, entropies_BC
+
+
+def _of_arrays(batch: Batch) -> Batch:
+    """The batch with arrays of JAX in the place of NumPy's, and of lists."""
+    return jax.tree.map(jnp.asarray, batch, is_leaf=lambda leaf: isinstance(leaf, list))
 
 
 def _rows(batch: Batch) -> Rows:
@@ -153,6 +159,7 @@ def update_step(
       ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside
         `advantage_fn`; a function of yours returns something else than it should.
     """
+    batch = _of_arrays(batch)
     given = _given(state, model, batch, settings, loss_fn, advantage_fn)
 
     def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
@@ -184,7 +191,11 @@ def _given(
             raise ValueError(f"the batch's {name} have the shape {jnp.shape(value)}; expected {expected}")
     if batch.prompt.ndim != 2 or len(batch.prompt) != B:
         raise ValueError(f"the batch's prompt has the shape {batch.prompt.shape}; expected a row for each of {B}")
-    mask_BC = batch.mask.astype(bool)
+    if not (batch.mask.dtype == bool or jnp.issubdtype(batch.mask.dtype, jnp.integer)):
+        raise ValueError(
+            f"the batch's mask is {batch.mask.dtype}; expected bool: tokens that count (advantages [B, C] weigh them)"
+        )
+    mask_BC = batch.mask.astype(bool) & (jnp.arange(of_tokens[1]) < batch.completion_lengths[:, None])
     if jnp.shape(batch.rollout_step) not in ((), of_rows):
         found = jnp.shape(batch.rollout_step)
         raise ValueError(f"the batch's rollout_step has the shape {found}; expected (), or {of_rows} of each row")

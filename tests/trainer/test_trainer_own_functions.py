@@ -11,7 +11,7 @@ from training_runs import train as configured
 
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
-from qerl_jax.rl import trainer
+from qerl_jax.rl import learner, trainer
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.plan import plan_run
@@ -73,6 +73,14 @@ def test_a_run_of_own_functions_is_stopped_and_continued_bit_by_bit_with_them_al
     assert differences(run, whole) == []
     other = train(config, tmp_path / "other", loss_fn=winners, advantage_fn=centred)
     assert not same_adapter(other, whole)
+    # Finished, it is no run of other functions either.
+    assert train(config, run, **own) == run
+    with pytest.raises(UserError, match=f"(?s){run} is finished, .* other functions:\n  loss function was 'winners, "):
+        train(config, run, advantage_fn=of_tokens)
+    plan, refused = plan_run(folder)
+    assert refused and "is finished, and was trained with other functions" in plan
+    plan, refused = plan_run(folder, **own)
+    assert not refused and f"{run} is finished" in plan
 
 
 def test_a_run_that_was_begun_without_is_not_continued_with_them(config, tmp_path, monkeypatch):
@@ -112,16 +120,28 @@ def test_beta_gives_a_loss_the_reference_and_a_stop_says_how_to_go_on(config, tm
     ("metrics", "error", "message"),
     [
         ({"each": jnp.ones(3)}, UserError, r"gave the metric 'each' of the shape \(3,\); a run logs numbers"),
-        ({"reward": 1.0}, UserError, "gave metrics whose names the run has itself: reward\nsaved at step 2 of 6"),
-        ({"rollout": 1.0}, UserError, "gave metrics whose names the run has itself: rollout\nsaved at step 2 of 6"),
+        ({"reward": 1.0, "mine": 1.0}, UserError, "gave metrics whose names the run has itself: reward$"),
+        (
+            {"rollout": 1.0, "eval/mine": 1.0},
+            UserError,
+            "gave metrics whose names the run has itself: eval/mine, rollout$",
+        ),
     ],
 )
-def test_metrics_that_a_run_cannot_log_are_refused(config, tmp_path, metrics, error, message):
+def test_metrics_that_a_run_cannot_log_are_refused_before_it_begins(config, tmp_path, metrics, error, message):
     def loss(logp, old_logp, ref_logp, advantages, mask):
         return jnp.sum(jnp.where(mask, logp, 0.0)), metrics
 
     with pytest.raises(error, match=message):
         train(config, tmp_path / "run", loss_fn=loss)
+    assert not checkpoints(tmp_path / "run")
+
+
+def test_all_names_of_a_row_are_kept_from_a_loss(finished):
+    own = {"loss", "grad_norm", "entropy", "nonfinite", "kl"}
+    for name in rows(finished)[0]:
+        of_update = name in own or name.startswith(("sampling/", "clip_ratio/", "cispo_clip_ratio"))
+        assert of_update != (name in learner._OF_RUN or name.startswith(learner._PARTS_OF_RUN)), name
 
 
 def test_what_is_no_function_is_refused_before_there_is_a_folder(config, tmp_path):
