@@ -28,6 +28,13 @@ def check_fields(settings: object, *checks: tuple[str, bool, str]) -> None:
             raise UserError(f"{name} is {getattr(settings, name)!r}; allowed: {allowed}")
 
 
+def check_kind(name: str, value: object, kind: type, how: str = "") -> None:
+    """Raises TypeError for an argument that is of another kind; `how` says where one comes from."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} is of type {type(value).__name__}; expected {article} {kind.__name__}{how}")
+
+
 def is_whole(value: object) -> bool:
     """Whether it is a whole number of Python's or NumPy's."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -15,10 +15,14 @@ from tiny import CONFIG, tiny_adapter, tiny_model
 
 import qerl_jax as qerl
 from qerl_jax.formats.nvfp4 import NVFP4Weight
+from qerl_jax.rl.plan import plan_run
+from qerl_jax.rl.trainer import train
+from qerl_jax.rollout import Rollout
 
 MODEL = tiny_model()
 PROMPTS = qerl.Prompts(np.array([[5, 9, 11, 0], [7, 0, 0, 0]], np.int32), np.array([3, 1], np.int32), np.arange(2))
 KEY = jax.random.key(0)
+LONG = {"max_prompt_length": 8}
 SETTINGS = qerl.StepSettings(qerl.SamplingSettings(6, (3, 4, 10, 12, 50), 0), qerl.UpdateSettings(4, 1.0, 8))
 
 
@@ -97,7 +101,7 @@ def test_logits_have_second_derivatives():
 
 def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_path):
     """Functions differ in what comes third: by position an adapter would be a mask, a base's name a flag."""
-    tokens, adapter = jnp.array([[5, 9, 11]]), tiny_adapter(MODEL)
+    tokens, adapter, rollout = jnp.array([[5, 9, 11]]), tiny_adapter(MODEL), Rollout(*[jnp.zeros(1)] * 4, None)
     for call in (
         lambda: qerl.logits(MODEL, adapter, tokens),
         lambda: qerl.logits(MODEL, tokens, adapter),
@@ -117,6 +121,17 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
         ("model is of type Adapter", lambda: qerl.norms_of(adapter, MODEL)),
         ("model is of type Adapter", lambda: qerl.merge_adapter(adapter, MODEL)),
         ("adapter is of type Prompts", lambda: qerl.generate(MODEL, PROMPTS, adapter, KEY, SETTINGS.sampling)),
+        ("model is of type str; expected a Model .`load_model`", lambda: qerl.Engine("x", SETTINGS.sampling, **LONG)),
+        ("settings is of type StepSettings; expected a SamplingSettings", lambda: qerl.Engine(MODEL, SETTINGS, **LONG)),
+        ("sampling is of type UpdateSettings", lambda: qerl.StepSettings(SETTINGS.update, SETTINGS.sampling)),
+        ("settings is of type UpdateSettings", lambda: qerl.make_batch(PROMPTS, rollout, [0.0], 0, SETTINGS.update)),
+        ("completions is of type tuple; expected a Rollout", lambda: qerl.make_batch(PROMPTS, (), [0.0], 0, SETTINGS)),
+        (
+            "settings is of type StepSettings; expected an UpdateSettings .`StepSettings.update`",
+            lambda: qerl.update_step(None, MODEL, None, optimizer=None, settings=SETTINGS),
+        ),
+        ("config is of type str; expected a Config .`load_config`", lambda: train("quickstart")),
+        ("config is of type dict; expected a Config", lambda: plan_run({})),
     ):
         with pytest.raises(TypeError, match=wrong):
             call()

@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import numpy as np
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, check_kind, nearest
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.option_names import Projection
@@ -155,10 +155,9 @@ def small_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def check_kinds(model: Model, adapter: Adapter | None) -> None:
     """Raises TypeError for arguments of another kind, or in another order."""
-    if not isinstance(model, Model):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a Model")
-    if adapter is not None and not isinstance(adapter, Adapter):
-        raise TypeError(f"adapter is of type {type(adapter).__name__}; expected an Adapter, or None for the base alone")
+    check_kind("model", model, Model)
+    if adapter is not None:
+        check_kind("adapter", adapter, Adapter, ", or None for the base alone")
 
 
 def check_fits(model: Model, adapter: Adapter) -> None:

@@ -14,8 +14,9 @@ from qerl_jax.option_names import LRSchedulerType
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """TRL's names. `warmup_ratio` is the share of `total_steps`, rounded up as transformers does, spent rising linearly
-    to `learning_rate`: of w steps the first has a w-th of it, where transformers begins with 0.
+    """TRL's names. `total_steps` are updates, of which a rollout may have several; behind them the rate is 0.
+    `warmup_ratio` is the share of them, rounded up as transformers does, spent rising linearly to `learning_rate`: of w
+    steps the first has a w-th of it, where transformers begins with 0.
 
     Raises:
       ValueError: a value outside its range, by name.

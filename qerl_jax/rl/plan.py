@@ -10,7 +10,7 @@ from qerl_jax import run_folder
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import settled_config
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_kind
 from qerl_jax.evaluation import evaluation_plan, lowered_evaluation
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.advantages import AdvantageFn
@@ -84,6 +84,7 @@ def plan_run(
     Raises:
       UserError: what `qerl_jax.rl.trainer.train` would refuse of options, data, rewards, model and memory.
     """
+    check_kind("config", config, Config, " (`load_config` reads one)")
     config = run_folder.as_begun(settled_config(config))
     check_services(config.run.report_to)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from qerl_jax.errors import check_kind
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rewards.calling import LARGEST
@@ -50,6 +51,8 @@ class StepSettings:
     mask_truncated_completions: bool = False
 
     def __post_init__(self) -> None:
+        check_kind("sampling", self.sampling, SamplingSettings)
+        check_kind("update", self.update, UpdateSettings)
         recorded = self.sampling.temperature or 1.0  # greedy ones are recorded at 1
         if self.update.temperature != recorded:
             raise ValueError(
@@ -114,6 +117,8 @@ def make_batch(
         that are neither one for each completion nor one for each of its slots, rewards that are no numbers, or rewards
         beyond +-1e15 (unless they are traced, or there is an `advantage_fn`).
     """
+    check_kind("completions", completions, Rollout, " (the first of what `sample_rollout` gives)")
+    check_kind("settings", settings, StepSettings)
     G = settings.update.num_generations
     N, (B, C) = prompts.tokens.shape[0], completions.tokens.shape
     if N * G != B:

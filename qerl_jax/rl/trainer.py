@@ -22,7 +22,7 @@ from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkp
 from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
 from qerl_jax.durable import make_folder, refuse_no_folder, write_whole
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_kind
 from qerl_jax.evaluation import evaluate
 from qerl_jax.interrupt import Interrupted, interrupt_flag
 from qerl_jax.live_line import LiveLine
@@ -76,6 +76,7 @@ def train(
       UserError: bad input, by name, or the run folder was moved meanwhile. Interrupted: after Ctrl-C, SIGTERM or
         SIGHUP, with the state saved.
     """
+    check_kind("config", config, Config, " (`load_config` reads one)")
     own = OwnFunctions(loss_fn, advantage_fn)
     functions = own.identity()  # with its checks, before a folder is made
     if profile is not None:  # or the run would end where the trace is to be written

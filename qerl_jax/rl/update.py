@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_kind
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
@@ -159,6 +159,7 @@ def update_step(
       ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside
         `advantage_fn`; a function of yours returns something else than it should.
     """
+    check_kind("settings", settings, UpdateSettings, " (`StepSettings.update`)")
     batch = _of_arrays(batch)
     given = _given(state, model, batch, settings, loss_fn, advantage_fn)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.errors import is_whole
+from qerl_jax.errors import check_kind, is_whole
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
@@ -45,6 +45,7 @@ class Engine:
 
     Raises:
       ValueError: `max_slots` or `max_prompt_length` below 1, or an id in `settings` that is beyond the vocabulary.
+      TypeError: no Model, or other settings.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Engine:
         cache_bytes: int | None = None,
         tail_sizes: Sequence[int] | None = None,
     ) -> None:
-        if max_slots is not None and max_slots < 1:
-            raise ValueError(f"max_slots is {max_slots}; allowed: 1 or more, or None for as many as fit")
+        check_kind("model", model, Model, " (`load_model` gives one)")
+        check_kind("settings", settings, SamplingSettings)
+        if max_slots is not None and (not is_whole(max_slots) or max_slots < 1):
+            raise ValueError(f"max_slots is {max_slots!r}; allowed: 1 or more, or None for as many as fit")
         if not is_whole(max_prompt_length) or max_prompt_length < 1:
             raise ValueError(f"max_prompt_length is {max_prompt_length!r}; allowed: 1 or more tokens")
         settings.check_ids(model.config.vocab_size)
