@@ -151,13 +151,18 @@ def test_no_sequence_goes_beyond_the_networks_positions():
     assert done.error is None
 
 
-def test_numbers_of_slots_and_steps_begin_at_one():
-    with pytest.raises(ValueError, match="max_slots is 0; allowed: 1 or more"):
-        engine(max_slots=0)
+def test_numbers_of_slots_and_steps_are_whole_and_begin_at_one():
+    for slots in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"max_slots is {slots!r}; allowed: 1 or more"):
+            engine(max_slots=slots)
+    for sizes in ((8, 0), (-1,), (2.5,)):
+        with pytest.raises(ValueError, match=r"tail_sizes are \(.*; allowed: numbers of slots, each 1 or more"):
+            engine(tail_sizes=sizes)
     with pytest.raises(ValueError, match="max_prompt_length is 0; allowed: 1 or more"):
         Engine(MODEL, SETTINGS, max_prompt_length=0)
-    with pytest.raises(ValueError, match="every is 0; allowed: 1 or more"):
-        list(engine().generate(ADAPTER, requests(), KEY, every=0))
+    for every in (0, 1.5):
+        with pytest.raises(ValueError, match=f"every is {every}; allowed: 1 or more"):
+            list(engine().generate(ADAPTER, requests(), KEY, every=every))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_when_an_engine_is_made():

@@ -44,7 +44,8 @@ class Engine:
       statistics: what it has done.
 
     Raises:
-      ValueError: `max_slots` or `max_prompt_length` below 1, or an id in `settings` that is beyond the vocabulary.
+      ValueError: `max_slots`, `max_prompt_length` or one of `tail_sizes` that is no whole number from 1 on, or an id in
+        `settings` that is beyond the vocabulary.
       TypeError: no Model, or other settings.
     """
 
@@ -62,6 +63,10 @@ class Engine:
         check_kind("settings", settings, SamplingSettings)
         if max_slots is not None and (not is_whole(max_slots) or max_slots < 1):
             raise ValueError(f"max_slots is {max_slots!r}; allowed: 1 or more, or None for as many as fit")
+        if not all(is_whole(size) and size > 0 for size in tail_sizes or ()):
+            raise ValueError(
+                f"tail_sizes are {tail_sizes!r}; allowed: numbers of slots, each 1 or more, or () for none"
+            )
         if not is_whole(max_prompt_length) or max_prompt_length < 1:
             raise ValueError(f"max_prompt_length is {max_prompt_length!r}; allowed: 1 or more tokens")
         settings.check_ids(model.config.vocab_size)
@@ -206,8 +211,8 @@ class Engine:
           TypeError: not an Adapter, or a call that JAX is tracing.
         """
         self._check_call(adapter, key, norms)
-        if every is not None and every < 1:
-            raise ValueError(f"every is {every}; allowed: 1 or more steps, or None")
+        if every is not None and (not is_whole(every) or every < 1):
+            raise ValueError(f"every is {every!r}; allowed: 1 or more steps, or None")
         good: dict[int, Request] = {}
         for number, request in enumerate(requests):
             if not isinstance(request, Request):
