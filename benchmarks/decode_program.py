@@ -163,7 +163,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[arguments.model]
     shape = arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new, arguments.queued
     steps, seconds = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # apart: dumps take time, which `seconds` are not about
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         compiled(dataclasses.replace(config, num_hidden_layers=2), *shape)
         del os.environ["MOSAIC_GPU_DUMP_TO"]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from . import attention_kernel
 from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
 from .hidden import hidden_parts
-from .operands import padded_rank
+from .operands import padded_a, padded_rank
 from .ptx import HALVES
 from .stream_plan import RESIDENT
 from .variants import capability
@@ -104,18 +104,13 @@ def decode_attention(
     config = config or choose_attention(B, K, group, P, C, *sizes, together=a is None)
     if a is not None and a.shape[1:] != q.shape[1:]:
         raise ValueError(f"A must be [R, {q.shape[1]}], got {a.shape}")
-    of_product = [] if a is None else [_padded(a, q.dtype)]
-    ranks = sum(a.shape[0] for a in of_product)
+    of_product = [] if a is None else [padded_a(a, q.shape[1], q.dtype.name)]
+    ranks = 0 if a is None else padded_rank(a.shape[0])
     plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units, ranks)
     kernel = attention_kernel.build(plan, None if norms is None else norms.eps, q.dtype.name)
     scales = [] if norms is None else [norms.q, norms.k]
     positions = [prompt.of, prompt.lengths, own.lengths]
     return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, *of_product, own.k, own.v)
-
-
-def _padded(a: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A as the kernel takes it."""
-    return jnp.pad(a.astype(dtype), ((0, padded_rank(a.shape[0]) - a.shape[0]), (0, 0)))
 
 
 def takes_decode_attention(
@@ -227,5 +222,5 @@ def decode_attention_reference(
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = jnp.einsum("bkqp,bpke->bkqe", weights, values).reshape(B, -1)
     out = jnp.where((own.lengths >= 0)[:, None], out, 0)
-    hidden = [] if a is None else [hidden_parts(out, _padded(a, q.dtype), q.shape[1])]
+    hidden = [] if a is None else [hidden_parts(out, padded_a(a, out.shape[1], q.dtype.name), q.shape[1])]
     return out, own_k, own_v, *hidden

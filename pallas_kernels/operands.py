@@ -35,11 +35,17 @@ def padded_ranks(loras) -> tuple[int, ...]:
     return ranks if any(ranks) else ()
 
 
+def padded_a(a_RK: jax.Array, k: int, dtype: str) -> jax.Array:
+    """A [R, K] as [padded R, k] in `dtype`."""
+    more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
+    return jnp.pad(a_RK.astype(dtype), ((0, more), (0, k - a_RK.shape[1])))
+
+
 def adapter(lora, k: int, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A [R, K], B [N, R] and scaling as A [padded R, k] and B [N, padded R] in `dtype`, and the number."""
     a_RK, b_NR, scaling = lora
-    more = padded_rank(a_RK.shape[0]) - a_RK.shape[0]
-    a_RK = jnp.pad(a_RK.astype(dtype), ((0, more), (0, k - a_RK.shape[1])))
+    a_RK = padded_a(a_RK, k, dtype)
+    more = a_RK.shape[0] - b_NR.shape[1]
     return a_RK, jnp.pad(b_NR.astype(dtype), ((0, 0), (0, more))), number(scaling)
 
 
