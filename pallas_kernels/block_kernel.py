@@ -142,7 +142,8 @@ class _Kernel(ComputeWarps, ServiceWarps):
         return mem.offset(self.sync, p.i32(4 * word))
 
     def leave(self, counter, waiting: int):
-        """Says that one of `waiting` has seen the counter; the last of them clears it for the next call."""
+        """Says that one of `waiting` has seen the counter; the last of them clears it for the next call. The answer
+        takes as long as a load from the L2, so nothing that others wait for comes after it."""
         before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), p.i32(waiting - 1))
         p.when(p.eq(before, waiting - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
 

@@ -13,6 +13,7 @@ from . import ptx_memory as mem
 from .block_plan import PANEL, BlockPlan, Part
 from .layout import EPILOGUE_FACTOR, ROWS
 from .pick import pick
+from .swiglu import gated
 
 FINISHED = 1  # named barrier of the compute warps; 0 is the whole CTA's
 
@@ -89,28 +90,20 @@ class OutputTiles:
         p.when(is_one, lambda: mem.barrier_arrive_in_cluster(mem.map_rank(full, self.lane)))
 
     def tile_sum(self, i: int, tile):
-        """A tile's sum over the quads of this CTA, or of the pair."""
-        acc, share = [p.f32(0.0)] * 4, self.shares[i]
+        """A tile's sum over the quads of this CTA, or of the pair: what its warps left, one warp after the other."""
+        plan, share, found = self.plan, self.shares[i], []
         for cut, quads in enumerate(share.quads_of):
-            acc = self.add_warps(tile, cut, quads, p.mul(share.tiles, quads), acc)
-        return acc
-
-    def add_warps(self, tile, cut: int, quads, items, acc):
-        """acc + the sums of a tile that warps of one CTA left, of whose items each tile has so many quads."""
-
-        def warp_of(item):
-            return p.div(p.sub(p.mul(p.add(item, 1), self.plan.warps), 1), items)
-
-        first = p.mul(tile, quads)
-        last = p.sub(p.add(first, quads), 1)
-
-        def add(warp, acc):
-            begin, end = self.run_of(items, warp)
-            here = mem.load_shared_f32x4(self.sum_at(p.i32(cut), tile, warp), 0)
-            has = p.lt(begin, end)
-            return [arith.addf(a, arith.select(has, v, p.f32(0.0))) for a, v in zip(acc, here, strict=True)]
-
-        return p.for_range(warp_of(first), p.add(warp_of(last), 1), 1, acc, add)
+            # lane w asks whether warp w of that CTA has items of the tile
+            begin, end = self.run_of(p.mul(share.tiles, quads), self.lane)
+            start = p.mul(tile, quads)
+            begin, end = p.maximum(begin, start), p.minimum(end, p.add(start, quads))
+            holders = p.ballot(p.lt(begin, end))
+            first = p.lowest_bit(holders)
+            holders, at = p.shr(holders, first), self.sum_at(p.i32(cut), tile, first)
+            for n in range(plan.most_holders(plan.parts[i])):
+                values, holds = mem.load_shared_f32x4(at, 512 * n), p.eq(p.and_(p.shr(holders, n), 1), 1)
+                found.append([arith.select(holds, v, p.f32(0.0)) for v in values])
+        return p.total(found)
 
     def slice_at(self, i: int, slice_, tile):
         """Where the sums of a slice's tile of this CTA's panel lie."""
@@ -123,19 +116,23 @@ class OutputTiles:
         mem.store_global_f32x4(self.slice_at(i, self.shares[i].slice, tile), self.tile_sum(i, tile), 0)
 
     def await_slices(self, i: int):
+        """Until all slices' sums of what this CTA finishes are there."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
+        which = p.add(p.mul(share.group, plan.panels), self.panel)
+        counter = mem.offset(self.counter(plan.summed(i)), p.mul(which, 8))
+        # one lane, of the warp that finishes no tile if any does not
+        is_last = arith.andi(p.eq(self.warp, plan.warps - 1), self.is_lane_0)
+        asks = arith.andi(is_last, p.lt(0, share.items))
         p.named_sync(FINISHED, 32 * plan.warps)
 
         def wait():
-            which = p.add(p.mul(share.group, plan.panels), self.panel)
-            counter = mem.offset(self.counter(plan.summed(i)), p.mul(which, 8))
             mem.fence()
             mem.count(counter)
-            mem.await_count(counter, p.i32(part.slices))
-            self.leave(counter, part.slices)
+            mem.wait_for_at_least(counter, p.i32(part.slices))
 
-        p.when(arith.andi(p.eq(self.tid, 0), p.lt(0, share.items)), wait)
+        p.when(asks, wait)
         p.named_sync(FINISHED, 32 * plan.warps)
+        p.when(asks, lambda: self.leave(counter, part.slices))
 
     def all_slices(self, i: int, tile):
         """A tile's sum over the slices of K."""
@@ -169,7 +166,8 @@ class OutputTiles:
         scale, bias, b, scaling, out, h, rank_tiles, is_biased, n = values
         row = p.add(p.mul(tile, ROWS), self.g)
         found = types.SimpleNamespace(tile=tile, out=out, n=n, h=p.add(self.h_base, h), rank_tiles=rank_tiles)
-        found.scale, found.bias, found.b = mem.load_global_f32(scale), None, []
+        found.scale = mem.load_global_f32(scale)
+        found.bias, found.b = None, []
         if any(part.biased):
             at = p.select(p.eq(is_biased, 1), p.mul(row, 4), 0)
             low = mem.load_global_f32(mem.offset(bias, at))
@@ -207,11 +205,8 @@ class OutputTiles:
         if part.paired:
             tiles = entry, p.add(entry, share.entries)
             gate, up = (self.output(part, w, self.tile_sum(i, tile)) for w, tile in zip(weights, tiles, strict=True))
-            swish = [
-                arith.mulf(p.divide(v, arith.addf(p.f32(1.0), p.exp2(arith.mulf(v, p.f32(-p.LOG2_E))))), u)
-                for v, u in zip(gate, up, strict=True)
-            ]
-            self.store_rows(weights[0].out, weights[0].n, weights[0].tile, swish)
+            joined = [gated(*pair) for pair in zip(gate, up, strict=True)]
+            self.store_rows(weights[0].out, weights[0].n, weights[0].tile, joined)
             return
         sums = self.tile_sum(i, entry) if part.slices == 1 else self.all_slices(i, entry)
         (weight,) = weights

@@ -174,6 +174,17 @@ class BlockPlan:
         w)-th: a warp begins in the tile in which the one before it ends, or behind it, so no two have the same."""
         return max(part.most_tiles for part in self.parts) + self.warps - 1
 
+    def most_holders(self, part: Part) -> int:
+        """Warps of a CTA among which one of its tiles is shared, at most, from the first on that has items of it."""
+        most = 0
+        for quads in range(max(1, part.quads // part.slices // part.cuts), part.most_quads + 1):
+            for entries in {part.most_entries, max(1, part.entries // part.groups)}:
+                tiles = entries * (2 if part.paired else 1)
+                warp_of = [((item + 1) * self.warps - 1) // (tiles * quads) for item in range(tiles * quads)]
+                spans = [warp_of[(n + 1) * quads - 1] - warp_of[n * quads] + 1 for n in range(tiles)]
+                most = max(most, *spans)
+        return most
+
     @property
     def items_warp(self) -> int:
         return sum(-(-part.most_items // self.warps) for part in self.parts)

@@ -73,9 +73,9 @@ class ServiceWarps:
         self.barriers_served(asks)
         for i, part in enumerate(plan.parts):
             has_lora, makes = any(part.ranks), part.lora_units > 0
-            early = self.first_of_a(i) if makes and i else []
+            early, seen = self.first_of_a(i) if makes and i else [], []
             if i:
-                self.wait_for(asks, plan.arrived(i - 1), plan.ctas)
+                seen.append(self.wait_for(asks, plan.arrived(i - 1), plan.ctas))
             self.load_x(i)
             if makes:
                 early = early or self.first_of_a(i)
@@ -84,17 +84,19 @@ class ServiceWarps:
             if part.normed:
                 self.invert(i)
             if makes:
-                self.wait_for(asks, plan.multiplied(i), part.lora_units)
+                seen.append(self.wait_for(asks, plan.multiplied(i), part.lora_units))
             if has_lora:
                 self.add_hidden(i)
             mem.barrier_arrive(self.h_full)
+            for counter in seen:
+                p.when(asks, lambda counter=counter: self.leave(counter, plan.ctas))
 
     def wait_for(self, asks, word: int, count: int):
-        """All service warps, for a counter that all CTAs wait for."""
+        """All service warps, for a counter that all CTAs wait for and leave; returns it."""
         counter = self.counter(word)
-        p.when(asks, lambda: mem.await_count(counter, p.i32(count)))
+        p.when(asks, lambda: mem.wait_for_at_least(counter, p.i32(count)))
         self.served()
-        p.when(asks, lambda: self.leave(counter, self.plan.ctas))
+        return counter
 
     def await_x(self, i: int):
         """Any warp, for this CTA's columns of x."""
@@ -117,7 +119,7 @@ class ServiceWarps:
 
         def copy_rows():
             row = p.mul(self.lane, plan.x_stride(part)), p.mul(self.lane, part.k * 2)
-            mem.fence_async_proxy()
+            mem.fence_async()
             p.when(self.is_lane_0, lambda: mem.barrier_expect(self.x_full, p.mul(size, sharers * plan.m)))
             p.warp_sync()
             copied = p.add(to, row[0]), mem.offset(source, row[1]), size, self.x_full

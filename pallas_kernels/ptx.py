@@ -232,6 +232,17 @@ def shuffle_xor(x, distance: int):
     return ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0]
 
 
+def ballot(condition):
+    """A word with the bits of the lanes in which the condition holds; the same in all lanes of the warp."""
+    code = "{ .reg .pred p;\nsetp.ne.b32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return ptx(code, arith.extui(i32_t(), condition), results=[i32_t()], effects=True, convergent=True)[0]
+
+
+def lowest_bit(word):
+    """The place of a word's lowest bit that is set."""
+    return ptx("{ .reg .b32 r;\nbrev.b32 r, $1;\nclz.b32 $0, r; }", word, results=[i32_t()])[0]
+
+
 def any_lane(condition):
     """Whether the condition holds in any lane of the warp; the same in all of them."""
     code = "{ .reg .pred p, q;\nsetp.ne.b32 p, $1, 0;\nvote.sync.any.pred q, p, 0xffffffff;\nselp.b32 $0, 1, 0, q; }"

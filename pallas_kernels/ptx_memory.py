@@ -100,11 +100,6 @@ def bulk_load_to_all(dst_shared, src_global, n_bytes, barrier, count: int):
     )
 
 
-def fence_async_proxy():
-    """What this thread has seen in memory, the copy engine sees when it is asked from here on."""
-    ptx("fence.proxy.async;")
-
-
 def load_shared_v4(address, byte_offset: int):
     return ptx(
         f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];", address, results=[i32_t()] * 4, effects=True
@@ -300,8 +295,8 @@ def load_fresh_f32(address):
 
 
 def count_and_wrap(address, last: ir.Value):
-    """Add one to a counter that goes back to zero after `last`; returns what it was."""
-    return ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
+    """Add one to a counter that goes back to zero after `last`; returns what it was. It orders no other memory."""
+    return ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
 
 
 def count(address):

@@ -1,4 +1,4 @@
-"""silu(gate) * up of float32 numbers, as the kernels for 17 rows and more join the two, and its gradient."""
+"""silu(gate) * up of float32 numbers, as the kernels join the two, and its gradient."""
 
 from jaxlib.mlir.dialects import arith
 

@@ -122,6 +122,8 @@ def make_ptx(m):
 
     p.over_lanes, p.over_quad = over_lanes, lambda join, x: over_lanes(join, x, (1, 2))
     p.any_lane = lambda condition: np.broadcast_to(np.any(condition), (32,))
+    p.ballot = lambda condition: _lanes(np.packbits(condition, bitorder="little").view(U32)[0])
+    p.lowest_bit = lambda word: p.i32((int(word[0]) & -int(word[0])).bit_length() - 1)
     p.sreg = lambda name: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[name]
     p.opaque, p.opaque_zero = _lanes, lambda: p.f32(0.0)
     p.uniform = lambda v: _lanes(v[0])
@@ -401,8 +403,8 @@ def make_memory(m):
         copy_wait_all()
         barrier(address).arrive(32)
 
-    mem.bulk_load_to_all, mem.fence_async_proxy = bulk_load_to_all, lambda: None
-    mem.bulk_load, mem.copy_async_16, mem.copy_async_4 = bulk_load, copy_async(16), copy_async(4)
+    mem.bulk_load_to_all, mem.bulk_load = bulk_load_to_all, bulk_load
+    mem.copy_async_16, mem.copy_async_4 = copy_async(16), copy_async(4)
     mem.copy_commit, mem.copy_arrive = copy_commit, copy_arrive
     mem.copy_wait, mem.copy_wait_all = copy_wait, copy_wait_all
 
