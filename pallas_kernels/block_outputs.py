@@ -166,8 +166,7 @@ class OutputTiles:
         scale, bias, b, scaling, out, h, rank_tiles, is_biased, n = values
         row = p.add(p.mul(tile, ROWS), self.g)
         found = types.SimpleNamespace(tile=tile, out=out, n=n, h=p.add(self.h_base, h), rank_tiles=rank_tiles)
-        found.scale = mem.load_global_f32(scale)
-        found.bias, found.b = None, []
+        found.scale, found.bias, found.b = mem.load_global_f32(scale), None, []
         if any(part.biased):
             at = p.select(p.eq(is_biased, 1), p.mul(row, 4), 0)
             low = mem.load_global_f32(mem.offset(bias, at))

@@ -91,6 +91,8 @@ def pytest_addoption(parser):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     path = config.getoption("result")
+    if hasattr(config, "workerinput"):  # xdist's worker, which knows its own part alone
+        return
     if not path or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
     reports = {outcome: terminalreporter.stats.get(outcome, []) for outcome in OUTCOMES}

@@ -64,6 +64,28 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
             assert part.most_items <= (1.5 if share < 100 else 13 / 12) * share
 
 
+@pytest.mark.parametrize("m", [1, 8, 9])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_tile_is_shared_by_as_many_warps_as_are_added(name, m):
+    """In whatever CTA, whose items its warps have in equal runs."""
+    plan = plan_of(m, shapes_of(name, 32))
+
+    def equal_runs(total, count):
+        return [(n * total // count, (n + 1) * total // count) for n in range(count)]
+
+    for part in plan.parts:
+        most = 0
+        for begin, end in equal_runs(part.entries, part.groups):
+            tiles = (end - begin) * (2 if part.paired else 1)
+            for first, last in equal_runs(part.quads, part.slices):
+                for a, b in equal_runs(last - first, part.cuts):
+                    warps = equal_runs(tiles * (b - a), plan.warps)
+                    for tile in equal_runs(tiles * (b - a), tiles):
+                        having = [w for w, run in enumerate(warps) if max(run[0], tile[0]) < min(run[1], tile[1])]
+                        most = max(most, having[-1] - having[0] + 1)
+        assert plan.most_holders(part) == most
+
+
 def test_warps_do_not_depend_on_the_rows_where_their_rings_do():
     # of a width of 7168: 16 warps would have rings of three items for one row, of two for eight
     D, F, kv = 7168, 18432, 1024

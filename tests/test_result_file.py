@@ -1,0 +1,28 @@
+"""The file of a run's result (`--result`): of all its tests, whoever ran them."""
+
+import json
+import types
+
+import pytest
+
+from tests import conftest
+
+
+def summarize(path, **config):
+    options = types.SimpleNamespace(args=["-m", "gpu", f"--result={path}"])
+    config = types.SimpleNamespace(getoption=lambda name: path, invocation_params=options, **config)
+    reporter = types.SimpleNamespace(stats={"passed": [object()] * 3})
+    conftest.pytest_terminal_summary(reporter, pytest.ExitCode.OK, config)
+
+
+def test_the_whole_run_is_written(tmp_path):
+    summarize(tmp_path / "result.json")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["passed"], result["failed"], result["not passed"]) == (3, 0, [])
+    assert result["command"] == "python -m pytest -m gpu --result=result.json"
+
+
+def test_a_worker_writes_nothing(tmp_path):
+    """Where the run is killed, its part would be taken for the whole."""
+    summarize(tmp_path / "result.json", workerinput={"workerid": "gw0"})
+    assert not (tmp_path / "result.json").exists()
