@@ -4,8 +4,10 @@
 
 Layers follow each other as in `benchmarks.fp4_block`, without attention; o's x A^T is given, with --made it is made in
 the kernel. Each event is told as [median, first, last] of all CTAs, us after the CTA's own start. The first compute
-warp marks its loops and outputs, the first service warp the copies of x and x A^T. The clock's rate is that of the
-whole kernel by the GPU's timer. Marks cost about a microsecond in all.
+warp marks its loops and outputs, the first service warp the copies of x and x A^T. Behind "weights done" comes when
+all of the CTA's warps have met ("tiles begun"; in down, behind "slices seen"), when the first warp has stored its tiles
+("tiles stored"), and when the CTA has told so ("outputs stored"); "others seen" is when all CTAs have. The clock's rate
+is that of the whole kernel by the GPU's timer. Marks cost about a microsecond in all.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from pallas_kernels.hidden import hidden_parts
 from pallas_kernels.layer_part import operands
 
 PARTS = "o", "gate, up", "down", "q, k, v"
-EVENTS = ["x asked", "x A^T to be added", "x A^T there", "x there", "weights done", "slices seen", "outputs stored"]
+EVENTS = ["others seen", "x asked", "x A^T to be added", "x A^T there", "x there"]
+EVENTS += ["weights done", "tiles begun", "slices seen", "tiles stored", "outputs stored"]
 BEGIN, END, START = 60, 61, 62  # by the GPU's timer; by the clock
 PLACES, LAYERS, REPEATS = 64, 3, 5
 
@@ -55,6 +58,8 @@ class TimedKernel(_Kernel):
         super().run()
 
     def load_x(self, i):
+        if i:
+            self.mark_part(i, "others seen", self.plan.warps)
         super().load_x(i)
         self.mark_part(i, "x asked", self.plan.warps)
 
@@ -76,7 +81,13 @@ class TimedKernel(_Kernel):
         super().await_slices(i)
         self.mark_part(i, "slices seen", 0)
 
+    def each(self, count, most, body):
+        self.mark_part(self.part, "tiles begun", 0)
+        super().each(count, most, body)
+        self.mark_part(self.part, "tiles stored", 0)
+
     def finish(self, i, early):
+        self.part = i
         super().finish(i, early)
         self.mark_part(i, "outputs stored", 0)
         if i + 1 == len(self.plan.parts):
