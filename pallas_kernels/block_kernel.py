@@ -144,7 +144,7 @@ class _Kernel(ComputeWarps, ServiceWarps):
     def leave(self, counter, waiting: int):
         """Says that one of `waiting` has seen the counter; the last of them clears it for the next call. The answer
         takes as long as a load from the L2, so nothing that others wait for comes after it."""
-        before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), p.i32(waiting - 1))
+        before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), p.i32(waiting - 1), "relaxed")
         p.when(p.eq(before, waiting - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
 
     def run_of(self, items, warp):

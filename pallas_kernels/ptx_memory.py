@@ -294,9 +294,10 @@ def load_fresh_f32(address):
     return ptx("ld.relaxed.gpu.global.f32 $0, [$1];", address, results=[f32_t()], effects=True)[0]
 
 
-def count_and_wrap(address, last: ir.Value):
-    """Add one to a counter that goes back to zero after `last`; returns what it was. It orders no other memory."""
-    return ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
+def count_and_wrap(address, last: ir.Value, order: str = "acq_rel"):
+    """Add one to a counter that goes back to zero after `last`; returns what it was. With the order "relaxed" it orders
+    no other memory, and there is no fence in front of it."""
+    return ptx(f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
 
 
 def count(address):

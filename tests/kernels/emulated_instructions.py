@@ -412,7 +412,7 @@ def make_memory(m):
         (lane,) = LANES[m.now.mask]
         return m.memory[int(address[lane]) : int(address[lane]) + 4].view(U32)
 
-    def count_and_wrap(address, last):
+    def count_and_wrap(address, last, order="acq_rel"):
         m.now.pause()
         counter = word(address)
         before = int(counter[0])
