@@ -122,7 +122,11 @@ class _Kernel(ComputeWarps, ServiceWarps):
             first = p.div(p.mul(index, total), of)
             return first, p.sub(p.div(p.mul(p.add(index, 1), total), of), first)
 
-        first, entries = run(group, part.groups, part.entries)
+        # where groups cannot all have as many entries the first ones, which multiply by A, have fewer
+        fewest, more = divmod(part.entries, part.groups)
+        equal = part.groups - more
+        first = p.add(p.mul(group, fewest), p.sub(p.maximum(group, equal), equal))
+        entries = p.select(p.lt(group, equal), fewest, fewest + 1)
         first_quad, quads = run(in_slice, part.slices, part.quads)
         entries = p.select(has, entries, 0)  # the CTAs beyond groups x slices x cuts have none
         tiles = p.mul(entries, 2) if part.paired else entries

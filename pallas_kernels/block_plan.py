@@ -23,8 +23,10 @@ SERVICE_WARPS = 4
 MOST_ITEMS = 48
 # Items of a warp's ring, at least, with one panel and with two: fewer have not run on a GPU.
 LEAST_ITEMS = 3, 2
-# Slices of K whose products with A are added afterwards, about: every CTA adds them all, each is a warp's work.
+# Slices of K whose products with A are added afterwards, about: every CTA adds them all.
 LORA_SLICES = 24
+# Pieces of A, 16 ranks by so many columns, that a service warp has registers for while it waits for x.
+PIECES, PIECE = 8, 32
 # An exchange of sums between CTAs takes about as long as so many items of each.
 EXCHANGE_ITEMS = 30
 HEADER = 512  # barriers, 1 / rms of a panel's rows, and the warps' parts of it
@@ -101,8 +103,14 @@ class Part:
 
     @property
     def lora_chunks(self) -> int:
-        """Parts of a CTA's K in LoRA's first product."""
-        return min(self.most_quads, max(1, LORA_SLICES // (self.slices * self.cuts)))
+        """Parts of a CTA's K in LoRA's first product, each of which its service warps can hold of 16 ranks."""
+        fewest = -(-self.most_quads * COLS // PIECE // (PIECES * SERVICE_WARPS))
+        return max(fewest, min(self.most_quads, LORA_SLICES // (self.slices * self.cuts)))
+
+    @property
+    def most_pieces(self) -> int:
+        """Of any unit of LoRA's first product, for any service warp."""
+        return -(-self.most_quads * COLS // PIECE // (self.lora_chunks * SERVICE_WARPS))
 
     @property
     def lora_parts(self) -> int:
@@ -110,7 +118,7 @@ class Part:
 
     @property
     def lora_units(self) -> int:
-        """Warps' work in all of LoRA's first product: 16 ranks and one part of K each."""
+        """CTAs' work in all of LoRA's first product, each 16 ranks and one part of K."""
         return 0 if self.given else self.lora_parts * sum(self.rank_tiles)
 
 
@@ -216,7 +224,9 @@ class BlockPlan:
 
     @property
     def x_at(self) -> int:
-        return self.h_at + max(sum(part.rank_tiles) for part in self.parts) * PANEL * ROWS * 2
+        h = max(sum(part.rank_tiles) for part in self.parts) * PANEL * ROWS * 2
+        products = 512 * (SERVICE_WARPS - 1) if any(part.lora_units for part in self.parts) else 0
+        return self.h_at + max(h, products)
 
     @property
     def ring_at(self) -> int:

@@ -1,24 +1,22 @@
 """The service warps of the block kernel (block_kernel.py): x to shared memory, RMSNorm's divisors, LoRA's x A^T.
 
-LoRA's first product of a part needs all of K before any output: the service warps of all CTAs share its *units* of 16
-ranks and a part of K, leave float32 sums in global memory, and every CTA adds those of the adapters whose outputs it
-owns, in order, and rounds x A^T to 16 bits. Of the first part who made x may have left them already.
+LoRA's first product of a part needs all of K before any output: the CTAs share its *units* of 16 ranks and a part of K.
+All service warps of a CTA work on its unit, so that they have all of its A before x is there: beside the stream of
+weights a load takes 2 us. They leave float32 sums in global memory, and every CTA adds those of the adapters whose
+outputs it owns, in order, and rounds x A^T to 16 bits. Of the first part who made x may have left them already.
 """
-
-import itertools
 
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_plan import PANEL, SERVICE_WARPS, BlockPlan
+from .block_plan import PANEL, PIECE, SERVICE_WARPS, BlockPlan
 from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
 
 SERVED, PREPARED = 2, 3  # named barriers
-CHUNK = 32  # columns for which a lane loads 16 bytes of each row of A
-BATCH = 14  # parts of K under way together when they are added
+BATCH = 16  # parts of K under way together when they are added
 
 
 class ServiceWarps:
@@ -73,12 +71,12 @@ class ServiceWarps:
         self.barriers_served(asks)
         for i, part in enumerate(plan.parts):
             has_lora, makes = any(part.ranks), part.lora_units > 0
-            early, seen = self.first_of_a(i) if makes and i else [], []
+            early, seen = self.pieces_of_a(i, self.units(i)[0]) if makes and i else [], []
             if i:
                 seen.append(self.wait_for(asks, plan.arrived(i - 1), plan.ctas))
             self.load_x(i)
             if makes:
-                early = early or self.first_of_a(i)
+                early = early or self.pieces_of_a(i, self.units(i)[0])
                 self.await_x(i)
                 self.multiply_by_a(i, early)
             if part.normed:
@@ -172,83 +170,92 @@ class ServiceWarps:
         self.served()
 
     def multiply_by_a(self, i: int, early):
-        """This CTA's units: x A^T of 16 ranks over a part of its columns. `early` is `first_of_a`."""
-        plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        x = [p.add(self.x_base, p.add(p.mul(row, plan.x_stride(part)), p.mul(self.t, 16))) for row in self.rows_in_x]
+        """This CTA's units: x A^T of 16 ranks over a part of its columns. `early` is `pieces_of_a` of the first one."""
+        start, end, step = self.units(i)
+        p.when(p.lt(start, end), lambda: self.unit(i, start, early))
 
-        def product(acc, a, half):
-            panels, at = [acc[4 * n : 4 * n + 4] for n in range(plan.panels)], p.mul(half, COLS)
-            for n, (low, high) in enumerate(a):
-                for panel, row in enumerate(x):
-                    right = mem.load_shared_v4(p.add(row, at), n * 64)
-                    panels[panel] = add_products(panels[panel], low, high, right)
-            return list(itertools.chain.from_iterable(panels))
-
-        def unit(index, early):
-            a, first, last, tile, chunk = self.rows_of_a(i, index)
-            acc = [p.f32(0.0)] * (4 * plan.panels)
-            for n, values in enumerate(early):
-                half = p.add(first, n)
-                acc = p.if_values(p.lt(half, last), lambda a=values, h=half, acc=acc: product(acc, a, h), acc)
-            start = p.add(first, len(early))
-            acc = p.for_range(start, last, 1, acc, lambda half, acc: product(acc, self.load_a(a, half, part.k), half))
-            cut = p.add(p.mul(share.slice, part.cuts), self.panel)
-            where = p.add(p.mul(p.add(p.mul(cut, part.lora_chunks), chunk), sum(part.rank_tiles)), tile)
-            to = mem.wide_offset(self.hidden_of[i], where, 512 * plan.panels)
-            to = mem.offset(to, p.mul(self.lane, 16))
-            for panel in range(plan.panels):
-                mem.store_global_f32x4(to, acc[4 * panel : 4 * panel + 4], 512 * panel)
-            p.warp_sync()
-
-            def count():
-                mem.fence()
-                mem.count(self.counter(plan.multiplied(i)))
-
-            p.when(self.is_lane_0, count)
+        def next_unit(index, _):
+            self.served()
+            self.unit(i, index, self.pieces_of_a(i, index))
             return []
 
-        start, end, step = self.units(i)
-        p.when(p.lt(start, end), lambda: unit(start, early))
-        p.for_range(p.add(start, step), end, step, [], lambda index, _: unit(index, []))
+        p.for_range(p.add(start, step), end, step, [], next_unit)
 
-    def load_a(self, a, half, k: int):
-        """This lane's part of 16 ranks by 128 columns of A."""
-        here = mem.offset(mem.wide_offset(a, self.g, k * 2), p.add(p.mul(half, COLS), p.mul(self.t, 16)))
-        pieces = range(COLS // 2 // CHUNK)
-        return [(mem.load_global_v4(here, n * 64), mem.load_global_v4(here, n * 64 + 16 * k)) for n in pieces]
+    def unit(self, i: int, index, pieces):
+        """One of them, by all service warps; the first one adds up what the others leave where x A^T will be."""
+        plan, part = self.plan, self.plan.parts[i]
+        x = [p.add(self.x_base, p.add(p.mul(row, plan.x_stride(part)), p.mul(self.t, 16))) for row in self.rows_in_x]
+        _, first, last = self.rows_of_a(i, index)
 
-    def first_of_a(self, i: int):
-        """The first quad of A that this warp multiplies by, if any, under way before x is there."""
-        start, end, _ = self.units(i)
-        a, first, last, *_ = self.rows_of_a(i, start)
-        early, pieces = [], COLS // 2 // CHUNK
-        for n in range(2):
-            half = p.add(first, n)
+        def product(acc, words, piece):
+            made = []
+            for panel, row in enumerate(x):
+                right = mem.load_shared_v4(p.add(row, p.mul(piece, PIECE * 2)), 0)
+                made += add_products(acc[4 * panel : 4 * panel + 4], words[:4], words[4:], right)
+            return made
 
-            def load(half=half):
-                return [word for pair in self.load_a(a, half, self.plan.parts[i].k) for words in pair for word in words]
+        acc = [p.f32(0.0)] * (4 * plan.panels)
+        for n, words in enumerate(pieces):
+            piece = p.add(first, n)
+            acc = p.if_values(p.lt(piece, last), lambda w=words, n=piece, acc=acc: product(acc, w, n), acc)
+        left = p.add(self.h_base, p.mul(self.lane, 16))
+        own = p.add(left, p.mul(p.sub(self.mine, 1), 512))
+        for panel in range(plan.panels):
+            mine = acc[4 * panel : 4 * panel + 4]
+            if panel:
+                self.served()
+            p.when(p.lt(0, self.mine), lambda mine=mine: mem.store_shared_f32x4(own, mine, 0))
+            self.served()
+            p.when(self.is_first, lambda mine=mine, panel=panel: self.store_product(i, index, panel, mine, left))
 
-            has = arith.andi(p.lt(start, end), p.lt(half, last))
-            words = p.if_values(has, load, [p.i32(0)] * (8 * pieces))
-            early.append([(words[8 * j : 8 * j + 4], words[8 * j + 4 : 8 * j + 8]) for j in range(pieces)])
-        return early
+        def count():
+            mem.fence()
+            mem.count(self.counter(plan.multiplied(i)))
+
+        p.warp_sync()
+        p.when(arith.andi(self.is_first, self.is_lane_0), count)
+
+    def store_product(self, i: int, index, panel: int, own, left):
+        """The sum of what all service warps have of a unit, K ascending."""
+        part, share = self.plan.parts[i], self.shares[i]
+        others = [mem.load_shared_f32x4(left, 512 * n) for n in range(SERVICE_WARPS - 1)]
+        tile, chunk = p.div(index, part.lora_chunks), p.rem(index, part.lora_chunks)
+        cut = p.add(p.mul(share.slice, part.cuts), self.panel)
+        where = p.add(p.mul(p.add(p.mul(cut, part.lora_chunks), chunk), sum(part.rank_tiles)), tile)
+        to = mem.wide_offset(self.hidden_of[i], where, 512 * self.plan.panels)
+        mem.store_global_f32x4(mem.offset(to, p.mul(self.lane, 16)), p.total([own, *others]), 512 * panel)
+
+    def pieces_of_a(self, i: int, index):
+        """What this warp multiplies by in a unit, if there is one: of each piece a lane's words of rows g and g + 8."""
+        part = self.plan.parts[i]
+        a, first, last = self.rows_of_a(i, index)
+        last = p.select(p.lt(index, self.units(i)[1]), last, first)
+        here = mem.offset(mem.wide_offset(a, self.g, part.k * 2), p.add(p.mul(first, PIECE * 2), p.mul(self.t, 16)))
+
+        def load(n):
+            low, high = (mem.load_global_v4(here, n * PIECE * 2 + row * part.k * 2) for row in (0, 8))
+            return [*low, *high]
+
+        zeros = [p.i32(0)] * 8
+        count = p.sub(last, first)
+        return [p.if_values(p.lt(n, count), lambda n=n: load(n), zeros) for n in range(part.most_pieces)]
 
     def units(self, i: int):
-        """First, end and step of this warp's units of part i, of those of this CTA's slice of K."""
+        """First, end and step of this CTA's units of part i, of those of its slice of K."""
         part, share = self.plan.parts[i], self.shares[i]
-        start = p.add(p.mul(self.mine, part.groups), share.group)
         end = p.select(p.lt(0, share.items), sum(part.rank_tiles) * part.lora_chunks, 0)
-        return start, end, part.groups * SERVICE_WARPS
+        return share.group, end, part.groups
 
     def rows_of_a(self, i: int, index):
-        """Where this CTA's columns of a unit's first row of A begin, and its first and last half quad in them."""
+        """Where this CTA's columns of a unit's first row of A begin, and this warp's first and last piece in them."""
         part, share = self.plan.parts[i], self.shares[i]
         tile, chunk = p.div(index, part.lora_chunks), p.rem(index, part.lora_chunks)
         (a,), local = pick(part.rank_tiles, tile, [(w.data if w.a is None else w.a,) for w in self.weights[i]])
         a = mem.offset(mem.wide_offset(a, p.mul(local, ROWS), part.k * 2), p.mul(share.first_quad, COLS * 2))
-        halves = p.mul(share.quads, 2)
-        first, last = (p.div(p.mul(c, halves), part.lora_chunks) for c in (chunk, p.add(chunk, 1)))
-        return a, first, last, tile, chunk
+        of_warp = p.add(p.mul(chunk, SERVICE_WARPS), self.mine)
+        pieces, shares = p.mul(share.quads, COLS // PIECE), part.lora_chunks * SERVICE_WARPS
+        first, last = (p.div(p.mul(n, pieces), shares) for n in (of_warp, p.add(of_warp, 1)))
+        return a, first, last
 
     def add_hidden(self, i: int):
         """x A^T of the adapters whose outputs this CTA owns, from all parts of K to shared memory, in 16 bits."""

@@ -21,7 +21,7 @@ from pallas_kernels import (
     wanted_a,
 )
 from pallas_kernels.block import plan_of
-from pallas_kernels.block_plan import MOST_ITEMS, Part, make_block_plan
+from pallas_kernels.block_plan import MOST_ITEMS, PIECES, SERVICE_WARPS, Part, make_block_plan
 from pallas_kernels.hidden import hidden_shape
 from pallas_kernels.layout import KernelWeight
 from pallas_kernels.stream_plan import SMEM_LIMIT
@@ -62,6 +62,17 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
             # the busiest CTA has at most half more than an equal share; of the large parts a twelfth
             share = sum(part.tiles_of) * part.quads / 132
             assert part.most_items <= (1.5 if share < 100 else 13 / 12) * share
+
+
+@pytest.mark.parametrize("rank", [16, 32, 128])
+@pytest.mark.parametrize("name", SHAPES)
+def test_units_of_a_are_what_service_warps_can_hold(name, rank):
+    """Equal parts of a slice of K, for whose pieces warps have registers."""
+    for m in (1, 8, 9, 16):
+        for part in plan_of(m, shapes_of(name, rank)).parts:
+            pieces, shares = part.most_quads * 8, part.lora_chunks * SERVICE_WARPS
+            most = max((n + 1) * pieces // shares - n * pieces // shares for n in range(shares))
+            assert most == part.most_pieces <= PIECES
 
 
 @pytest.mark.parametrize("m", [1, 8, 9])
