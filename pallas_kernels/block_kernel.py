@@ -145,11 +145,12 @@ class _Kernel(ComputeWarps, ServiceWarps):
     def counter(self, word: int):
         return mem.offset(self.sync, p.i32(4 * word))
 
-    def leave(self, counter, waiting: int):
+    def leave(self, counter, waiting):
         """Says that one of `waiting` has seen the counter; the last of them clears it for the next call. The answer
         takes as long as a load from the L2, so nothing that others wait for comes after it."""
-        before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), p.i32(waiting - 1), "relaxed")
-        p.when(p.eq(before, waiting - 1), lambda: mem.store_global_b32(counter, p.i32(0)))
+        last = p.sub(waiting, 1)
+        before = mem.count_and_wrap(mem.offset(counter, p.i32(4)), last, "relaxed")
+        p.when(p.eq(before, last), lambda: mem.store_global_b32(counter, p.i32(0)))
 
     def run_of(self, items, warp):
         """First of a CTA's items that a warp has, and the first after them."""

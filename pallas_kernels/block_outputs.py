@@ -5,13 +5,14 @@ A tile's outputs of a panel are held as a product leaves them: lane (g, t) has r
 """
 
 import types
+from typing import Any
 
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_plan import PANEL, BlockPlan, Part
-from .layout import EPILOGUE_FACTOR, ROWS
+from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
 from .swiglu import gated
 
@@ -34,8 +35,8 @@ class OutputTiles:
         return self.needs(i, p.minimum(p.add(share.first, self.entry_of(i, n)), part.entries - 1))
 
     def finish(self, i: int, early):
-        """Tiles' sums to outputs, and a word to all CTAs when this one's are stored. `early` are the `needs_of` this
-        warp's first entry."""
+        """Tiles' sums to outputs, and a word to the CTAs that read them when this one's are stored. `early` are the
+        `needs_of` this warp's first entry."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
         count = p.div(p.sub(p.add(share.entries, part.slices - 1), share.slice), part.slices)
         most = -(-part.most_entries // part.slices)
@@ -51,12 +52,35 @@ class OutputTiles:
         self.each(count, most, lambda n, turn: self.entry(i, self.entry_of(i, n), needs[turn]))
         if i + 1 < len(plan.parts):
             p.named_sync(FINISHED, 32 * plan.warps)
+            if plan.parts[i + 1].slices > 1:
+                p.when(p.eq(self.warp, 0), lambda: self.say_what_slices_are_stored(i))
+            else:
+                p.when(p.eq(self.tid, 0), lambda: self.tell(self.counter(plan.arrived(i))))
 
-            def arrive():
-                mem.fence()
-                mem.count(self.counter(plan.arrived(i)))
+    def tell(self, counter, number: Any = 1):
+        mem.fence()
+        mem.count(counter, number)
 
-            p.when(p.eq(self.tid, 0), arrive)
+    def say_what_slices_are_stored(self, i: int):
+        """To those who read a slice of the next part's K that has some of this CTA's outputs, and those who read the
+        same as it: its tiles, and itself."""
+        share, reads, following = self.shares[i], self.shares[i + 1].slice, self.plan.parts[i + 1]
+        end = p.add(share.first, share.entries)
+
+        def of_slice(n, _):
+            starts, ends = (
+                p.mul(p.div(p.mul(at, following.quads), following.slices), COLS // ROWS) for at in (n, p.add(n, 1))
+            )
+            first = p.maximum(share.first, starts)
+            stored = p.sub(p.maximum(p.minimum(end, ends), first), first)
+            number = p.add(stored, p.select(p.eq(n, reads), 1, 0))
+            p.when(p.lt(0, number), lambda: self.tell(self.stored(i + 1, n), number))
+            return []
+
+        p.for_range(self.lane, following.slices, 32, [], of_slice)
+
+    def stored(self, i: int, slice_):
+        return mem.offset(self.counter(self.plan.stored(i)), p.mul(slice_, 8))
 
     def each(self, count, most: int, body):
         """body(n, which of this warp's it is) for n < count, warp after warp."""
@@ -132,7 +156,7 @@ class OutputTiles:
 
         p.when(asks, wait)
         p.named_sync(FINISHED, 32 * plan.warps)
-        p.when(asks, lambda: self.leave(counter, part.slices))
+        p.when(asks, lambda: self.leave(counter, p.i32(part.slices)))
 
     def all_slices(self, i: int, tile):
         """A tile's sum over the slices of K."""

@@ -240,7 +240,7 @@ class BlockPlan:
     # ---- counters between CTAs: words of the `sync` array
 
     def arrived(self, part: int) -> int:
-        """CTAs that have stored their outputs of a part."""
+        """CTAs that have stored their outputs of a part; where the next part divides its K, see `stored`."""
         return 4 * part
 
     def multiplied(self, part: int) -> int:
@@ -252,9 +252,14 @@ class BlockPlan:
         that of those who have seen it."""
         return 4 * len(self.parts) + 2 * self.panels * sum(p.groups for p in self.parts[:part] if p.slices > 1)
 
+    def stored(self, part: int) -> int:
+        """The first of the counters, one for each slice of a part's K, of the row tiles in it that are stored and of
+        the CTAs that have stored theirs and read it; each is followed by that of those who have seen it."""
+        return self.summed(len(self.parts)) + 2 * sum(p.slices for p in self.parts[1:part] if p.slices > 1)
+
     @property
     def sync_words(self) -> int:
-        return self.summed(len(self.parts)) + 1
+        return self.stored(len(self.parts))
 
 
 def make_block_plan(

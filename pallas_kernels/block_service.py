@@ -6,6 +6,8 @@ weights a load takes 2 us. They leave float32 sums in global memory, and every C
 outputs it owns, in order, and rounds x A^T to 16 bits. Of the first part who made x may have left them already.
 """
 
+import functools
+
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
@@ -73,7 +75,7 @@ class ServiceWarps:
             has_lora, makes = any(part.ranks), part.lora_units > 0
             early, seen = self.pieces_of_a(i, self.units(i)[0]) if makes and i else [], []
             if i:
-                seen.append(self.wait_for(asks, plan.arrived(i - 1), plan.ctas))
+                seen.append(self.await_inputs(asks, i))
             self.load_x(i)
             if makes:
                 early = early or self.pieces_of_a(i, self.units(i)[0])
@@ -82,19 +84,30 @@ class ServiceWarps:
             if part.normed:
                 self.invert(i)
             if makes:
-                seen.append(self.wait_for(asks, plan.multiplied(i), part.lora_units))
+                units, all_ctas = p.i32(part.lora_units), p.i32(plan.ctas)
+                seen.append(self.wait_for(asks, self.counter(plan.multiplied(i)), units, all_ctas))
             if has_lora:
                 self.add_hidden(i)
             mem.barrier_arrive(self.h_full)
-            for counter in seen:
-                p.when(asks, lambda counter=counter: self.leave(counter, plan.ctas))
+            for counter, waiting in seen:
+                p.when(asks, lambda counter=counter, waiting=waiting: self.leave(counter, waiting))
 
-    def wait_for(self, asks, word: int, count: int):
-        """All service warps, for a counter that all CTAs wait for and leave; returns it."""
-        counter = self.counter(word)
-        p.when(asks, lambda: mem.wait_for_at_least(counter, p.i32(count)))
+    def await_inputs(self, asks, i: int):
+        """Until what this CTA reads in part i is stored, and no CTA whose x it copies reads the x before any more."""
+        plan, part, share, all_ctas = self.plan, self.plan.parts[i], self.shares[i], p.i32(self.plan.ctas)
+        if part.slices == 1:
+            return self.wait_for(asks, self.counter(plan.arrived(i - 1)), all_ctas, all_ctas)
+        of_slice = part.groups * part.cuts
+        without = plan.ctas - part.slices * of_slice  # a share, which read the last slice
+        readers = p.select(p.eq(share.slice, part.slices - 1), of_slice + without, of_slice)
+        tiles = p.mul(functools.reduce(p.add, share.quads_of), COLS // ROWS * plan.panels)
+        return self.wait_for(asks, self.stored(i, share.slice), p.add(tiles, readers), readers)
+
+    def wait_for(self, asks, counter, count, waiting):
+        """All service warps, for a counter that so many CTAs wait for; returns it and their number, to leave it."""
+        p.when(asks, lambda: mem.wait_for_at_least(counter, count))
         self.served()
-        return counter
+        return counter, waiting
 
     def await_x(self, i: int):
         """Any warp, for this CTA's columns of x."""

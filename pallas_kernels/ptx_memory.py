@@ -300,9 +300,10 @@ def count_and_wrap(address, last: ir.Value, order: str = "acq_rel"):
     return ptx(f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;", address, last, results=[i32_t()], effects=True)[0]
 
 
-def count(address):
-    """Add one, after a `fence` of this thread."""
-    ptx("red.relaxed.gpu.global.add.u32 [$0], 1;", address)
+def count(address, number: int | ir.Value = 1):
+    """Add so many, after a `fence` of this thread."""
+    number = i32(number) if isinstance(number, int) else number
+    ptx("red.relaxed.gpu.global.add.u32 [$0], $1;", address, number)
 
 
 def count_if(condition: ir.Value, address) -> ir.Value:

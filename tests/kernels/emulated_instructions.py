@@ -419,9 +419,10 @@ def make_memory(m):
         counter[0] = 0 if before >= int(_lanes(last)[0]) else before + 1
         return _lanes(before)
 
-    def count(address):
+    def count(address, number=1):
         m.now.pause()
-        word(address)[0] += 1
+        for lane in LANES[m.now.mask]:
+            m.memory[int(address[lane]) : int(address[lane]) + 4].view(U32)[0] += _lanes(number)[lane]
 
     def count_if(condition, address):
         m.now.pause()

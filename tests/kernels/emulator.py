@@ -101,7 +101,7 @@ class Machine:
         self.dtype, self.random, self.idle = dtype, random.Random(seed), threading.Semaphore(0)
         self.landing = random.Random(seed)  # apart: whether a copy lands at once changes no order of warps
         self.memory, self.end = np.full(1 << 26, 0xFF, np.uint8), 256
-        self.now = None
+        self.now, self.slow = None, ()  # warps, (CTA, index), that run where no others can
 
     def put(self, array):
         """Its address."""
@@ -133,7 +133,8 @@ class Machine:
 
     def step(self, left, running):
         start = self.random.randrange(len(left))
-        self.now = next((warp for warp in left[start:] + left[:start] if warp.may_go()), None)
+        order = sorted(left[start:] + left[:start], key=lambda warp: (warp.cta, warp.index) in self.slow)
+        self.now = next((warp for warp in order if warp.may_go()), None)
         if self.now is None:
             raise Deadlock(f"{len(left)} warps wait: {sorted((w.cta, w.index) for w in left)}")
         self.now.turn.release()
@@ -246,9 +247,10 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
     return results
 
 
-def run_block(plan, eps, operands, *, seed=0, calls=1):
+def run_block(plan, eps, operands, *, seed=0, calls=1, slow=()):
     """What the block kernel writes, by name, of several calls that share their memory."""
     m = Machine(seed, np.asarray(operands.x).dtype.name)
+    m.slow = slow
     given = jax.tree.map(lambda v: m.put(np.asarray(v)), operands)
     shapes = block_kernel.block_outs(plan, m.dtype)
     made = {name: m.put(np.full(s.shape, np.nan, s.dtype)) for name, s in shapes.items()}

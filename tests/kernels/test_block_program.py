@@ -114,6 +114,19 @@ def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks, slices):
         np.testing.assert_array_equal(first[name], second[name])
 
 
+@pytest.mark.parametrize("m, D, F, ctas, slow", [
+    (8, 256, 512, 6, {(2, 0), (2, 1)}),  # adds nothing to the slice that its pair reads, which leaves its x alone
+    (8, 256, 512, 6, {(0, 0), (1, 1)}),
+    (11, 768, 1280, 6, {(4, 0), (5, 1)}),  # without a share of down
+])  # fmt: skip
+def test_who_comes_late(m, D, F, ctas, slow):
+    case = Case(m, parts_of(D, F, 512, 16), D, ctas, 2)
+    first, second = case.run(calls=2, slow=slow)
+    assert case.error(first) < 0.04
+    for name in case.expected():
+        np.testing.assert_array_equal(first[name], second[name])
+
+
 @pytest.mark.parametrize("m, D, F, heads, ctas, warps, given", [
     (1, 512, 256, 512, 2, 2, 32),  # more parts than a warp adds at once
     (8, 256, 512, 512, 6, 2, 4),  # K of o in two slices
