@@ -17,11 +17,10 @@ WARPS = 12
 # where the streams are long (32B, 82 items a warp: 97.4 -> 92.6 us; 14B, 48: 63.5 -> 64.5).
 MORE_WARPS, LONG_STREAM, MOST_RANKS = 16, 64, 64
 SERVICE_WARPS = 4
-# Items under way to all warps of a CTA, at most: more, for which x of few rows leaves room, hold up what CTAs wait for
-# between parts. Measured, us: 7 instead of 4 for each of 12 warps, one row of 7B, 52.2 and 50.4; 5 instead of 3 for 16,
-# one row of 32B, 86.5 and 84.1.
-MOST_ITEMS = 48
-# Items of a warp's ring, at least, with one panel and with two: fewer have not run on a GPU.
+# Items of a warp's ring: more, for which x of few rows leaves room, hold up what CTAs wait for between parts. Measured,
+# us: 7, 4 and 3, one row of 7B, 52.2, 50.4, 50.3; 5 and 3, one row of 32B, 86.5 and 84.1.
+MOST_ITEMS = 3
+# At least, with one panel and with two: fewer have not run on a GPU.
 LEAST_ITEMS = 3, 2
 # Slices of K whose products with A are added afterwards, about: every CTA adds them all.
 LORA_SLICES = 24
@@ -267,8 +266,8 @@ def make_block_plan(
 ) -> BlockPlan:
     """Raises ValueError naming the constraint when the kernel does not take the shape.
 
-    Without `depth` the rings get what is left of the shared memory, up to MOST_ITEMS, which is what a CTA can fetch
-    while it waits for the others; without `warps` there are as many as measured better.
+    Without `depth` the rings have MOST_ITEMS, which a CTA fetches while it waits for the others, or as many as fit;
+    without `warps` there are as many as measured better.
     """
     if not 1 <= m <= MAX_ROWS:
         raise ValueError(f"M must be in 1..{MAX_ROWS}, got {m}")
@@ -294,7 +293,7 @@ def make_block_plan(
         plan = BlockPlan(rows, hidden, parts, ctas, count, depth or 2)
         fits = (SMEM_LIMIT - plan.ring_at) // (count * QUAD_BYTES)
         least = LEAST_ITEMS[panels - 1]
-        return plan if depth else dataclasses.replace(plan, depth=max(least, min(MOST_ITEMS // count, fits)))
+        return plan if depth else dataclasses.replace(plan, depth=max(least, min(MOST_ITEMS, fits)))
 
     if warps is None:
         is_long = with_warps(WARPS, m).items_warp > LONG_STREAM
