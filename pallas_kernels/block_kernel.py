@@ -4,9 +4,10 @@ Letters: M rows, D hidden size, K inputs and N outputs of a weight; row tiles of
 layout.py), items of one tile and one quad, panels of 8 rows.
 
 The output projection, the residual stream, RMSNorm, gate, up and SwiGLU, down, and the next layer's RMSNorm and q, k, v
-are *parts* that follow each other in one grid of CTAs, one a multiprocessor. Every CTA waits for all others between two
-parts. Weights do not depend on what the others compute: while a CTA waits, its warps go on fetching their items of the
-next parts, as far as their rings reach, so the memory does not rest.
+are *parts* that follow each other in one grid of CTAs, one a multiprocessor. Between two parts a CTA waits for all
+others, or, where it has a slice of the next part's K, for those that make it. Weights do not depend on what the others
+compute: while a CTA waits, its warps go on fetching their items of the next parts, as far as their rings reach, so the
+memory does not rest.
 
   * Items: a part's row tiles are shared by groups of CTAs (with `slices`, also its K), and a CTA's items, tile after
     tile, by its compute warps in equal runs. A table in shared memory holds the addresses of a warp's items of all
