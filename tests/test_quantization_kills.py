@@ -26,7 +26,8 @@ LAYERS, KILLS = 6, 10
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_random_instants_it_ends_the_same(tmp_path):
-    config = dataclasses.replace(ModelConfig.from_hf(HF), num_hidden_layers=LAYERS)
+    # A layer takes some tenths of a second: longer than this process may need to see that one is finished.
+    config = dataclasses.replace(ModelConfig.from_hf(HF), num_hidden_layers=LAYERS, intermediate_size=4096)
     save_model(init_model(jax.random.key(0), config, jnp.bfloat16, 0.2), tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     rng = np.random.default_rng(0)
