@@ -143,8 +143,15 @@ class _Kernel(ComputeWarps, ServiceWarps):
 
     # ---- places --------------------------------------------------------------------------------------------------
 
-    def counter(self, word: int):
-        return mem.offset(self.sync, p.i32(4 * word))
+    def counter(self, word: int, n=None):
+        """That at a word, or the n-th from there on, each of which is followed by that of those who have seen it."""
+        first = mem.offset(self.sync, p.i32(4 * word))
+        return first if n is None else mem.offset(first, p.mul(n, 8))
+
+    def tell(self, counter, number: Any = 1):
+        """One thread, of what a barrier says that its CTA has stored."""
+        mem.fence()
+        mem.count(counter, number)
 
     def leave(self, counter, waiting):
         """Says that one of `waiting` has seen the counter; the last of them clears it for the next call. The answer

@@ -5,7 +5,6 @@ A tile's outputs of a panel are held as a product leaves them: lane (g, t) has r
 """
 
 import types
-from typing import Any
 
 from jaxlib.mlir.dialects import arith
 
@@ -57,14 +56,11 @@ class OutputTiles:
             else:
                 p.when(p.eq(self.tid, 0), lambda: self.tell(self.counter(plan.arrived(i))))
 
-    def tell(self, counter, number: Any = 1):
-        mem.fence()
-        mem.count(counter, number)
-
     def say_what_slices_are_stored(self, i: int):
         """To those who read a slice of the next part's K that has some of this CTA's outputs, and those who read the
         same as it: its tiles, and itself."""
-        share, reads, following = self.shares[i], self.shares[i + 1].slice, self.plan.parts[i + 1]
+        plan, share, reads = self.plan, self.shares[i], self.shares[i + 1].slice
+        following = plan.parts[i + 1]
         end = p.add(share.first, share.entries)
 
         def of_slice(n, _):
@@ -74,13 +70,10 @@ class OutputTiles:
             first = p.maximum(share.first, starts)
             stored = p.sub(p.maximum(p.minimum(end, ends), first), first)
             number = p.add(stored, p.select(p.eq(n, reads), 1, 0))
-            p.when(p.lt(0, number), lambda: self.tell(self.stored(i + 1, n), number))
+            p.when(p.lt(0, number), lambda: self.tell(self.counter(plan.stored(i + 1), n), number))
             return []
 
         p.for_range(self.lane, following.slices, 32, [], of_slice)
-
-    def stored(self, i: int, slice_):
-        return mem.offset(self.counter(self.plan.stored(i)), p.mul(slice_, 8))
 
     def each(self, count, most: int, body):
         """body(n, which of this warp's it is) for n < count, warp after warp."""
@@ -143,15 +136,14 @@ class OutputTiles:
         """Until all slices' sums of what this CTA finishes are there."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
         which = p.add(p.mul(share.group, plan.panels), self.panel)
-        counter = mem.offset(self.counter(plan.summed(i)), p.mul(which, 8))
+        counter = self.counter(plan.summed(i), which)
         # one lane, of the warp that finishes no tile if any does not
         is_last = arith.andi(p.eq(self.warp, plan.warps - 1), self.is_lane_0)
         asks = arith.andi(is_last, p.lt(0, share.items))
         p.named_sync(FINISHED, 32 * plan.warps)
 
         def wait():
-            mem.fence()
-            mem.count(counter)
+            self.tell(counter)
             mem.wait_for_at_least(counter, p.i32(part.slices))
 
         p.when(asks, wait)

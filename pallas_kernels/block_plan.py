@@ -18,7 +18,7 @@ WARPS = 12
 MORE_WARPS, LONG_STREAM, MOST_RANKS = 16, 64, 64
 SERVICE_WARPS = 4
 # Items of a warp's ring: more, for which x of few rows leaves room, hold up what CTAs wait for between parts. Measured,
-# us: 7, 4 and 3, one row of 7B, 52.2, 50.4, 50.3; 5 and 3, one row of 32B, 86.5 and 84.1.
+# us: 7 and 4, one row of 7B, 52.2 and 50.4; 4 and 3, 8 rows of 14B, 54.9 and 53.7.
 MOST_ITEMS = 3
 # At least, with one panel and with two: fewer have not run on a GPU.
 LEAST_ITEMS = 3, 2

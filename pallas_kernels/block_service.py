@@ -101,7 +101,7 @@ class ServiceWarps:
         without = plan.ctas - part.slices * of_slice  # a share, which read the last slice
         readers = p.select(p.eq(share.slice, part.slices - 1), of_slice + without, of_slice)
         tiles = p.mul(functools.reduce(p.add, share.quads_of), COLS // ROWS * plan.panels)
-        return self.wait_for(asks, self.stored(i, share.slice), p.add(tiles, readers), readers)
+        return self.wait_for(asks, self.counter(plan.stored(i), share.slice), p.add(tiles, readers), readers)
 
     def wait_for(self, asks, counter, count, waiting):
         """All service warps, for a counter that so many CTAs wait for; returns it and their number, to leave it."""
@@ -221,12 +221,9 @@ class ServiceWarps:
             self.served()
             p.when(self.is_first, lambda mine=mine, panel=panel: self.store_product(i, index, panel, mine, left))
 
-        def count():
-            mem.fence()
-            mem.count(self.counter(plan.multiplied(i)))
-
         p.warp_sync()
-        p.when(arith.andi(self.is_first, self.is_lane_0), count)
+        is_one = arith.andi(self.is_first, self.is_lane_0)
+        p.when(is_one, lambda: self.tell(self.counter(plan.multiplied(i))))
 
     def store_product(self, i: int, index, panel: int, own, left):
         """The sum of what all service warps have of a unit, K ascending."""

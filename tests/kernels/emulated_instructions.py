@@ -408,9 +408,12 @@ def make_memory(m):
     mem.copy_commit, mem.copy_arrive = copy_commit, copy_arrive
     mem.copy_wait, mem.copy_wait_all = copy_wait, copy_wait_all
 
+    def words(address):
+        return [m.memory[int(at) : int(at) + 4].view(U32) for at in address[m.now.mask]]
+
     def word(address):
-        (lane,) = LANES[m.now.mask]
-        return m.memory[int(address[lane]) : int(address[lane]) + 4].view(U32)
+        (one,) = words(address)
+        return one
 
     def count_and_wrap(address, last, order="acq_rel"):
         m.now.pause()
@@ -421,8 +424,8 @@ def make_memory(m):
 
     def count(address, number=1):
         m.now.pause()
-        for lane in LANES[m.now.mask]:
-            m.memory[int(address[lane]) : int(address[lane]) + 4].view(U32)[0] += _lanes(number)[lane]
+        for counter, more in zip(words(address), _lanes(number)[m.now.mask], strict=True):
+            counter[0] += more
 
     def count_if(condition, address):
         m.now.pause()
