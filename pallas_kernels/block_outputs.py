@@ -205,15 +205,21 @@ class OutputTiles:
         return found
 
     def flow_at(self, i: int, tile):
-        """Of this lane's elements of a tile: the residual stream, its places, the next norm's scale."""
-        flow, D = self.flows[i], self.plan.hidden
-        rows = [p.minimum(self.row(e), self.plan.m - 1) for e in range(4)]
-        columns = [p.add(p.mul(tile, ROWS), p.add(self.g, 8 * (e // 2))) for e in range(4)]
-        at = [p.mul(p.add(p.mul(row, D), column), 4) for row, column in zip(rows, columns, strict=True)]
-        old, scale = [mem.load_fresh_f32(mem.offset(flow.before, a)) for a in at], None
+        """Of this lane's elements of a tile: the residual stream and the next norm's scale."""
+        flow, scale = self.flows[i], None
+        old = [mem.load_fresh_f32(mem.offset(flow.before, at)) for at in self.places(tile)]
         if flow.norm is not None:
-            scale = [mem.load_global_f32(mem.offset(flow.norm, p.mul(columns[e], 4))) for e in (0, 2)]
-        return {"at": at, "old": old, "scale": scale}
+            first = p.mul(p.add(p.mul(tile, ROWS), self.g), 4)
+            scale = [mem.load_global_f32(mem.offset(flow.norm, p.add(first, 32 * n))) for n in range(2)]
+        return {"old": old, "scale": scale}
+
+    def places(self, tile):
+        """Where this lane's elements of a tile lie in the residual stream."""
+        last = p.opaque(self.plan.m - 1)  # or ptxas spills where it knows that only lanes with t = 0 have rows
+        rows = [p.minimum(self.row(e), last) for e in range(4)]
+        columns = [p.add(p.mul(tile, ROWS), p.add(self.g, 8 * (e // 2))) for e in range(4)]
+        pairs = zip(rows, columns, strict=True)
+        return [p.mul(p.add(p.mul(row, self.plan.hidden), column), 4) for row, column in pairs]
 
     def entry(self, i: int, entry, needs):
         part, share, (weights, flow) = self.plan.parts[i], self.shares[i], needs
@@ -276,7 +282,9 @@ class OutputTiles:
         """The residual stream with a tile's outputs, and what the next part and its norm read."""
         flow = self.flows[i]
         new = [arith.addf(a, b) for a, b in zip(here.old, values, strict=True)]
-        self.each_element(tile, lambda e, *_: mem.store_global_f32(mem.offset(flow.after, here.at[e]), new[e]))
+        # opaque: found again, where those of what was loaded would keep registers through all products
+        at = self.places(p.opaque(tile))
+        self.each_element(tile, lambda e, *_: mem.store_global_f32(mem.offset(flow.after, at[e]), new[e]))
         if flow.norm is None:
             return
         normed = [arith.mulf(v, here.scale[e // 2]) for e, v in enumerate(new)]
