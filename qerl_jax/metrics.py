@@ -54,6 +54,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def updates_logged(run_dir: Path) -> int:
+    """How many rows of metrics.jsonl are of updates; 0 where there is no such file."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(row is not None and "loss" in row for _, _, row in _parsed(file))
+
+
 def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
     """Cuts metrics.jsonl and completions.jsonl back to the rows with row["rollout"] < rollout.
 

@@ -28,9 +28,10 @@ from qerl_jax.errors import UserError
 from qerl_jax.input_files import read_json
 from qerl_jax.json_fields import Fields
 from qerl_jax.manifest import Progress
+from qerl_jax.metrics import truncate_after, updates_logged
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.program import program
-from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID
+from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, METRICS, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID
 from qerl_jax.run_options import (
     LOCATIONS,
     OPTIONS,
@@ -69,7 +70,8 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     another backend began it.
 
     Until the first step has been saved, any config replaces the stored one; afterwards only one that differs in nothing
-    but what may change amid a run. The options that the newest checkpoint keeps outweigh what config.yaml says by now.
+    but what may change amid a run. The options that the newest checkpoint keeps, or the summary of a finished run,
+    outweigh what config.yaml says by now.
 
     Args:
       config: its run.output_dir names the folder.
@@ -78,7 +80,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     Raises:
       RunFinished: the folder's run is complete.
       UserError: it has no name, another process works on it, it is no run folder, the config differs from the stored
-        one, or what it names has gone or is not installed.
+        one, its checkpoints are gone, or what it names has gone or is not installed.
     """
     folder, config = _named(config, fresh)
     make_folder(folder)
@@ -170,7 +172,7 @@ class _Compared(NamedTuple):
 
     Attributes:
       config: the given one, with the dtype that the run began with.
-      begun: the folder's; None where it has no checkpoint yet.
+      begun: the folder's; None where it has no checkpoint yet, and no summary.
       changed: how they differ, if they still may: there is no checkpoint but the one before the first step.
       newest: progress and step of the newest undamaged checkpoint.
     """
@@ -186,12 +188,16 @@ def _compared(folder: Path, config: Config) -> _Compared:
     begun, kept, newest = _begun(folder)
     config = _in_its_dtype(config, begun, kept)
     changed = [] if begun is None else changes(begun, kept, config)
-    if changed and any(checkpoint_steps(folder / CHECKPOINTS)):
+    finished = (folder / SUMMARY).is_file()
+    another = f"start another run: `--fresh` ({_beside(folder)}) or run.output_dir=NAME"
+    if changed and (finished or any(checkpoint_steps(folder / CHECKPOINTS))):
+        raise UserError(f"{_begun_otherwise(folder, changed)}{'' if finished else ' to continue it'}, or {another}")
+    if begun is None and (updates := updates_logged(folder)):
         raise UserError(
-            f"{_begun_otherwise(folder, changed)} to continue it, or start another run: `--fresh` ({_beside(folder)}) "
-            "or run.output_dir=NAME"
+            f"{folder / METRICS} has rows of updates ({updates}), but {folder / CHECKPOINTS} holds no checkpoint, so "
+            f"the run would begin again without them. Put its checkpoints back to continue it, or {another}"
         )
-    if (folder / SUMMARY).is_file():
+    if finished:
         raise RunFinished(
             f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
             f"({_beside(folder)}); `run.output_dir=NAME` names one."
@@ -202,11 +208,13 @@ def _compared(folder: Path, config: Config) -> _Compared:
 
 
 def _begun(folder: Path) -> tuple[Config | None, dict[str, Any], tuple[Progress, int] | None]:
-    """The config of a folder, None if it has no checkpoint; the options that its newest undamaged checkpoint keeps; and
-    that one's progress and step."""
+    """The config of a folder, None if it has no checkpoint and is not finished; the options that its newest undamaged
+    checkpoint keeps, or its summary; and that checkpoint's progress and step."""
     steps, newest = checkpoint_steps(folder / CHECKPOINTS), newest_progress(folder / CHECKPOINTS)
-    begun = load_config(str(folder / CONFIG)) if steps else None
-    return begun, {} if newest is None else newest[0].get(OPTIONS, {}), newest
+    kept = {} if newest is None else newest[0].get(OPTIONS, {})
+    if finished := (summary := folder / SUMMARY).is_file():
+        kept = Fields(read_json(summary), str(summary)).object(OPTIONS)
+    return load_config(str(folder / CONFIG)) if steps or finished else None, kept, newest
 
 
 def as_begun(config: Config) -> Config:
@@ -224,7 +232,8 @@ def _in_its_dtype(config: Config, begun: Config | None, kept: dict[str, Any]) ->
 
 
 def _forget(folder: Path) -> None:
-    """Removes what a run of another config would inherit; the trainer itself empties the JSONL files."""
+    """Removes what a run of another config would inherit."""
+    truncate_after(folder, 0)  # first: a folder with rows of updates and without checkpoints is refused
     (folder / WANDB_RUN_ID).unlink(missing_ok=True)
     shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
     # As a whole: with checkpoints removed in part, the folder would be taken for one whose checkpoints are damaged.

@@ -155,10 +155,36 @@ def test_a_config_without_a_folder_is_refused():
 def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
     folder = open_once(config(tmp_path))
     (folder / "summary.json").write_text(json.dumps({}))
-    for words in ([], ["run.seed=1"]):
+    for words in ([], ["reward.timeout=90"]):
         with pytest.raises(run_folder.RunFinished, match="run-2"):
             open_once(config(tmp_path, *words))
-    assert load_config(str(folder / "config.yaml")).run.seed == 0
+    assert load_config(str(folder / "config.yaml")).reward.timeout == 30
+
+
+def test_a_finished_run_whose_checkpoints_are_gone_is_not_taken_for_one_of_another_config(tmp_path):
+    with run_folder.open_run(config(tmp_path)) as (folder, held):
+        (folder / "summary.json").write_text(json.dumps({"options": run_options.options_to_keep(held)}))
+    message = r"run\.seed was 0, is now 1\nGo back to the old values, or start another run: `--fresh` \(.*run-2\)"
+    with pytest.raises(UserError, match=message):
+        open_once(config(tmp_path, "run.seed=1"))
+    assert run_folder.standing(config(tmp_path, "run.seed=1"), {}).refused
+    edited = edit(folder, ("seed: 0", "seed: 1"))
+    for given in edited, config(tmp_path, "run.seed=1"):
+        with pytest.raises(UserError, match=r"run\.seed was 0, is now 1"):
+            open_once(given)
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_rows(tmp_path):
+    folder = open_once(config(tmp_path))
+    rows = '{"rollout": 0, "step": 0, "eval/accuracy": 0.5}\n{"rollout": 0, "step": 1, "loss": 0.1}\n'
+    (folder / "metrics.jsonl").write_text(rows)
+    for given in (config(tmp_path), config(tmp_path, "run.seed=1"), load_config(str(folder / "config.yaml"))):
+        with pytest.raises(UserError, match=r"metrics\.jsonl has rows of updates \(1\), .* holds no checkpoint.*run-2"):
+            open_once(given)
+        assert run_folder.standing(given, {}).refused
+    assert (folder / "metrics.jsonl").read_text() == rows
+    (folder / "metrics.jsonl").write_text(rows.splitlines(keepends=True)[0])  # killed before its first checkpoint
+    assert open_once(config(tmp_path)) == folder
 
 
 def test_a_damaged_identity_of_a_finished_run_is_told(tmp_path):
@@ -250,6 +276,7 @@ def test_a_kill_while_a_corrected_run_forgets_leaves_nothing_damaged(tmp_path, m
     checkpoint.mkdir(parents=True)
     for name in ("manifest.json", "arrays"):
         (checkpoint / name).touch()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"rollout": 0, "step": 1, "loss": 0.1}\n')
 
     def killed(folder, **_):
         if (found := list(Path(folder).rglob("arrays"))) != []:
@@ -260,6 +287,7 @@ def test_a_kill_while_a_corrected_run_forgets_leaves_nothing_damaged(tmp_path, m
         patch.setattr("shutil.rmtree", killed)
         open_once(config(tmp_path, "run.seed=1"))
     assert not (tmp_path / "run" / "checkpoints").exists()
+    assert open_once(config(tmp_path, "run.seed=1")) == tmp_path / "run"
     for seed in (0, 1, 0):  # and what was left behind is in nobody's way
         (tmp_path / "run" / "checkpoints" / "step_00000000").mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / "checkpoints" / "step_00000000" / "manifest.json").touch()
