@@ -1,14 +1,16 @@
-"""The command line: a thin layer that reads arguments, calls one function, and prints what it returns (each command in
+r"""The command line: a thin layer that reads arguments, calls one function, and prints what it returns (each command in
 `qerl_jax.commands`).
 
     qerl train quickstart run.seed=1
-    qerl generate runs/quickstart --prompt "Tom has 3 apples and buys 4. How many now?"
+    qerl generate runs/quickstart --prompt \
+        "Vic has 5 bags of 13 bars. He puts 15 into each and drops 77. How many bars are left?"
     qerl evaluate runs/quickstart --seed 7
     qerl plot runs/quickstart runs/quickstart-2
 
 Exit codes: 0 done; 1 whoever read the output has gone (a run that trains says so and goes on); 2 a mistake in the
-arguments, options or files, told in one line each (of a run's folder by `plan` in the plan); 3 some prompts of a file
-could not be answered; 130 interrupted by Ctrl-C, or by SIGTERM or SIGHUP while a run trains.
+arguments, options or files, told in one line each (of a run's folder by `plan` in the plan), or too little memory for
+what they ask; 3 some prompts of a file could not be answered; 130 interrupted by Ctrl-C, or by SIGTERM or SIGHUP while
+a run trains.
 JAX is imported by the commands that compute, so that `--help` answers at once.
 """
 
@@ -76,7 +78,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = f"{' -> '.join(names)}: " if names else ""
         print(f"qerl {words[0]}: {place}{error.strerror}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        shortage = _shortage_of_memory(error)
+        if shortage is None:
+            raise
+        print(
+            f"qerl {words[0]}: {shortage}; lower what takes memory: rows, lengths, slots, lora_r or the size of the "
+            "model",
+            file=sys.stderr,
+        )
+        return 2
     return code or 0
+
+
+def _shortage_of_memory(error: RuntimeError) -> str | None:
+    """The first line of an error of JAX that says that memory has run out; None for any other error."""
+    errors = sys.modules.get("jax.errors")  # not imported for this: what raised such an error has imported it
+    if errors is None or not isinstance(error, errors.JaxRuntimeError):
+        return None
+    first = str(error).partition("\n")[0].rstrip(".")
+    return first if first.startswith("RESOURCE_EXHAUSTED") else None
 
 
 def _as_logged(

@@ -46,19 +46,14 @@ def conflicts(config: "Config") -> list[str]:
             f"grpo.delta is {grpo.delta}; allowed: above 1 + grpo.epsilon_high, which is {1 + grpo.epsilon_high:g}, "
             "or null"
         )
-    batch, longest = config.completions_per_update, config.row_tokens
+    batch = config.completions_per_update
     if batch % group:
         problems.append(
             f"generation.num_generations is {group}; allowed: a divisor of the {batch} completions of an optimizer "
             f"step (optimizer.per_device_train_batch_size {optimizer.per_device_train_batch_size} x "
             f"gradient_accumulation_steps {accumulation}), which takes whole groups"
         )
-    if optimizer.per_device_train_batch_size * longest >= 2**31:
-        problems.append(
-            f"optimizer.per_device_train_batch_size is {optimizer.per_device_train_batch_size}; allowed: at most "
-            f"{(2**31 - 1) // longest} rows of {longest} tokens (data.max_prompt_length and "
-            "generation.max_completion_length), which int32 counts"
-        )
+    problems += _beyond_int32(config)
     if steps % accumulation:
         problems.append(
             f"grpo.steps_per_generation is {steps}; allowed: a multiple of optimizer.gradient_accumulation_steps "
@@ -82,6 +77,35 @@ def conflicts(config: "Config") -> list[str]:
             f"noise.num_stages is {config.noise.num_stages}; allowed: at most optimizer.max_steps "
             f"{optimizer.max_steps}, so that every stage lasts a step or more"
         )
+    return problems
+
+
+def _beyond_int32(config: "Config") -> list[str]:
+    """Options whose product or sum is a number of tokens or completions that an int32 does not count."""
+    problems = []
+    optimizer, most = config.optimizer, 2**31 - 1
+    rows, tokens = optimizer.per_device_train_batch_size, config.row_tokens
+    if tokens > most:
+        lengths = {
+            "data.max_prompt_length": config.data.max_prompt_length,
+            "generation.max_completion_length": config.generation.max_completion_length,
+        }
+        (longer, length), (other, rest) = sorted(lengths.items(), key=lambda named: -named[1])
+        problems.append(f"{longer} is {length} and {other} is {rest}; allowed: a sum below 2^31, which int32 counts")
+    elif rows * tokens > most:
+        problems.append(
+            f"optimizer.per_device_train_batch_size is {rows}; allowed: at most {most // tokens} rows of {tokens} "
+            "tokens (data.max_prompt_length and generation.max_completion_length), which int32 counts"
+        )
+    for name, count, unit in (
+        ("optimizer.gradient_accumulation_steps", optimizer.gradient_accumulation_steps, "an optimizer step"),
+        ("grpo.steps_per_generation", config.grpo.steps_per_generation, "a rollout"),
+    ):
+        if count is not None and rows * count > most:  # null is as many as of an optimizer step
+            problems.append(
+                f"{name} is {count}; allowed: at most {most // rows} with optimizer.per_device_train_batch_size "
+                f"{rows}, so that {unit} has fewer than 2^31 completions, which int32 counts"
+            )
     return problems
 
 

@@ -186,11 +186,24 @@ def _refuse_other_content(path: Path, names: Sequence[str]) -> None:
         raise UserError(f"{path} holds {foreign[0]}, which would be lost by replacing the folder; choose another name")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file `path` as a whole: a kill leaves the old one or the new one."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields the name of a file beside `path` to write; at the end it is flushed and takes `path`'s place. A kill
+    leaves the old file or the new one; if anything raises, `path` is as it was and nothing lies beside it."""
     temporary = path.with_name(f".tmp-{path.name}")
     with writing(path):
-        temporary.write_text(text, encoding="utf-8")
-        flush(temporary)
-        temporary.replace(path)
+        try:
+            yield temporary
+            flush(temporary)
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # or by the next one that writes here
+                temporary.unlink()
+            raise
         flush(path.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file `path` as a whole, see `whole_file`."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

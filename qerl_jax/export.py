@@ -47,9 +47,10 @@ def export_model(
       adapter: a PEFT folder; for a run, instead of its own.
 
     Raises:
-      UserError: an unknown format, an option that would have no effect, nothing to export, an adapter that cannot be
-        used with the model, a model that is not the one trained on (of format "peft" its tokenizer and ids alone are
-        compared), a config that says another one, or a `path` that holds other files.
+      UserError: an unknown format, one that the base's weights are not in, an option that would have no effect, nothing
+        to export, an adapter that cannot be used with the model, a model that is not the one trained on (of format
+        "peft" its tokenizer and ids alone are compared), a config that says another one, or a `path` that holds other
+        files.
     """
     if format not in EXPORT_FORMATS:
         hint = nearest(format, EXPORT_FORMATS, elsewhere=FORMATS)
@@ -70,6 +71,7 @@ def export_model(
                 f"--adapter {os.fspath(adapter)} has no effect with nvfp4: 4-bit weights cannot hold an adapter. Leave "
                 "it out, and serve the adapter beside the base (format peft), or merge both (format bf16)"
             )
+        _refuse_other_packed(source, found, path)
         model = load_model(found.model, found.weight_format)
         if all(isinstance(weight, jax.Array) for weight in named_weights(model).values()):
             raise UserError(
@@ -95,6 +97,20 @@ def export_model(
         if found.learned is not None:
             found.refuse_another_model(fingerprint(model))
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
+
+
+def _refuse_other_packed(source: str | os.PathLike[str], found: Source, path: str | os.PathLike[str]) -> None:
+    """Refuses a base in a 4-bit format other than nvfp4, before it is loaded."""
+    stored = rounded_to(found.model, None)
+    held = found.weight_format or stored
+    if held in ("bf16", "nvfp4"):
+        return
+    others = "bf16" if found.learned is None else "peft (the adapter alone) or bf16 (base and adapter merged)"
+    packs = f"; or `{program()} quantize {found.model} {path}`, which packs the base in nvfp4"
+    raise UserError(
+        f"{source}: its base is held in {held}; allowed with --format nvfp4: nvfp4. Use --format {others}"
+        f"{packs if stored == 'bf16' else ''}"
+    )
 
 
 def _as_trained(source: Source, model: Model) -> Model:

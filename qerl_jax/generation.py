@@ -193,8 +193,8 @@ def _encode(
             continue
         if not 1 <= len(ids) <= room:
             errors[number] = (
-                f"the prompt has {len(ids)} tokens; allowed: 1 to {room} (the model has {positions} positions, and "
-                f"{positions - room} are for the completion); it begins {text[:60]!r}"
+                f"the prompt has {len(ids)} tokens; allowed: 1 to {room} (of the model's {positions} positions "
+                f"the completion needs {positions - room}); it begins {text[:60]!r}"
             )
         else:
             limit = min(_LENGTH, positions - len(ids)) if max_completion_length is None else max_completion_length

@@ -21,6 +21,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 OldLogprobs = Literal["learner", "sampler"]
 CorrectionLevel = Literal["none", "token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
+# Each behind the warm-up: `constant` is what transformers calls constant_with_warmup.
 LRSchedulerType = Literal["cosine", "linear", "constant"]
 NoiseDecay = Literal["exponential", "linear", "cosine", "logarithmic"]
 Service = Literal["tensorboard", "wandb"]

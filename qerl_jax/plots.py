@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from qerl_jax.durable import make_folder, writing
+from qerl_jax.durable import make_folder, whole_file
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import read_json
 from qerl_jax.json_fields import Fields
@@ -287,8 +287,8 @@ def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
-    with writing(path), warnings.catch_warnings(record=True) as caught:
-        figure.savefig(path, dpi=150)
+    with whole_file(path) as temporary, warnings.catch_warnings(record=True) as caught:
+        figure.savefig(temporary, dpi=150)
     of_fonts = [warning for warning in caught if "missing from font" in str(warning.message)]
     for warning in caught:
         if warning not in of_fonts:

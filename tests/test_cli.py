@@ -8,10 +8,12 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from qerl_jax.cli import main
 from qerl_jax.config_files import load_config, save_yaml
+from qerl_jax.data.dataset import load_dataset
 from qerl_jax.errors import UserError
 
 
@@ -210,6 +212,35 @@ def test_other_exceptions_keep_their_traceback(calls):
         main(["train"])
 
 
+def test_too_little_memory_is_told_in_one_line(calls, capsys):
+    full = "RESOURCE_EXHAUSTED: Out of memory allocating 400000000000000 bytes."
+    calls.fake("qerl_jax.rl.trainer", "train", jax.errors.JaxRuntimeError(f"{full}\nBuffers: many"))
+    assert main(["train"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"qerl train: {full[:-1]}; lower what takes memory: rows, lengths, slots, lora_r or ")
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: x"), RuntimeError("RESOURCE_EXHAUSTED: x")])
+def test_other_errors_of_the_runtime_keep_their_traceback(error, calls):
+    calls.fake("qerl_jax.rl.trainer", "train", error)
+    with pytest.raises(RuntimeError, match=str(error)):
+        main(["train"])
+
+
+def test_an_error_of_the_runtime_without_jax_keeps_its_traceback():
+    code = """
+import sys
+from qerl_jax import cli
+from qerl_jax.commands import plot
+def failed(arguments):
+    raise RuntimeError("RESOURCE_EXHAUSTED: x")
+plot.run = failed
+try: cli.main(["plot", "x"])
+except RuntimeError: print("jax" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsys):
     assert main(["generate", str(run), "--prompt", "1+1", "--top-k", "5", "--seed", "9"]) == 0
     ((_, args, options),) = calls.seen
@@ -275,6 +306,8 @@ def test_the_help_says_that_an_output_is_replaced_and_its_examples_are_what_a_sh
     printed = capsys.readouterr().out
     assert "an existing one is replaced" in " ".join(printed.split())
     assert "--stop $'\\n\\n'" in printed
+    # A problem of the kind that the quickstart's policy has learned.
+    assert f'"{load_dataset("arithmetic", split="eval", seed=0)[0]["prompt"]}"' in printed
 
 
 def test_generate_prints_several_texts_in_their_order(calls, capsys):

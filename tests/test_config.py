@@ -192,10 +192,31 @@ def test_one_wrong_override(override, expected):
         (["optimizer.max_steps=null"], "optimizer.max_steps is null and optimizer.num_train_epochs is null"),
         (["optimizer.per_device_train_batch_size=2147483640"], "optimizer.per_device_train_batch_size is 2147483640; "
                                                                "allowed: at most "),
+        (["data.max_prompt_length=2147483647"], "data.max_prompt_length is 2147483647 and "
+                                                "generation.max_completion_length is 48; allowed: a sum below 2^31"),
+        (["generation.max_completion_length=2147483647"],
+         "command line: generation.max_completion_length is 2147483647 and data.max_prompt_length is 40; allowed: a "),
+        (["optimizer.gradient_accumulation_steps=100000000"],
+         "optimizer.gradient_accumulation_steps is 100000000; allowed: at most 67108863 with "
+         "optimizer.per_device_train_batch_size 32, so that an optimizer step has fewer than 2^31 completions"),
+        (["grpo.steps_per_generation=100000000"], "grpo.steps_per_generation is 100000000; allowed: at most 67108863 "
+                                                  "with optimizer.per_device_train_batch_size 32, so that a rollout"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(overrides, expected):
     assert expected in message(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.gradient_accumulation_steps=100000000"],
+        ["data.max_prompt_length=2147483647"],
+        ["generation.max_completion_length=2147483647"],
+    ],
+)
+def test_a_number_beyond_int32_is_told_once(overrides):
+    assert len(message(*overrides).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

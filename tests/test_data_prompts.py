@@ -37,7 +37,7 @@ def test_messages_go_through_the_chat_template(tokenizer):
 def test_a_prompt_is_never_cut(tokenizer):
     with pytest.raises(
         UserError,
-        match=r"prompt 1 \(counted from 0\): has 7 tokens; allowed: 1 to 6 .*'Ann has 12 pens.'",
+        match=r"prompt 1 \(counted from 0\): has 7 tokens; allowed: 1 to 6 \(max_prompt_length\); .*'Ann has 12 pens.'",
     ):
         encode_prompts(tokenizer, ["Ann", "Ann has 12 pens."], 6)
 
@@ -68,7 +68,9 @@ def test_a_template_that_refuses(tokenizer, monkeypatch):
 
 
 def test_a_row_with_too_many_tokens_is_named(tokenizer):
-    with pytest.raises(UserError, match=r"^mine\.jsonl, line 1: has 7 tokens; allowed: 1 to 6"):
+    with pytest.raises(
+        UserError, match=r"^mine\.jsonl, line 1: has 7 tokens; allowed: 1 to 6 \(data\.max_prompt_length\)"
+    ):
         check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": "Ann has 12 pens."}], "mine.jsonl, line {}".format, 6)
 
 
@@ -98,8 +100,11 @@ def test_what_is_no_prompt_is_named_with_its_number_or_its_row(tokenizer, prompt
 
 
 def test_a_length_that_no_prompt_has(tokenizer):
-    with pytest.raises(ValueError, match="max_prompt_length is -1; allowed: 1 or more"):
-        encode_prompts(tokenizer, ["Ann"], -1)
+    for length in (-1, 0, 8.5, "8", True):
+        with pytest.raises(
+            ValueError, match=f"max_prompt_length is {length!r}; allowed: a whole number of tokens, 1 or"
+        ):
+            encode_prompts(tokenizer, ["Ann"], length)
 
 
 def test_checking_prompts_is_quick_because_it_imports_neither_transformers_nor_jax():

@@ -80,6 +80,7 @@ def test_where_the_disk_is_full_what_was_to_be_written_is_named_and_stays_as_it_
         with pytest.raises(OSError, match=f"File too large: '{tmp_path}/{name}'"), full_disk():
             write(tmp_path / name, "2")
     assert (tmp_path / "x" / "a.txt").read_text() == (tmp_path / "file").read_text() == "1"
+    assert sorted(os.listdir(tmp_path)) == ["file", "x"]
 
 
 def test_an_error_that_names_its_file_keeps_it(tmp_path):

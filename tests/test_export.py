@@ -179,6 +179,25 @@ def test_a_packed_model_unpacked(tmp_path):
     assert_equal(load_model(tmp_path / "packed"), load_model(folder))
 
 
+@pytest.mark.parametrize("held", ["nf4", "nf4_double_quant", "mxfp4"])
+def test_a_run_on_a_base_in_another_4_bit_format_is_refused_before_it_is_loaded(tmp_path, run, monkeypatch, held):
+    monkeypatch.setattr("qerl_jax.export.load_model", lambda *args: pytest.fail("loaded"))
+    file = run[0] / "config.yaml"
+    file.write_text(file.read_text().replace("weight_format: nvfp4", f"weight_format: {held}"))
+    message = (
+        rf"/r: its base is held in {held}; allowed with --format nvfp4: nvfp4\. Use --format peft \(.*\) or bf16 \(.*"
+        r"\); or `.* quantize .*/base .*/out`, which packs"
+    )
+    with pytest.raises(UserError, match=message):
+        export_model(run[0], tmp_path / "out", "nvfp4")
+
+
+def test_a_model_packed_in_another_format_is_refused_by_it(tmp_path, base, monkeypatch):
+    monkeypatch.setattr("qerl_jax.export.rounded_to", lambda *args: "mxfp4")
+    with pytest.raises(UserError, match=r"base: its base is held in mxfp4; .* Use --format bf16$"):
+        export_model(base, tmp_path / "out", "nvfp4")
+
+
 def test_what_cannot_be_exported(tmp_path, base, run, capsys):
     folder, _, _ = run
     with pytest.raises(UserError, match=r"format is 'bf61'; allowed: peft, bf16, nvfp4 \(did you mean 'bf16'"):

@@ -50,6 +50,19 @@ def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):
         init_adapter(jax.random.key(0), tiny_model(), **options)
 
 
+def test_an_adapter_of_no_key_or_no_model_is_refused():
+    """At once and in a trace, where a key of either kind is taken."""
+    key = jax.random.key(0)
+    for init in (init_adapter, jax.jit(init_adapter)):
+        for wrong in (0, jax.random.split(key, 2)):
+            with pytest.raises(ValueError, match=r"the key is .*; expected one PRNG key, as jax\.random\.key\(seed\)"):
+                init(wrong, tiny_model())
+        with pytest.raises(TypeError, match=r"model is of type .*; expected a Model"):
+            init(key, key)
+        typed, words = init(key, tiny_model()), init(jax.random.PRNGKey(0), tiny_model())
+        assert all(map(np.array_equal, jax.tree.leaves(typed), jax.tree.leaves(words)))
+
+
 @pytest.mark.parametrize(("modules", "message"), [
     ("q_proj", r"target_modules is 'q_proj', one text; expected a list of names, such as \['q_proj'\]; allowed in it:"),
     (["q_prj"], r"target_modules holds 'q_prj'; allowed: q_proj, .*, down_proj \(did you mean 'q_proj'\?\)"),

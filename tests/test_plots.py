@@ -143,6 +143,14 @@ def test_a_full_disk_is_told_with_the_picture(tmp_path):
         plot_runs([run], tmp_path / "out")
 
 
+def test_where_the_disk_is_full_the_pictures_of_before_stay(tmp_path):
+    run = make_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in plot_runs([run], tmp_path / "out")}
+    with pytest.raises(OSError, match="File too large"), full_disk():
+        plot_runs([run], tmp_path / "out")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
 def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):
     runs = [make_run(tmp_path / name) for name in ("$MODEL_$SEED", "_hidden")]
     plot_runs(runs, tmp_path / "plots")

@@ -191,3 +191,17 @@ def test_a_row_that_no_function_can_score_is_refused_before_a_run(tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, **columns):\n    return [1.0] * len(completions)\n")
     with RewardFunctions(options(("accuracy", 1.0), (f"{tmp_path}/mine.py:f", 1.0))) as rewards:
         rewards.check(rows, "rows.jsonl")
+
+
+def test_a_function_that_applies_to_no_row_is_warned_of(caplog):
+    nulls = [{"prompt": "p", "answer": None}, {"prompt": "q", "answer": None}]
+    with RewardFunctions(options(("accuracy", 1.0), ("format", 1.0))) as rewards:
+        rewards.check(nulls, "rows.jsonl")
+        (warning,) = caplog.messages
+        assert warning.startswith("rows.jsonl: reward function 'accuracy' gave no reward to any of the 2 rows")
+        caplog.clear()
+        for rows in ([*nulls, *EXAMPLES], EXAMPLES):
+            rewards.check(rows, "rows.jsonl")
+    with RewardFunctions(options(("format", 1.0))) as rewards:
+        rewards.check([], "rows.jsonl")
+    assert not caplog.messages

@@ -90,7 +90,7 @@ def test_what_is_missing_is_named(module):
         load_function(parse_name("nowhere.inside:f"))
     with pytest.raises(UserError, match=r"has no 'lenght' \(did you mean 'length'\?\)"):
         load_function(parse_name("my_rewards:lenght"))
-    with pytest.raises(UserError, match="constant is a int, not a function"):
+    with pytest.raises(UserError, match="constant is of type int, not a function"):
         load_function(parse_name("my_rewards:constant"))
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
         load_function(parse_name("needs_more:f"))

@@ -265,6 +265,25 @@ def test_adapter_and_moments_are_float32_on_a_bfloat16_model():
     assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
 
 
+def test_a_step_names_arguments_of_another_kind():
+    """At once and in a trace."""
+    state, key = state_of(), jax.random.key(0)
+    step = functools.partial(grpo_step, reward_fn=few_small_ids, optimizer=SGD, settings=SETTINGS)
+    no_key = r"the key is .*; expected one PRNG key, as jax\.random\.key\(seed\)"
+    for call in (step, jax.jit(step)):
+        with pytest.raises(TypeError, match="state is of type Model; expected a TrainState"):
+            call(MODEL, state, PROMPTS, key)
+        with pytest.raises(TypeError, match="state is of type Adapter; expected a TrainState"):
+            call(state.adapter, MODEL, PROMPTS, key)
+        with pytest.raises(TypeError, match="model is of type Adapter; expected a Model"):
+            call(state, state.adapter, PROMPTS, key)
+        for wrong in (0, jax.random.split(key, 2)):
+            with pytest.raises(ValueError, match=no_key):
+                call(state, MODEL, PROMPTS, wrong)
+    with pytest.raises(TypeError, match="settings is of type SamplingSettings; expected a StepSettings"):
+        step(state, MODEL, PROMPTS, key, settings=SAMPLING)
+
+
 def test_grpo_step_raises_its_reward_under_one_jit():
     optimizer = optax.adam(3e-2)
     step = jax.jit(

@@ -32,11 +32,13 @@ be read, gets a row with `error`. Sampling options not given are the ones the ru
 """
 _EXAMPLES = """\
 examples:
-  qerl generate runs/quickstart --prompt "Tom has 3 apples and buys 4. How many now?" --greedy
+  qerl generate runs/quickstart --greedy --prompt \\
+    "Vic has 5 bags of 13 bars. He puts 15 into each and drops 77. How many bars are left?"
   qerl generate Qwen/Qwen2.5-0.5B-Instruct --adapter runs/my/adapter --weight-format nvfp4 --prompts questions.jsonl
   qerl generate my/model --prompts questions.jsonl --output answers.jsonl --stop $'\\n\\n' --logprobs
 
-exit codes: 0 done; 2 a mistake in the arguments or files; 3 some prompts of a file could not be answered
+exit codes: 0 done; 2 a mistake in the arguments or files, or too little memory; 3 some prompts of a file could not be
+answered
 """
 _SOME_FAILED = 3
 _FILE_NAME = re.compile(r"\S*/\S*|\S*\.[A-Za-z]\w*")  # one word, with a folder or a suffix

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qerl_jax.errors import UserError, beginning
+from qerl_jax.errors import UserError, beginning, is_whole
 
 if TYPE_CHECKING:
     from qerl_jax.models.tokenizer import Tokenizer
@@ -118,10 +118,11 @@ def check_prompts(
       UserError: naming the row, and its prompt's length and beginning or what that is refused for.
     """
     for row, example in enumerate(examples):
-        _checked_ids(tokenizer, example["prompt"], where(row), max_prompt_length)
+        _checked_ids(tokenizer, example["prompt"], where(row), max_prompt_length, "data.max_prompt_length")
 
 
-def _checked_ids(tokenizer: "Tokenizer", prompt: Prompt, where: str, max_prompt_length: int) -> list[int]:
+def _checked_ids(tokenizer: "Tokenizer", prompt: Prompt, where: str, max_prompt_length: int, option: str) -> list[int]:
+    """Ids of a prompt; `option` is the name by which the caller's user sets the most that there may be."""
     try:
         check_prompt(prompt)
         ids = prompt_ids(tokenizer, prompt)
@@ -129,8 +130,8 @@ def _checked_ids(tokenizer: "Tokenizer", prompt: Prompt, where: str, max_prompt_
         raise UserError(f"{where}: {error}") from error
     if not 1 <= len(ids) <= max_prompt_length:
         raise UserError(
-            f"{where}: has {len(ids)} tokens; allowed: 1 to {max_prompt_length} (data.max_prompt_length); the prompt "
-            f"begins {beginning(prompt)}"
+            f"{where}: has {len(ids)} tokens; allowed: 1 to {max_prompt_length} ({option}); the prompt begins "
+            f"{beginning(prompt)}"
         )
     return ids
 
@@ -152,17 +153,18 @@ def encode_prompts(
       UserError: what is no prompt (see `check_prompt`), has no tokens or more than P, or is refused by the tokenizer's
         chat template; by its number in the list (from 0).
       TypeError: one text instead of a list.
-      ValueError: max_prompt_length below 1.
+      ValueError: max_prompt_length is no whole number from 1 on.
     """
     if isinstance(prompts, str):
         raise TypeError(f"prompts are one text, {beginning(prompts)}; expected a list of prompts")
-    if max_prompt_length < 1:
-        raise ValueError(f"max_prompt_length is {max_prompt_length}; allowed: 1 or more")
+    if not is_whole(max_prompt_length) or max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length is {max_prompt_length!r}; allowed: a whole number of tokens, 1 or more")
     pad = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     tokens = np.full((len(prompts), max_prompt_length), pad, np.int32)
     lengths = np.zeros(len(prompts), np.int32)
     for row, prompt in enumerate(prompts):
-        ids = _checked_ids(tokenizer, prompt, f"prompt {row} (counted from 0)", max_prompt_length)
+        where = f"prompt {row} (counted from 0)"
+        ids = _checked_ids(tokenizer, prompt, where, max_prompt_length, "max_prompt_length")
         tokens[row, : len(ids)] = ids
         lengths[row] = len(ids)
     return tokens, lengths

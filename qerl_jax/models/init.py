@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, check_kind, nearest
 from qerl_jax.formats import PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
 from qerl_jax.models.config import QKV, ModelConfig
 from qerl_jax.models.dtypes import network_dtype
@@ -18,6 +18,7 @@ from qerl_jax.models.params import (
     LoRA,
     Model,
     TrainedNorms,
+    check_key,
     check_lora,
     lora_scaling,
     projection_shape,
@@ -159,7 +160,10 @@ def init_adapter(
     Raises:
       UserError: an unknown projection name, none, one text in place of a list, or a rank or an alpha that is too low or
         too high.
+      TypeError: not a Model. ValueError: no PRNG key.
     """
+    check_key(key)
+    check_kind("model", model, Model)
     if isinstance(target_modules, str):  # whose letters would be taken for names
         raise UserError(
             f"target_modules is {target_modules!r}, one text; expected a list of names, such as ['q_proj']; allowed in "

@@ -1,6 +1,7 @@
 """All reward functions of a run as one object: scores of every function and their weighted sum."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from qerl_jax.rewards.calling import LARGEST, call
 from qerl_jax.rewards.functions import RewardFunction, with_parameters
 from qerl_jax.rewards.loading import RewardName, parse_name, titles
 from qerl_jax.rewards.pool import Worker
+
+_log = logging.getLogger(__name__)
 
 
 class Weighted(Protocol):
@@ -191,7 +194,8 @@ class RewardFunctions:
 
     def check(self, examples: Sequence[dict[str, Any]], name: str) -> None:
         """Refuses a data set that the functions cannot score, before anything is sampled: the columns by the
-        functions' signatures, and every row by the functions that come with this package.
+        functions' signatures, and every row by the functions that come with this package. Warns of one of those that
+        applies to no row.
 
         Raises:
           UserError: naming the data set `name`, and the row (from 0) where it is one.
@@ -210,6 +214,15 @@ class RewardFunctions:
                 combine(scores, self._weights)  # whether a function applies to each row depends on the row alone
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
+        for title, given in scores.items():
+            if given and all(score is None for score in given):
+                _log.warning(
+                    "%s: reward function %r gave no reward to any of the %d rows, and changes nothing there; see what "
+                    "it reads of a row (its columns may be null), or take it out of reward.functions",
+                    name,
+                    title,
+                    len(given),
+                )
 
     def close(self) -> None:
         """Ends the workers."""

@@ -194,6 +194,6 @@ def load_function(name: RewardName) -> RewardFunction:
         )
     if not callable(function):
         raise UserError(
-            f"reward function {name.spec!r}: {name.function} is a {type(function).__name__}, not a function"
+            f"reward function {name.spec!r}: {name.function} is of type {type(function).__name__}, not a function"
         )
     return function

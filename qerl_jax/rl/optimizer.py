@@ -14,9 +14,10 @@ from qerl_jax.option_names import LRSchedulerType
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """TRL's names. `total_steps` are updates, of which a rollout may have several; behind them the rate is 0.
-    `warmup_ratio` is the share of them, rounded up as transformers does, spent rising linearly to `learning_rate`: of w
-    steps the first has a w-th of it, where transformers begins with 0.
+    """TRL's names. `total_steps` are updates, of which a rollout may have several; behind them the rate is 0, and that
+    of `constant` still `learning_rate`. `warmup_ratio` is the share of them, rounded up as transformers does, spent
+    rising linearly to `learning_rate`: of w steps the first has a w-th of it, where transformers begins with 0.
+    `constant` has this warm-up too, as transformers' `constant_with_warmup` and not its `constant`.
 
     Raises:
       ValueError: a value outside its range, by name.
@@ -48,7 +49,7 @@ class OptimizerSpec:
 
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
-    """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay to 0."""
+    """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay, if any."""
     warmup = math.ceil(spec.warmup_ratio * spec.total_steps)
     rest = max(1, spec.total_steps - warmup)
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from qerl_jax.errors import check_kind
-from qerl_jax.models.params import Adapter, Model, Norms, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_key, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rewards.calling import LARGEST
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, informative_groups
@@ -88,8 +88,9 @@ def sample_rollout(
 
     Raises:
       UserError, ValueError: an id in settings.sampling is beyond the vocabulary, prompts that cannot be, or what else
-        `qerl_jax.rollout.generate` refuses.
+        `qerl_jax.rollout.generate` refuses, such as what is no PRNG key.
     """
+    check_key(key)
     norms, sigma = rollout_norms(model, adapter, key, step, settings)
     sample_key = jax.random.fold_in(key, DRAWS)
     out = generate(model, adapter, prompts, sample_key, settings.sampling, settings.update.num_generations, norms)
@@ -248,7 +249,11 @@ def grpo_step(
     Raises:
       UserError, ValueError: as `sample_rollout`, `make_batch` and `update_step`; or metrics of a loss whose names the
         step has itself.
+      TypeError: arguments of another kind, or in another order.
     """
+    check_kind("state", state, TrainState, " (`init_state` gives one)")
+    check_kind("model", model, Model, " (`load_model` gives one)")
+    check_kind("settings", settings, StepSettings)
     completions, sigma = sample_rollout(model, state.adapter, prompts, key, state.step, settings)
     rewards_B = reward_fn(prompts, completions)
     batch = make_batch(prompts, completions, rewards_B, state.step, settings)

@@ -44,8 +44,8 @@ class Engine:
       statistics: what it has done.
 
     Raises:
-      ValueError: `max_slots`, `max_prompt_length` or one of `tail_sizes` that is no whole number from 1 on, or an id in
-        `settings` that is beyond the vocabulary.
+      ValueError: `max_slots`, `cache_bytes`, `max_prompt_length` or one of `tail_sizes` that is no whole number from 1
+        on, or an id in `settings` that is beyond the vocabulary.
       TypeError: no Model, or other settings.
     """
 
@@ -56,13 +56,20 @@ class Engine:
         *,
         max_prompt_length: int,
         max_slots: int | None = None,
-        cache_bytes: int | None = None,
+        cache_bytes: float | None = None,
         tail_sizes: Sequence[int] | None = None,
     ) -> None:
         check_kind("model", model, Model, " (`load_model` gives one)")
         check_kind("settings", settings, SamplingSettings)
         if max_slots is not None and (not is_whole(max_slots) or max_slots < 1):
             raise ValueError(f"max_slots is {max_slots!r}; allowed: 1 or more, or None for as many as fit")
+        if isinstance(cache_bytes, float) and cache_bytes.is_integer():  # 4e9
+            cache_bytes = int(cache_bytes)
+        if cache_bytes is not None and (not is_whole(cache_bytes) or cache_bytes < 1):
+            raise ValueError(
+                f"cache_bytes is {cache_bytes!r}; allowed: a whole number of bytes, 1 or more, or None for what the "
+                "device has left"
+            )
         if not all(is_whole(size) and size > 0 for size in tail_sizes or ()):
             raise ValueError(
                 f"tail_sizes are {tail_sizes!r}; allowed: numbers of slots, each 1 or more, or () for none"
@@ -71,7 +78,7 @@ class Engine:
             raise ValueError(f"max_prompt_length is {max_prompt_length!r}; allowed: 1 or more tokens")
         settings.check_ids(model.config.vocab_size)
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
-        self.max_slots, self.cache_bytes = max_slots, cache_bytes
+        self.max_slots, self.cache_bytes = max_slots, None if cache_bytes is None else int(cache_bytes)
         self.tail_sizes = default_tail_sizes() if tail_sizes is None else tail_sizes
         self.statistics = Statistics()
 

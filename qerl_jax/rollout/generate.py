@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_key, check_kinds, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
@@ -31,10 +31,8 @@ def of_threefry(key: jax.Array) -> jax.Array:
     Raises:
       ValueError: it is no key, typed or of words.
     """
-    typed = jnp.issubdtype(getattr(key, "dtype", jnp.bool_), jax.dtypes.prng_key)
-    words = jax.random.key_data(key) if typed else key
-    if getattr(words, "ndim", 0) != 1 or words.dtype != jnp.uint32 or len(words) < 2:
-        raise ValueError(f"the key is {key!r:.80}; expected one PRNG key, as jax.random.key(seed) makes it")
+    check_key(key)
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     threefry = jax.random.wrap_key_data(jnp.asarray(words[:2]), impl="threefry2x32")
     for i in range(2, len(words)):
         threefry = jax.random.fold_in(threefry, words[i])
