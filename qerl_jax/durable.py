@@ -200,7 +200,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # or by the next one that writes here
                 temporary.unlink()
             raise
-        flush(path.parent)
+        flush(path.parent)  # or a power failure might bring the old file back
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -40,6 +40,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a real number of Python's or NumPy's."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def check_annotations(settings: Any) -> None:
     """Raises UserError for the first field of a dataclass that is annotated as a number and is none, or as a Literal
     and is none of its values. Other fields are not looked at."""
@@ -51,8 +56,7 @@ def check_annotations(settings: Any) -> None:
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if not (int in kinds or float in kinds) or (value is None and type(None) in kinds):
             continue
-        fine = is_whole(value) or (float in kinds and isinstance(value, numbers.Real) and not isinstance(value, bool))
-        if not fine:
+        if not (is_whole(value) or (float in kinds and is_number(value))):
             allowed = "a number" if float in kinds else "a whole number"
             raise UserError(f"{field.name} is {value!r:.60}; allowed: {allowed} of Python's or NumPy's")
 

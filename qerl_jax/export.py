@@ -11,14 +11,13 @@ checkpoint is taken. A folder appears whole or not at all.
 
 import os
 
-import jax
 import jax.numpy as jnp
 
 from qerl_jax import run_files
 from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.models.fingerprint import fingerprint
-from qerl_jax.models.loading import load_model, model_shapes, named_weights
+from qerl_jax.models.loading import load_model, model_shapes
 from qerl_jax.models.merging import save_merged
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
@@ -71,13 +70,8 @@ def export_model(
                 f"--adapter {os.fspath(adapter)} has no effect with nvfp4: 4-bit weights cannot hold an adapter. Leave "
                 "it out, and serve the adapter beside the base (format peft), or merge both (format bf16)"
             )
-        _refuse_other_packed(source, found, path)
+        _refuse_other_formats(source, found, path)
         model = load_model(found.model, found.weight_format)
-        if all(isinstance(weight, jax.Array) for weight in named_weights(model).values()):
-            raise UserError(
-                f"{found.model}: its linear layers are plain, not nvfp4; `{program()} quantize {found.model} {path}` "
-                "packs them"
-            )
         if found.learned is not None:
             found.refuse_another_model(fingerprint(_as_trained(found, model)))
         save_model(model, path, tokenizer_from=found.model, weight_format="nvfp4")
@@ -99,17 +93,19 @@ def export_model(
         save_merged(model, trained, path, tokenizer_from=found.model, dtype=jnp.bfloat16)
 
 
-def _refuse_other_packed(source: str | os.PathLike[str], found: Source, path: str | os.PathLike[str]) -> None:
-    """Refuses a base in a 4-bit format other than nvfp4, before it is loaded."""
+def _refuse_other_formats(source: str | os.PathLike[str], found: Source, path: str | os.PathLike[str]) -> None:
+    """Refuses a base that is not held in nvfp4, before it is loaded."""
     stored = rounded_to(found.model, None)
     held = found.weight_format or stored
-    if held in ("bf16", "nvfp4"):
+    if held == "nvfp4":
         return
+    packs = f"`{program()} quantize {found.model} {path}`" if stored == "bf16" else None
+    if held == "bf16" and packs:
+        raise UserError(f"{found.model}: its linear layers are plain, not nvfp4; {packs} packs them")
     others = "bf16" if found.learned is None else "peft (the adapter alone) or bf16 (base and adapter merged)"
-    packs = f"; or `{program()} quantize {found.model} {path}`, which packs the base in nvfp4"
     raise UserError(
         f"{source}: its base is held in {held}; allowed with --format nvfp4: nvfp4. Use --format {others}"
-        f"{packs if stored == 'bf16' else ''}"
+        f"{f'; or {packs}, which packs the base in nvfp4' if packs else ''}"
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qerl_jax.durable import flush, make_folder, writing
+from qerl_jax.durable import make_folder, whole_file, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import json_value
 from qerl_jax.option_names import Service
@@ -77,8 +77,7 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
         path = run_dir / name
         if not path.exists():
             continue
-        temporary = path.with_name(f".{name}.tmp")
-        with writing(path), path.open("rb") as source, temporary.open("wb") as target:
+        with whole_file(path) as temporary, path.open("rb") as source, temporary.open("wb") as target:
             for place, line, row in _parsed(source):
                 if row is None or not isinstance(row.get("rollout"), int):
                     if line.endswith(b"\n"):
@@ -88,10 +87,6 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
                     # an evaluation's row has the step of the update before it
                     if (name == COMPLETIONS or "loss" in row) and isinstance(number := row.get(_COUNTED[name]), int):
                         numbers.add(number)
-            target.flush()
-            os.fsync(target.fileno())
-        temporary.replace(path)
-        flush(run_dir)  # or a power failure might bring the old file back, without rows that are yet to be added
     return left
 
 

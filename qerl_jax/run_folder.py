@@ -210,11 +210,19 @@ def _compared(folder: Path, config: Config) -> _Compared:
 def _begun(folder: Path) -> tuple[Config | None, dict[str, Any], tuple[Progress, int] | None]:
     """The config of a folder, None if it has no checkpoint and is not finished; the options that its newest undamaged
     checkpoint keeps, or its summary; and that checkpoint's progress and step."""
-    steps, newest = checkpoint_steps(folder / CHECKPOINTS), newest_progress(folder / CHECKPOINTS)
-    kept = {} if newest is None else newest[0].get(OPTIONS, {})
-    if finished := (summary := folder / SUMMARY).is_file():
-        kept = Fields(read_json(summary), str(summary)).object(OPTIONS)
-    return load_config(str(folder / CONFIG)) if steps or finished else None, kept, newest
+    newest = newest_progress(folder / CHECKPOINTS)
+    _, kept = _identity_and_options(folder, newest)
+    has_begun = (folder / SUMMARY).is_file() or checkpoint_steps(folder / CHECKPOINTS)
+    return load_config(str(folder / CONFIG)) if has_begun else None, kept, newest
+
+
+def _identity_and_options(folder: Path, newest: tuple[Progress, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run is trained on and its options, by its summary, or by `newest_progress`; empty where it has neither."""
+    if (summary := folder / SUMMARY).is_file():
+        fields = Fields(read_json(summary), str(summary))
+        return fields.object("identity"), fields.object(OPTIONS)
+    progress = {} if newest is None else newest[0]
+    return progress.get("identity", {}), progress.get(OPTIONS, {})
 
 
 def as_begun(config: Config) -> Config:
@@ -338,12 +346,8 @@ def trained_on(folder: Path, config: Config) -> dict[str, Any]:
     Raises:
       UserError: the config has been edited since, and would load others.
     """
-    if (summary := folder / SUMMARY).is_file():
-        fields = Fields(read_json(summary), str(summary))
-        identity, kept = fields.object("identity"), fields.object(OPTIONS)
-    else:
-        progress, _ = newest_progress(folder / CHECKPOINTS) or ({}, 0)
-        identity, kept = progress.get("identity", {}), progress.get(OPTIONS, {})
+    newest = None if (folder / SUMMARY).is_file() else newest_progress(folder / CHECKPOINTS)
+    identity, kept = _identity_and_options(folder, newest)
     if changed := changes_of_policy(kept, config):
         raise UserError(_begun_otherwise(folder, changed) + f" in {folder / CONFIG}")
     return identity

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.durable import flush, locked, make_folder, write_whole, writing
+from qerl_jax.durable import locked, make_folder, whole_file, write_whole
 from qerl_jax.input_files import file_sha256, json_value
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 
@@ -62,12 +62,9 @@ class WorkFolder:
     def write(self, layer: int, tensors: Mapping[str, np.ndarray], report: Mapping[str, Any]) -> None:
         """Keeps a layer's tensors and its part of the report."""
         weights, record = self._files(layer)
-        temporary = weights.with_name(f".tmp-{weights.name}")
         specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
-        with writing(weights):
+        with whole_file(weights) as temporary:
             write_safetensors(temporary, specs, tensors.__getitem__)
-            flush(temporary)
-            temporary.replace(weights)
         write_whole(record, json.dumps({"sha256": file_sha256(weights), "report": report}) + "\n")
 
     def report(self, layer: int) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ def sampling_engine(
         settings,
         max_prompt_length=config.data.max_prompt_length,
         max_slots=max_slots,
-        cache_bytes=None if cache is None else max(1, int(cache * 1e9)),
+        cache_bytes=None if cache is None else cache * 1e9,
         tail_sizes=tail_sizes,
     )
 

@@ -5,6 +5,7 @@ time before its first sample starts, and its row of the pool is free again when 
 depends on the weights, the key, its request and its number alone, whatever ran beside it.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.errors import check_kind, is_whole
+from qerl_jax.errors import check_kind, is_number, is_whole
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
@@ -44,8 +45,8 @@ class Engine:
       statistics: what it has done.
 
     Raises:
-      ValueError: `max_slots`, `cache_bytes`, `max_prompt_length` or one of `tail_sizes` that is no whole number from 1
-        on, or an id in `settings` that is beyond the vocabulary.
+      ValueError: `max_slots`, `max_prompt_length` or one of `tail_sizes` that is no whole number from 1 on,
+        `cache_bytes` that are no number above 0, or an id in `settings` that is beyond the vocabulary.
       TypeError: no Model, or other settings.
     """
 
@@ -63,12 +64,10 @@ class Engine:
         check_kind("settings", settings, SamplingSettings)
         if max_slots is not None and (not is_whole(max_slots) or max_slots < 1):
             raise ValueError(f"max_slots is {max_slots!r}; allowed: 1 or more, or None for as many as fit")
-        if isinstance(cache_bytes, float) and cache_bytes.is_integer():  # 4e9
-            cache_bytes = int(cache_bytes)
-        if cache_bytes is not None and (not is_whole(cache_bytes) or cache_bytes < 1):
+        if cache_bytes is not None and not (is_number(cache_bytes) and 0 < cache_bytes < math.inf):
             raise ValueError(
-                f"cache_bytes is {cache_bytes!r}; allowed: a whole number of bytes, 1 or more, or None for what the "
-                "device has left"
+                f"cache_bytes is {cache_bytes!r}; allowed: a number of bytes above 0, or None for what the device has "
+                "left"
             )
         if not all(is_whole(size) and size > 0 for size in tail_sizes or ()):
             raise ValueError(
