@@ -174,6 +174,9 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
     if config.lora.adapter is not None:
         why = f"it comes from lora.adapter {config.lora.adapter!r}"
         add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules", "lora.use_rslora")
+    if config.optimizer.lr_scheduler_type == "constant":
+        kind = "optimizer.lr_scheduler_type"
+        add(f"{kind} constant has no warm-up (constant_with_warmup has one)", (kind,), "optimizer.warmup_ratio")
     slots, completions = config.generation.max_slots, config.completions_per_rollout
     if slots is not None and slots >= completions:
         size = ("optimizer.per_device_train_batch_size", "optimizer.gradient_accumulation_steps")

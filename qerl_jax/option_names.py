@@ -21,8 +21,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 OldLogprobs = Literal["learner", "sampler"]
 CorrectionLevel = Literal["none", "token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
-# Each behind the warm-up: `constant` is what transformers calls constant_with_warmup.
-LRSchedulerType = Literal["cosine", "linear", "constant"]
+LRSchedulerType = Literal["cosine", "linear", "constant", "constant_with_warmup"]  # transformers' names
 NoiseDecay = Literal["exponential", "linear", "cosine", "logarithmic"]
 Service = Literal["tensorboard", "wandb"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

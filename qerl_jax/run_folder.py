@@ -45,6 +45,9 @@ from qerl_jax.services import check_services
 # What a run's identity holds if it has no functions of a user's own (`rl.own_functions`).
 NO_OWN_FUNCTIONS = {"loss function": "as configured", "advantage function": "as configured"}
 
+# How another run is started beside one, for messages: by the command line and by `trainer.train`.
+FRESH = "`--fresh` (in a script `fresh=True`)"
+
 _log = logging.getLogger(__name__)
 # What a process that was killed at its very start leaves.
 _BEFORE_CONFIG = {LOCK, f".tmp-{CONFIG}"}
@@ -84,7 +87,7 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
     """
     folder, config = _named(config, fresh)
     make_folder(folder)
-    with locked(folder / LOCK, f"{folder}: another process is working on this run; wait for it or use --fresh"):
+    with locked(folder / LOCK, f"{folder}: another process is working on this run; wait for it, or use {FRESH}"):
         config, begun, changed, _ = _compared(folder, config)
         if changed:  # There is only the checkpoint before the first step: a mistake may still be corrected.
             _forget(folder)
@@ -189,7 +192,7 @@ def _compared(folder: Path, config: Config) -> _Compared:
     config = _in_its_dtype(config, begun, kept)
     changed = [] if begun is None else changes(begun, kept, config)
     finished = (folder / SUMMARY).is_file()
-    another = f"start another run: `--fresh` ({_beside(folder)}) or run.output_dir=NAME"
+    another = f"start another run: {FRESH}, {_beside(folder)}, or run.output_dir=NAME"
     if changed and (finished or any(checkpoint_steps(folder / CHECKPOINTS))):
         raise UserError(f"{_begun_otherwise(folder, changed)}{'' if finished else ' to continue it'}, or {another}")
     if begun is None and (updates := updates_logged(folder)):
@@ -199,8 +202,8 @@ def _compared(folder: Path, config: Config) -> _Compared:
         )
     if finished:
         raise RunFinished(
-            f"{folder} is finished: see {folder / SUMMARY}. `--fresh` starts a new run beside it "
-            f"({_beside(folder)}); `run.output_dir=NAME` names one."
+            f"{folder} is finished: see {folder / SUMMARY}. {FRESH} starts a new run beside it, {_beside(folder)}; "
+            "`run.output_dir=NAME` names one."
         )
     if begun is not None:
         refuse_what_has_gone(config, folder, *LOCATIONS)
@@ -283,9 +286,10 @@ def warn_of_changed_rewards(stored: dict[str, str], now: dict[str, str], step: i
         _log.warning(
             "the source of reward function %s has changed since step %d was saved: rewards and evaluations from here "
             "on are the new one's and may not compare with those before; restore the old file, or start another run "
-            "with `--fresh`, if that is not meant",
+            "with %s, if that is not meant",
             name,
             step,
+            FRESH,
         )
 
 
@@ -306,7 +310,7 @@ def refuse_changed_identity(folder: Path, stored: dict[str, Any], now: dict[str,
     if step == 0:
         stored |= {name: now[name] for name in NO_OWN_FUNCTIONS if name in now}
     said = f"{folder}: its checkpoints belong to a run on something else"
-    _refuse_changes(said, stored, now, "start another run with `--fresh`")
+    _refuse_changes(said, stored, now, f"start another run with {FRESH}")
 
 
 def refuse_other_functions(folder: Path, now: dict[str, Any]) -> None:
@@ -318,7 +322,7 @@ def refuse_other_functions(folder: Path, now: dict[str, Any]) -> None:
     summary = folder / SUMMARY
     stored = NO_OWN_FUNCTIONS | Fields(read_json(summary), str(summary)).object("identity")
     said = f"{folder} is finished, and was trained with other functions"
-    _refuse_changes(said, {name: stored[name] for name in NO_OWN_FUNCTIONS}, now, "start another run with `--fresh`")
+    _refuse_changes(said, {name: stored[name] for name in NO_OWN_FUNCTIONS}, now, f"start another run with {FRESH}")
 
 
 def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:

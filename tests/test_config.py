@@ -245,6 +245,7 @@ def test_a_number_beyond_int32_is_told_once(overrides):
         ["generation.max_slots=128"],
         ["grpo.dynamic_sampling.max_rounds=4"],
         ["reward.soft_punish_cache=8"],
+        ["optimizer.warmup_ratio=0.2", "optimizer.lr_scheduler_type=constant"],
     ],
 )
 def test_an_option_without_effect_is_an_error(overrides):
@@ -270,6 +271,7 @@ def test_an_option_without_effect_is_an_error(overrides):
         ["grpo.dynamic_sampling={metric: accuracy, max_rounds: 1}"],
         ["grpo.dynamic_sampling.metric=f", "reward.functions=[{function: 'm:f'}]"],
         ["reward.soft_punish_cache=47", "reward.functions=[{function: soft_overlong_punishment}]"],
+        ["optimizer.warmup_ratio=0.2", "optimizer.lr_scheduler_type=constant_with_warmup"],
     ],
 )
 def test_the_same_option_with_effect_is_not(overrides):

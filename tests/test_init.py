@@ -50,6 +50,20 @@ def test_a_rank_or_an_alpha_that_trains_nothing_is_refused(options, message):
         init_adapter(jax.random.key(0), tiny_model(), **options)
 
 
+@pytest.mark.parametrize(
+    ("key", "config", "error", "message"),
+    [
+        (0, CONFIG, ValueError, r"the key is 0; expected one PRNG key, as jax\.random\.key\(seed\) makes it"),
+        (jax.random.split(jax.random.key(0)), CONFIG, ValueError, r"the key is .*; expected one PRNG key"),
+        (CONFIG, jax.random.key(0), ValueError, r"the key is ModelConfig.*; expected one PRNG key"),
+        (jax.random.key(0), "qwen2.5-7b", TypeError, r"config is of type str; expected a ModelConfig"),
+    ],
+)
+def test_a_network_of_no_key_or_no_config_is_refused(key, config, error, message):
+    with pytest.raises(error, match=message):
+        init_model(key, config)
+
+
 def test_an_adapter_of_no_key_or_no_model_is_refused():
     """At once and in a trace, where a key of either kind is taken."""
     key = jax.random.key(0)

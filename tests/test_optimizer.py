@@ -16,7 +16,8 @@ from qerl_jax.rl.optimizer import OptimizerSpec, learning_rate_schedule, make_op
     [
         # 10 steps, of which 2 rise; then 8 fall from the full rate, and would reach 0 at the eleventh.
         ("linear", [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]),
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", [1] * 11),
+        ("constant_with_warmup", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("cosine", [0.5, 1, *((1 + np.cos(np.pi * np.arange(9) / 8)) / 2)]),
     ],
 )

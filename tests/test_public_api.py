@@ -189,7 +189,8 @@ def batch():
 
 
 def test_a_learning_rate_schedule_that_does_not_exist():
-    with pytest.raises(ValueError, match="lr_scheduler_type is 'cosin'; allowed: cosine, linear, constant"):
+    allowed = "cosine, linear, constant, constant_with_warmup"
+    with pytest.raises(ValueError, match=f"lr_scheduler_type is 'cosin'; allowed: {allowed}"):
         qerl.OptimizerSpec(1e-3, total_steps=5, lr_scheduler_type="cosin")
 
 

@@ -154,8 +154,8 @@ def test_a_finished_run_says_so_and_offers_a_new_one(tmp_path):
 def test_a_finished_run_whose_checkpoints_are_gone_is_not_taken_for_one_of_another_config(tmp_path):
     with run_folder.open_run(config(tmp_path)) as (folder, held):
         (folder / "summary.json").write_text(json.dumps({"options": run_options.options_to_keep(held)}))
-    message = r"run\.seed was 0, is now 1\nGo back to the old values, or start another run: `--fresh` \(.*run-2\)"
-    with pytest.raises(UserError, match=message):
+    begin = r"run\.seed was 0, is now 1\nGo back to the old values, or start another run: "
+    with pytest.raises(UserError, match=begin + r"`--fresh` \(in a script `fresh=True`\), .*run-2, or"):
         open_once(config(tmp_path, "run.seed=1"))
     assert run_folder.standing(config(tmp_path, "run.seed=1"), {}).refused
     edited = edit(folder, ("seed: 0", "seed: 1"))

@@ -85,7 +85,8 @@ def test_a_file_edited_amid_the_run_is_refused_with_both_values(tmp_path):
     assert str(refusal.value) == (
         f"{folder} was begun with another config:\n  lora.lora_alpha was 32.0, is now 3200.0\n"
         "  run.seed was 0, is now 1\n"
-        f"Go back to the old values to continue it, or start another run: `--fresh` ({folder}-2) or run.output_dir=NAME"
+        f"Go back to the old values to continue it, or start another run: {run_folder.FRESH}, {folder}-2, or "
+        "run.output_dir=NAME"
     )
     open_once(config(tmp_path))  # which has the old values
     assert load_config(str(folder / "config.yaml")).run.seed == 0

@@ -53,7 +53,10 @@ def init_model(key: jax.Array, config: ModelConfig, dtype: Any = jnp.float32, st
 
     Raises:
       UserError: a dtype other than float32, bfloat16 and float16.
+      TypeError: not a ModelConfig. ValueError: no PRNG key.
     """
+    check_key(key)
+    check_kind("config", config, ModelConfig)
     dtype = network_dtype(dtype)
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     table = config.vocab_size, config.hidden_size

@@ -162,7 +162,7 @@ def adapter_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
       UserError: there is none, or it holds no adapter.
     """
-    folder = resolve(path)
+    folder = resolve(path, shipped=False)  # no adapter is
     if not (folder / ADAPTER_CONFIG).exists():
         if (folder / run_files.CONFIG).exists():
             own = folder / run_files.ADAPTER

@@ -38,19 +38,20 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
-def resolve(path: str | os.PathLike[str]) -> Path:
+def resolve(path: str | os.PathLike[str], shipped: bool = True) -> Path:
     """The local folder of a model or adapter.
 
     Args:
       path: `builtin:NAME` for a policy of this package, a folder, or `owner/name` on the Hub, whose files are then
         downloaded into huggingface_hub's cache (HF_HUB_OFFLINE=1 takes them from there only). A process looks for
         them there once; a revision that is pushed later is another process's.
+      shipped: whether it may be one of this package.
 
     Raises:
       UserError: there is no such folder, policy or repository, or the Hub cannot be reached.
     """
     name = os.fspath(path)
-    if name.startswith(_BUILTIN):
+    if shipped and name.startswith(_BUILTIN):
         return _builtin(name.removeprefix(_BUILTIN))
     folder = with_home(name)
     if folder.is_dir():
@@ -59,8 +60,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{name} is a file; expected the folder it lies in, with {CONFIG} and {WEIGHTS}")
     if not _HUB_NAME.fullmatch(name):
         raise UserError(
-            f"{name}: no such folder{nearest_beside(folder)}; allowed: a folder, owner/name on the Hugging Face Hub, "
-            f"{_BUILTIN}NAME"
+            f"{name}: no such folder{nearest_beside(folder)}; allowed: a folder, owner/name on the Hugging Face Hub"
+            f"{f', {_BUILTIN}NAME' if shipped else ''}"
         )
     return _download(name)
 

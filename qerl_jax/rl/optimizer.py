@@ -14,10 +14,10 @@ from qerl_jax.option_names import LRSchedulerType
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """TRL's names. `total_steps` are updates, of which a rollout may have several; behind them the rate is 0, and that
-    of `constant` still `learning_rate`. `warmup_ratio` is the share of them, rounded up as transformers does, spent
-    rising linearly to `learning_rate`: of w steps the first has a w-th of it, where transformers begins with 0.
-    `constant` has this warm-up too, as transformers' `constant_with_warmup` and not its `constant`.
+    """TRL's names. `total_steps` are updates, of which a rollout may have several; behind them the rate is 0, or still
+    `learning_rate` where it is constant. `warmup_ratio` is the share of them, rounded up as transformers does, spent
+    rising linearly to `learning_rate`: of w steps the first has a w-th of it, where transformers begins with 0. As
+    there, `constant` has no warm-up, whatever the ratio, and `constant_with_warmup` has one.
 
     Raises:
       ValueError: a value outside its range, by name.
@@ -49,8 +49,10 @@ class OptimizerSpec:
 
 
 def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
-    """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay, if any."""
-    warmup = math.ceil(spec.warmup_ratio * spec.total_steps)
+    """Learning rate of 0-based step t: linear warm-up, whose first step is already above 0, then the decay; either only
+    where the scheduler has it."""
+    kind = spec.lr_scheduler_type
+    warmup = 0 if kind == "constant" else math.ceil(spec.warmup_ratio * spec.total_steps)
     rest = max(1, spec.total_steps - warmup)
 
     def schedule(step: jax.Array) -> jax.Array:
@@ -60,7 +62,8 @@ def learning_rate_schedule(spec: OptimizerSpec) -> optax.Schedule:
             "cosine": 0.5 * (1 + jnp.cos(jnp.pi * done)),
             "linear": 1 - done,
             "constant": jnp.ones_like(done),
-        }[spec.lr_scheduler_type]
+            "constant_with_warmup": jnp.ones_like(done),
+        }[kind]
         return spec.learning_rate * jnp.where(step < warmup, rising, falling)
 
     return schedule

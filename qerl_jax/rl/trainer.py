@@ -285,8 +285,8 @@ class _Run:
                 f"{int(self.state.step) + 1} (rollout {last}), and none of these was made. Look for extreme rewards in "
                 f"{self.folder / COMPLETIONS}, and correct the reward function before the run is continued, with "
                 f"the same completions from rollout {learned['rollout']} on (a loss of your own can be changed before "
-                "the first step); in another run (`--fresh`, or "
-                "run.output_dir=NAME) lower optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype "
+                f"the first step); in another run, by {run_folder.FRESH} or "
+                "run.output_dir=NAME, lower optimizer.learning_rate or optimizer.max_grad_norm, or leave model.dtype "
                 "float16, if that is it: its numbers end at 65504"
             )
 

@@ -49,6 +49,10 @@ def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
         ([MODEL, "--prompts", "rows.jsonl"], "data set 'rows.jsonl': there is no file"),
         ([MODEL, "--prompt", "x", "--adapter", "/no/such/adapter"], "/no/such/adapter: no such folder"),
         (
+            [MODEL, "--prompt", "x", "--adapter", MODEL],
+            f"{MODEL}: no such folder; allowed: a folder, owner/name on the Hugging Face Hub\n",
+        ),
+        (
             [MODEL, "--prompt", "x", "--temperature", "0"],
             "--temperature is 0.0; allowed: a number from 1e-30 to 1e30; use --greedy for the most likely token",
         ),
