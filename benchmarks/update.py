@@ -6,14 +6,14 @@
     python -m benchmarks.update --micro-batch 1 --checkpointed --profile
 
 Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
-What is timed is `update_step`, compiled as a run's are and given a state to overwrite, as there (a program that finds
-its arrays where they were is faster), from call to result; `seconds` is the median of --repeats after one that warms
-up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
+What is timed are the two halves of `update_step`, compiled as a run's are and given a state to overwrite, as there (a
+program that finds its arrays where they were is faster), from call to result; `seconds` is the median of --repeats
+after one that warms up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
 floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward once
 more), and of the output matrix's two, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
-temporary_gb is what the compiled step needs beside weights, adapter and optimizer state. With --profile `kernels` has
-the milliseconds of each kernel of one more step, which leaves the state as it is, by XLA's names; those of frames that
-are not chosen count, with none.
+temporary_gb is what the first half needs beside weights, adapter and optimizer state, gradients included. With
+--profile `kernels` has the milliseconds of each kernel of one more step, which leaves the state as it is, by XLA's
+names; those of frames that are not chosen count, with none.
 """
 
 import argparse
@@ -23,9 +23,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +40,25 @@ from pallas_kernels import has_kernels
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.flash_attention import deterministic_jit
-from qerl_jax.models.params import PROJECTIONS, projection_shape
+from qerl_jax.models.params import PROJECTIONS, Model, projection_shape
+from qerl_jax.rl.losses import Metrics
 from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings, init_state
-from qerl_jax.rl.update import update_step
+from qerl_jax.rl.update import apply_gradients, gather_gradients
 
 _OPTIMIZER = make_optimizer(OptimizerSpec(1e-5, 100))
 _RECORDED = ("dtype", "lora_rank", "rows", "prompt", "completion", "long_tail", "repeats")  # arguments in the result
+
+
+class Update(NamedTuple):
+    """The two programs of an optimizer step."""
+
+    gather: jax.stages.Compiled
+    apply: jax.stages.Compiled
+
+    def __call__(self, state: TrainState, model: Model, batch: Batch) -> tuple[TrainState, Metrics]:
+        step: tuple[TrainState, Metrics] = self.apply(state, batch, self.gather(state, model, batch))
+        return step
 
 
 def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int, lengths: Sequence[int]) -> Batch:
@@ -96,30 +108,31 @@ def to_overwrite(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(jnp.copy, state), *others
 
 
-def measure(program: jax.stages.Compiled, operands: tuple[Any, ...], repeats: int) -> dict[str, Any]:
+def measure(update: Update, operands: tuple[Any, ...], repeats: int) -> dict[str, Any]:
     seconds, differences, first = [], [], None
     for _ in range(1 + repeats):
         own = jax.block_until_ready(to_overwrite(operands))
         began = time.perf_counter()
-        state, metrics = jax.block_until_ready(program(*own))
+        state, metrics = jax.block_until_ready(update(*own))
         seconds.append(time.perf_counter() - began)
         first = state if first is None else first
         differences.append(int(number_of_differences(state, first)))
+    made = update.gather.memory_analysis()
     return {
         "numbers_that_differ": max(differences),
         "seconds": statistics.median(seconds[1:]),
         "seconds_of_repeats": seconds[1:],
-        "temporary_gb": program.memory_analysis().temp_size_in_bytes / 1e9,
+        "temporary_gb": (made.temp_size_in_bytes + made.output_size_in_bytes) / 1e9,
         "grad_norm": float(metrics["grad_norm"]),
         "nonfinite": int(metrics["nonfinite"]),
     }
 
 
-def kernel_times(program: jax.stages.Compiled, operands: tuple[Any, ...]) -> list[dict[str, Any]]:
+def kernel_times(update: Callable[..., Any], operands: tuple[Any, ...]) -> list[dict[str, Any]]:
     """How often each kernel runs in a step, and its milliseconds in all, the longest first. The step runs twice, and so
     must leave its operands."""
     found: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
-    for name, ms in profiler.measure(program, aggregate=False)(*operands)[1] or []:
+    for name, ms in profiler.measure(update, aggregate=False)(*operands)[1] or []:
         found[name] += (1, ms)
     rows = [{"kernel": name, "count": int(count), "ms": float(ms)} for name, (count, ms) in found.items()]
     return sorted(rows, key=lambda row: -row["ms"])
@@ -159,16 +172,20 @@ def main(words: list[str] | None = None) -> int:
     lengths = [arguments.completion] * B
     if arguments.long_tail:
         lengths = long_tailed(B, max(1, arguments.completion // 64), arguments.completion)
-    operands = state, model, random_batch(config, B, arguments.prompt, arguments.completion, lengths)
+    batch = random_batch(config, B, arguments.prompt, arguments.completion, lengths)
+    operands = state, model, batch
     rate = product_rate(256 if jax.default_backend() == "cpu" else 8192, dtype)
 
     programs = Programs()
     for case in cases:
         settings = UpdateSettings(B, 1.0, case[0], gradient_checkpointing=case[1])
-        step = functools.partial(update_step, optimizer=_OPTIMIZER, settings=settings)
-        programs.start(case, step, *operands, jit=functools.partial(deterministic_jit, donate_argnums=0))
+        gather = functools.partial(gather_gradients, settings=settings)
+        apply = functools.partial(apply_gradients, optimizer=_OPTIMIZER, settings=settings)
+        rest = state, batch, jax.eval_shape(gather, *operands)
+        programs.start((case, "gather"), gather, *operands, jit=deterministic_jit)
+        programs.start((case, "apply"), apply, *rest, jit=functools.partial(deterministic_jit, donate_argnums=0))
         if arguments.profile:
-            programs.start((*case, "profiled"), step, *operands, jit=deterministic_jit)
+            programs.start((case, "apply, profiled"), apply, *rest, jit=deterministic_jit)
     programs.wait()
     rows: list[dict[str, Any]] = []
     result = {
@@ -184,10 +201,11 @@ def main(words: list[str] | None = None) -> int:
         size, checkpoints = case
         flops = products_flops(config, B * arguments.prompt + sum(lengths), sum(lengths), checkpoints)
         row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
-        row |= measure(programs.get(case), operands, arguments.repeats)
+        gather = programs.get((case, "gather"))
+        row |= measure(Update(gather, programs.get((case, "apply"))), operands, arguments.repeats)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
         if arguments.profile:
-            row["kernels"] = kernel_times(programs.get((*case, "profiled")), operands)
+            row["kernels"] = kernel_times(Update(gather, programs.get((case, "apply, profiled"))), operands)
             for kernel in row["kernels"][:20]:
                 print(f"  {kernel['ms']:8.2f} ms {kernel['count']:6} {kernel['kernel']}", flush=True)
         rows.append(row)

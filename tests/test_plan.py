@@ -58,7 +58,7 @@ MEMORY = RunMemory(
 
 def test_what_a_plan_says_of_memory():
     assert str(MEMORY) == (
-        "memory: weights 5.9 GB, adapter with gradient and optimizer 970.0 MB; beside them by turns a rollout, "
+        "memory: weights 5.9 GB, adapter and optimizer 970.0 MB; beside them by turns a rollout, "
         "180 of 256 completions at once, 44.6 GB, an evaluation, all 128 completions at once, 30.1 GB, and an update, "
         "22.3 GB: 51.5 GB at most; the device has 139.8 GB"
     )

@@ -45,10 +45,10 @@ class RunMemory:
 
     Attributes:
       weights: the frozen model's.
-      trained: adapter, its gradients and the optimizer's state.
+      trained: adapter and the optimizer's state.
       rollout: of a round of it.
       evaluation: of completions that are sampled, of which there are no fewer than of greedy ones.
-      update: what its program makes; None where XLA does not say.
+      update: what its programs make, the adapter's gradients with it; None where XLA does not say.
       limit: what the device has; None where it does not say, as a CPU.
     """
 
@@ -65,7 +65,7 @@ class RunMemory:
         most = self.weights + self.trained + max(self.rollout.nbytes, self.evaluation.nbytes, self.update or 0)
         has = "what the device has is not known" if self.limit is None else f"the device has {sized(self.limit)}"
         return (
-            f"memory: weights {sized(self.weights)}, adapter with gradient and optimizer {sized(self.trained)}; "
+            f"memory: weights {sized(self.weights)}, adapter and optimizer {sized(self.trained)}; "
             f"beside them by turns {', '.join(parts[:-1])}, and {parts[-1]}: {sized(most)} at most; {has}"
         )
 
@@ -118,7 +118,7 @@ def compiled_run(
       UserError: not one completion, or a rollout, an evaluation or an update, does not fit in memory.
     """
     config = experiment.config
-    (update, _), *_ = compiled_together(
+    (gather, apply, _), *_ = compiled_together(
         learner.lowered(state), collector.lowered(state, key), evaluation_programs(experiment, state)
     )
     samples = config.completions_per_rollout
@@ -126,10 +126,10 @@ def compiled_run(
     evaluation, evaluated = evaluation_plan(config, experiment.policy, state.adapter, _problems(experiment))
     memory = RunMemory(
         weights=nbytes(experiment.policy.model),
-        trained=nbytes((state, state.adapter)),  # once more for its gradients
+        trained=nbytes(state),
         rollout=Sampling(rollout.slots, samples, rollout.nbytes),
         evaluation=Sampling(evaluation.slots, evaluated, evaluation.nbytes),
-        update=_made_by(update),
+        update=_made_by(gather, apply),
         limit=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
     )
     refuse_what_does_not_fit(memory, config)
@@ -145,11 +145,13 @@ def _problems(experiment: Experiment) -> int:
     return len(held_out(experiment.config, experiment.evaluation_data))
 
 
-def _made_by(program: jax.stages.Compiled) -> int | None:
-    sizes = program.memory_analysis()
-    if sizes is None:
+def _made_by(gather: jax.stages.Compiled, apply: jax.stages.Compiled) -> int | None:
+    """The most that one of an update's programs and the results of the first take together."""
+    first, second = gather.memory_analysis(), apply.memory_analysis()
+    if first is None or second is None:
         return None
-    made: int = sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    of_second = second.temp_size_in_bytes + second.output_size_in_bytes - second.alias_size_in_bytes
+    made: int = first.output_size_in_bytes + max(first.temp_size_in_bytes, of_second)
     return made
 
 

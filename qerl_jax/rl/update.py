@@ -7,6 +7,9 @@ pack goes through the network once, forward and back. Any other function may nor
 batch may be several packs, a first pass collects log-probabilities, the gradient with respect to all of them is taken
 at once, and a second pass carries it back.
 
+An update has two halves: `gather_gradients` goes through the network, `apply_gradients` takes the optimizer's step. A
+run compiles each as a program of its own, side by side: that of both takes longer than the two after one another.
+
 Dimension letters: B rows of the optimizer batch, groups of G completions, P prompt slots, C completion slots, N rows of
 a pack.
 """
@@ -161,25 +164,37 @@ def update_step(
     """
     check_kind("settings", settings, UpdateSettings, " (`StepSettings.update`)")
     batch = _of_arrays(batch)
-    given = _given(state, model, batch, settings, loss_fn, advantage_fn)
-
-    def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
-        return _accumulated(gathered, state.adapter, model, part, places, settings, loss_fn)
-
-    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
-    gathered = Gathered(jax.tree.map(jnp.zeros_like, state.adapter), zeros_BC, zeros_BC)
-    gathered = _in_packs(accumulate, gathered, given, batch, settings)
-    return _ended(state, given, gathered, optimizer, settings, loss_fn)
+    constants = _constants(state, batch, settings, advantage_fn)
+    gathered = _gathered(state.adapter, model, batch, constants, settings, loss_fn)
+    return _applied(state, constants, gathered, optimizer, settings, loss_fn)
 
 
-def _given(
+def gather_gradients(
+    state: TrainState, model: Model, batch: Batch, *, settings: UpdateSettings, loss_fn: LossFn | None = None
+) -> Gathered:
+    """The half of `update_step` that goes through the network; the arguments are its."""
+    batch = _of_arrays(batch)
+    return _gathered(state.adapter, model, batch, _constants(state, batch, settings, None), settings, loss_fn)
+
+
+def apply_gradients(
     state: TrainState,
-    model: Model,
     batch: Batch,
+    gathered: Gathered,
+    *,
+    optimizer: optax.GradientTransformation,
     settings: UpdateSettings,
-    loss_fn: LossFn | None,
-    advantage_fn: AdvantageFn | None,
-) -> Given:
+    loss_fn: LossFn | None = None,
+) -> tuple[TrainState, Metrics]:
+    """The other half: the next state and metrics, from what `gather_gradients` gave for this state and batch."""
+    constants = _constants(state, _of_arrays(batch), settings, None)
+    return _applied(state, constants, gathered, optimizer, settings, loss_fn)
+
+
+def _constants(
+    state: TrainState, batch: Batch, settings: UpdateSettings, advantage_fn: AdvantageFn | None
+) -> Constants:
+    """What the loss needs of a batch besides log-probabilities of the policy itself, checked."""
     B, G = batch.completion.shape[0], settings.num_generations
     if B < 1 or B % G:
         raise ValueError(f"a batch has {B} completions; allowed: a multiple of num_generations {G}, and not 0")
@@ -208,14 +223,30 @@ def _given(
         advantages = advantages_of(advantage_fn or group_advantages, batch.rewards.reshape(-1, G), of_tokens[1])
     # Where no token counts an advantage may be anything, as a log-probability may, and 0 * NaN is NaN.
     advantages = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask_BC, advantages, 0.0)
-    constants = batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages, mask_BC, on_policy_B1
-    given = Given(_rows(batch), constants, None)
+    return batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages, mask_BC, on_policy_B1
+
+
+def _gathered(
+    adapter: Adapter,
+    model: Model,
+    batch: Batch,
+    constants: Constants,
+    settings: UpdateSettings,
+    loss_fn: LossFn | None,
+) -> Gathered:
+    known = None
     if loss_fn is None:
-        return given._replace(known=token_weights(mask_BC, settings.loss.loss_type))
-    if settings.micro_batch_size >= B:
-        return given
-    logps_BC = score(model, state.adapter, batch, settings)[0]
-    return given._replace(known=_gradient(logps_BC, given, settings, loss_fn))
+        *_, mask_BC, _ = constants
+        known = token_weights(mask_BC, settings.loss.loss_type)
+    elif settings.micro_batch_size < len(batch.completion):
+        known = _gradient(score(model, adapter, batch, settings)[0], constants, settings, loss_fn)
+
+    def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
+        return _accumulated(gathered, adapter, model, part, places, settings, loss_fn)
+
+    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
+    gathered = Gathered(jax.tree.map(jnp.zeros_like, adapter), zeros_BC, zeros_BC)
+    return _in_packs(accumulate, gathered, Given(_rows(batch), constants, known), batch, settings)
 
 
 def _accumulated(
@@ -237,24 +268,24 @@ def _accumulated(
     live_N = places < gathered.logps_BC.shape[0]
     live_N1 = live_N[:, None]
     known = None if part.known is None else jnp.where(live_N1, part.known, 0)
-    part = Given(part.rows, (sampled, old, ref, advantages, mask & live_N1, on_policy), known)
+    constants = sampled, old, ref, advantages, mask & live_N1, on_policy
 
     def learner(adapter: Adapter) -> tuple[jax.Array, jax.Array]:
         return _learner(model, adapter, part.rows, live_N, settings)
 
     logp, backward, entropy = jax.vjp(learner, adapter, has_aux=True)
     if loss_fn is None:
-        dlogp = _gradient(logp, part, settings, functools.partial(policy_loss, settings.loss, weights_BC=part.known))
+        dlogp = _gradient(logp, constants, settings, functools.partial(policy_loss, settings.loss, weights_BC=known))
     else:
-        dlogp = _gradient(logp, part, settings, loss_fn) if part.known is None else part.known
+        dlogp = _gradient(logp, constants, settings, loss_fn) if known is None else known
     grads = _carried_back(backward, dlogp, model.base.embed.dtype)
     found = put((gathered.logps_BC, gathered.entropies_BC), places, (logp, entropy))
     return Gathered(jax.tree.map(jnp.add, gathered.grads, grads), *found)
 
 
-def _ended(
+def _applied(
     state: TrainState,
-    given: Given,
+    constants: Constants,
     gathered: Gathered,
     optimizer: optax.GradientTransformation,
     settings: UpdateSettings,
@@ -263,13 +294,13 @@ def _ended(
     """The optimizer's step, and the metrics of the whole batch."""
     grads, logp_BC, entropy_BC = gathered
     of_whole = functools.partial(policy_loss, settings.loss) if loss_fn is None else loss_fn
-    loss, metrics = _loss_of(logp_BC, given, settings, of_whole)
+    loss, metrics = _loss_of(logp_BC, constants, settings, of_whole)
 
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.adapter)
     updated = TrainState(state.step + 1, optax.apply_updates(state.adapter, updates), opt_state)
     # A token drawn from logits that are not numbers has been recorded with NaN, whatever the learner makes of it.
-    sampled_BC, *_, mask_BC, _ = given.constants
+    sampled_BC, *_, mask_BC, _ = constants
     drawn = jnp.isfinite(sampled_BC) | ~mask_BC
     sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)]).all()
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & sound & drawn.all()
@@ -291,9 +322,11 @@ def joined_metrics[T](one: dict[str, T], other: dict[str, T], whose: str = "the 
     return one | other
 
 
-def _loss_of(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> tuple[jax.Array, Metrics]:
+def _loss_of(
+    logp: jax.Array, constants: Constants, settings: UpdateSettings, loss_fn: LossFn
+) -> tuple[jax.Array, Metrics]:
     """The loss of rows with these log-probabilities, and its metrics."""
-    sampled, old, ref, advantages, mask, on_policy = given.constants
+    sampled, old, ref, advantages, mask, on_policy = constants
     now = jax.lax.stop_gradient(logp)
     # The first update of a rollout is on-policy: the ratio is exactly 1, not 1 up to rounding.
     learner = now if old is None else jnp.where(on_policy, now, old)
@@ -324,5 +357,5 @@ def _checked(given_back: Any) -> tuple[jax.Array, Metrics]:
     )
 
 
-def _gradient(logp: jax.Array, given: Given, settings: UpdateSettings, loss_fn: LossFn) -> jax.Array:
-    return jax.grad(_loss_of, has_aux=True)(logp, given, settings, loss_fn)[0]
+def _gradient(logp: jax.Array, constants: Constants, settings: UpdateSettings, loss_fn: LossFn) -> jax.Array:
+    return jax.grad(_loss_of, has_aux=True)(logp, constants, settings, loss_fn)[0]

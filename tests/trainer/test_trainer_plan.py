@@ -57,7 +57,7 @@ def test_the_plan_of_a_run_is_what_the_run_does_and_takes_and_leaves_nothing_beh
     )
     size = r"\d+\.\d [kM]B"
     assert re.fullmatch(
-        f"memory: weights {size}, adapter with gradient and optimizer {size}; beside them by turns a rollout, "
+        f"memory: weights {size}, adapter and optimizer {size}; beside them by turns a rollout, "
         f"3 of 8 completions at once, {size}, an evaluation, 4 of 12 completions at once, {size}, and an update, {size}"
         f": {size} at most; what the device has is not known",
         memory,

@@ -1,0 +1,47 @@
+"""An update's two halves, which a run compiles as two programs, beside the whole; and the memory that they take."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_step import MODEL, SGD, UPDATE, assert_trees_close, batch_of, state_of
+
+from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.plan import _made_by
+from qerl_jax.rl.update import apply_gradients, gather_gradients, update_step
+
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
+
+@pytest.mark.parametrize("loss_fn", [None, functools.partial(policy_loss, LossSpec("dapo", beta=0.1))])
+def test_the_halves_are_the_whole(loss_fn):
+    """At a later step than the rollout's, in packs, with all that a batch may have."""
+    settings = dataclasses.replace(UPDATE, micro_batch_size=5, loss=LossSpec("dapo", beta=0.1))
+    state = state_of().replace(step=jnp.int32(2))
+    batch = batch_of(state=state, several=True)
+    batch = batch.replace(ref_logps=batch.old_logps - 0.1, mask=batch.mask.at[3].set(False))
+    options = {"settings": settings, "loss_fn": loss_fn}
+    gathered = jax.jit(functools.partial(gather_gradients, **options))(state, MODEL, batch)
+    new, metrics = jax.jit(functools.partial(apply_gradients, optimizer=SGD, **options))(state, batch, gathered)
+    whole = jax.jit(functools.partial(update_step, optimizer=SGD, **options))(state, MODEL, batch)
+    assert_trees_close((new, metrics), whole, rtol=1e-5, atol=1e-6)
+    assert int(new.step) == 3 and float(metrics["grad_norm"]) > 1e-3
+    expected = jax.tree.map(lambda before, grad: before - 0.1 * grad, state.adapter, gathered.grads)
+    assert_trees_close(new.adapter, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("of_first", "of_second", "expected"), [
+    ((700, 50), (10, 90, 80), 750),  # the network's temporaries, and gradients
+    ((5, 50), (10, 90, 80), 70),  # gradients, and what the optimizer makes that is no next state
+])  # fmt: skip
+def test_the_memory_of_an_update_is_the_most_of_its_halves(of_first, of_second, expected):
+    names = "temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"
+
+    def program(sizes):
+        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**dict(zip(names, sizes, strict=False))))
+
+    assert _made_by(program(of_first), program(of_second)) == expected
+    assert _made_by(program(of_first), SimpleNamespace(memory_analysis=lambda: None)) is None
