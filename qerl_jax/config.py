@@ -8,13 +8,15 @@ default is what a file that leaves it out gets. `config_files.load_config` reads
 import dataclasses
 import math
 import os
-from typing import Annotated, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
 from qerl_jax.config_checks import conflicts
 from qerl_jax.errors import UserError
+from qerl_jax.json_mapping import JsonMapping
 from qerl_jax.models.dtypes import DtypeOption
 from qerl_jax.option_names import (
     CorrectionLevel,
@@ -50,6 +52,20 @@ PositiveFraction = Annotated[float, pydantic.Field(strict=True, ge=1e-30, le=1),
 Decay = Annotated[float, pydantic.Field(strict=True, ge=0, lt=1), "a number from 0 to below 1"]
 Group = Annotated[int, pydantic.Field(strict=True, ge=2), "a whole number >= 2 (advantages compare completions)"]
 
+
+def _json_mapping(value: Any) -> JsonMapping | None:
+    """The mapping as a config keeps it, None for an empty one, which says the same."""
+    if not isinstance(value, Mapping):
+        raise ValueError("not a mapping")
+    return JsonMapping(value) or None
+
+
+TemplateVariables = Annotated[
+    JsonMapping,
+    pydantic.PlainValidator(_json_mapping),
+    "a mapping of variables of the chat template to JSON values (texts, numbers, true, false, null, lists, mappings)",
+]
+
 _FROZEN = pydantic.ConfigDict(extra="forbid")
 
 
@@ -78,10 +94,12 @@ class LoraOptions:
 
 @dataclass(frozen=True, config=_FROZEN)
 class DataOptions:
-    """Prompts: `arithmetic` (generated) or a local .jsonl or .ndjson file. A prompt beyond the limit is an error."""
+    """Prompts: `arithmetic` (generated) or a local .jsonl or .ndjson file. A prompt beyond the limit is an error.
+    `chat_template_kwargs` are for the tokenizer's chat template, which prompts of messages pass, in evaluations too."""
 
     train_dataset: Location = "arithmetic"
     max_prompt_length: Count = 48
+    chat_template_kwargs: TemplateVariables | None = None  # {enable_thinking: false}: Qwen3 answers without thinking
     shuffle: Switch = True
 
 

@@ -135,6 +135,9 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
     def add(why: str, causes: tuple[str, ...], *options: str) -> None:
         found.update({option: (why, causes) for option in options})
 
+    if config.data.train_dataset == config.evaluation.eval_dataset == "arithmetic":
+        why = "the prompts of arithmetic are texts, which pass no chat template"
+        add(why, ("data.train_dataset", "evaluation.eval_dataset"), "data.chat_template_kwargs")
     stages = config.noise.num_stages
     cause = ("noise.num_stages",)
     if stages == 1:

@@ -57,7 +57,7 @@ def allowed(annotation: Any) -> str:
 
 def _render(finding: Any, root: type, sources: Mapping[str, object]) -> str:
     location = tuple(part for part in finding["loc"] if isinstance(part, str | int))
-    if finding["type"] == "value_error":
+    if finding["type"] == "value_error" and not location:  # of options that do not go together
         return "\n".join(_placed(line, sources) for line in str(finding["ctx"]["error"]).splitlines())
     owner, annotation, path = _resolve(root, location)
     option = ".".join(str(part) for part in path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
     config = config_from_dict(recipe.values, recipe.sources)
     problems = []
     for option, (why, causes) in options_without_effect(config).items():
-        source = recipe.sources.get(option)
+        given = [source for name, source in recipe.sources.items() if f"{name}.".startswith(f"{option}.")]
         later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
-        if source is not None and (source.override or not later):
-            problems.append(f"{source}{_without_effect(option, why)}")
+        for source in sorted(given, key=lambda source: not source.override)[:1]:  # the latest
+            if source.override or not later:
+                problems.append(f"{source}{_without_effect(option, why)}")
     if problems:
         raise UserError("\n".join(problems))
     run = dataclasses.replace(config.run, output_dir=_output_dir(config, recipe))
@@ -94,7 +96,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     """Nested dictionaries, lists and scalars with every option; `config_from_dict` reads it back as an equal Config."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 

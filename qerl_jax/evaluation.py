@@ -19,12 +19,13 @@ from qerl_jax import run_files, run_folder, run_options
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
-from qerl_jax.data.prompts import check_prompts, encode_prompts
+from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
 from qerl_jax.policy import Policy, decode_completions, model_identity
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
+    check_configured_prompts,
     check_held_out,
     configured_policy,
     evaluation_data,
@@ -56,7 +57,7 @@ def evaluate(
     greedy.
 
     Args:
-      config: `evaluation`, `generation` (lengths) and `data` (prompt limit) are read.
+      config: `evaluation`, `generation` (lengths) and `data` (prompt limit, variables of the chat template) are read.
       policy, adapter: what is measured; no noise.
       rewards: scores the completions; `accuracy` and `format` are among them in the shipped recipes.
       examples: the problems, rows of a data set (see `rl.assembly.held_out`).
@@ -68,7 +69,12 @@ def evaluate(
       and a function `accuracy` "pass@k" for k = 2, 4, .. and all of them.
     """
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
-    prompts, lengths = encode_prompts(policy.tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
+    prompts, lengths = encode_prompts(
+        policy.tokenizer,
+        [e["prompt"] for e in examples],
+        config.data.max_prompt_length,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
     batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
     for mode, engine, count in _engines(config, policy):
@@ -183,7 +189,7 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         policy = configured_policy(config)
         now = model_identity(config.model.model_name_or_path, policy.fingerprint)
         run_folder.refuse_another_model(run, identity, now)
-        check_prompts(policy.tokenizer, examples, data.where, config.data.max_prompt_length)
+        check_configured_prompts(config, policy, examples, data.where)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
         _warn_of_changed_data(run, config, identity.get("evaluation data"), of_run.fingerprint)

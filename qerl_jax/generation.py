@@ -1,13 +1,13 @@
 """Completions of texts, for people: from a model or a run to strings."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from qerl_jax.data.prompts import check_prompt, prompt_ids, prompt_text
+from qerl_jax.data.prompts import check_prompt, check_template_kwargs, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.peft import load_adapter
@@ -22,6 +22,7 @@ from qerl_jax.run_or_model import find_source
 _BUCKET = 32  # prompt positions come in multiples of this, so that few shapes are compiled
 _LENGTH = 256  # tokens of a completion, if nothing else is asked for
 _MAX_SLOTS = 64  # completions decoded at once
+_KWARGS = "chat_template_kwargs (--chat-template-kwargs%s)"
 _STREAM, _LOOK = 4, 32  # steps between two pieces shown, and between two looks for stop strings
 
 
@@ -63,6 +64,7 @@ def generate_texts(
     greedy: bool = False,
     stop: Sequence[str] = (),
     stream: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Answer]:
     """Yields the `n` completions of each prompt as they end; first the prompts that are refused, each alone.
 
@@ -80,15 +82,23 @@ def generate_texts(
       stop: texts that end a completion, found across the borders of tokens; special tokens, which a text is without,
         end it as an EOS does.
       stream: also yields texts while they grow, as far as they are sure.
+      chat_template_kwargs: variables of the chat template, which messages pass; None is those of the run, for a model
+        none.
 
     Raises:
       UserError: a folder that is neither run nor model, a model that cannot be loaded or that the adapter does not fit,
         a run that has saved nothing yet or that a format is given for, one whose model is another than it was trained
         on, or whose config says another one or another adapter, lengths that do not fit the model, a stop text that is
-        empty or holds a special token beside other text.
+        empty or holds a special token beside other text, variables that the chat template has not or that no prompt
+        passes it with.
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
+    if chat_template_kwargs is not None and not any(isinstance(prompt, list) for prompt in prompts):
+        raise UserError(
+            f"{_KWARGS % ''} has no effect: no prompt is a list of messages, and texts pass no chat template; leave it "
+            "out"
+        )
     source = find_source(model_or_run, own_adapter=adapter is None)
     if source.weight_format is not None and weight_format is not None:
         raise UserError(
@@ -105,7 +115,10 @@ def generate_texts(
     policy = load_policy(source.model, weight_format, source.dtype)
     source.refuse_another_model(policy.fingerprint)
     ends, stop = _ends(policy, stop)
-    requests, length, errors = _encode(policy, prompts, n, max_completion_length)
+    if chat_template_kwargs is None:
+        chat_template_kwargs = source.chat_template_kwargs
+    check_template_kwargs(policy.tokenizer, chat_template_kwargs, _KWARGS % ", or data.chat_template_kwargs of a run")
+    requests, length, errors = _encode(policy, prompts, n, max_completion_length, chat_template_kwargs)
     for number, error in errors.items():
         yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)
     if not requests:
@@ -168,7 +181,11 @@ def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]]
 
 
 def _encode(
-    policy: Policy, prompts: list[Any], n: int, max_completion_length: int | None
+    policy: Policy,
+    prompts: list[Any],
+    n: int,
+    max_completion_length: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
 ) -> tuple[list[Request], int, dict[int, str]]:
     """The requests of the prompts that can be answered, the most tokens of any completion, and the others' errors."""
     positions = policy.model.config.max_position_embeddings
@@ -186,8 +203,8 @@ def _encode(
             if isinstance(prompt, UserError):
                 raise prompt
             check_prompt(prompt)
-            text = prompt_text(policy.tokenizer, prompt)
-            ids = prompt_ids(policy.tokenizer, prompt)
+            text = prompt_text(policy.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs)
+            ids = prompt_ids(policy.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs)
         except UserError as error:  # of messages that the chat template refuses, too
             errors[number] = str(error)
             continue

@@ -206,7 +206,9 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     *parents, last = option.split(".")
     section = values
     for depth, parent in enumerate(parents):
-        inner = section.setdefault(parent, {})
+        if section.get(parent) is None:
+            section[parent] = {}
+        inner = section[parent]
         if not isinstance(inner, dict):
             place = ".".join(parents[: depth + 1])
             raise UserError(f"command line: {override!r}: {place} is {inner!r} and has no options; set it as a whole")

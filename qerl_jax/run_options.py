@@ -1,5 +1,6 @@
 """Which options of a run may change while it goes on, which are compared, and which name a place."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ _PLACES = {
     "evaluation.eval_dataset": dataset.from_anywhere,
 }
 _REWARDS = "reward.functions"
+_MAPPINGS = {"data.chat_template_kwargs"}  # options whose value is a mapping
 LOCATIONS = *_PLACES, _REWARDS
 _POLICY = "model.", "lora."  # sections of a run that say what its policy is
 # What may change between the two halves of a run without changing what it computes.
@@ -40,9 +42,14 @@ _FREE = {
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted option; one that is a mapping as JSON, in which 1 is not true."""
     out: dict[str, Any] = {}
     for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        name = prefix + key
+        if not isinstance(value, dict):
+            out[name] = value
+        else:
+            out |= {name: json.dumps(value)} if name in _MAPPINGS else _flat(value, f"{name}.")
     return out
 
 

@@ -1,5 +1,6 @@
 """What a name means that may be a run's or a model's: a model, and what a run has learned with it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +27,14 @@ class Learned(NamedTuple):
 class Source(NamedTuple):
     """A model as `load_model` takes it, and the run that it comes from if that run's own adapter is used.
 
-    Of a model alone `weight_format` is None and `dtype` is "auto".
+    Of a model alone `weight_format` is None and `dtype` is "auto"; `chat_template_kwargs` are a run's, None without.
     """
 
     model: str
     weight_format: str | None
     dtype: DtypeOption
     learned: Learned | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
     def adapter(self) -> Adapter | None:
         """What the run has learned (see `learned_adapter`); None without a run."""
@@ -64,11 +66,12 @@ def find_source(name: str, own_adapter: bool) -> Source:
     """
     run = _find_run(name)
     if run is None:
-        return Source(name, None, "auto", None)
+        return Source(name, None, "auto", None, None)
     config = load_config(str(run / run_files.CONFIG))
     run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
     learned = Learned(run, config, run_folder.trained_on(run, config)) if own_adapter else None
-    return Source(config.model.model_name_or_path, config.model.weight_format, config.model.dtype, learned)
+    model, kwargs = config.model, config.data.chat_template_kwargs
+    return Source(model.model_name_or_path, model.weight_format, model.dtype, learned, kwargs)
 
 
 def _find_run(name: str) -> Path | None:

@@ -258,6 +258,7 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
         "greedy": False,
         "stop": [],
         "stream": True,
+        "chat_template_kwargs": None,
     }
     printed = capsys.readouterr()
     assert printed.out == "1+1 -> 0\n"

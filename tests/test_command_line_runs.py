@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -26,6 +27,7 @@ from qerl_jax.metrics import read_rows
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.source import resolve
+from qerl_jax.models.tokenizer import Tokenizer
 from qerl_jax.policy import load_policy
 
 CONFIG = """\
@@ -432,8 +434,19 @@ def test_plot_one_run_and_two(trained, tmp_path):
     assert (tmp_path / "both" / "reward.png").read_bytes() != (second / "plots" / "reward.png").read_bytes()
 
 
-def test_ones_own_data_and_reward_with_a_trace(trained, tmp_path):
-    """Conversations from a file, a reward function from a file that reads a column of it, and --profile."""
+def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch):
+    """Conversations from a file, a reward function from a file that reads a column of it, a variable of the chat
+    template, and --profile."""
+    model, apply, seen = shutil.copytree(resolve(MODEL), tmp_path / "model"), Tokenizer.apply_chat_template, []
+    asking = "{{ messages[0].content }}{% if enable_thinking is false %} How many?{% endif %}"
+    (model / "chat_template.jinja").write_text(asking)
+
+    @functools.wraps(apply)
+    def watched(*args, **kwargs):
+        seen.append(apply(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", watched)
     data = write_rows(
         tmp_path / "mine.jsonl",
         [{"prompt": [{"role": "user", "content": f"Ann has {n} pens."}], "target": n} for n in range(10, 26)],
@@ -445,7 +458,8 @@ def test_ones_own_data_and_reward_with_a_trace(trained, tmp_path):
     )
     (tmp_path / "mine.yaml").write_text(
         CONFIG
-        + f"data: {{train_dataset: {data}}}\n"
+        + f"model: {{model_name_or_path: {model}}}\n"
+        + f"data: {{train_dataset: {data}, chat_template_kwargs: {{enable_thinking: false}}}}\n"
         + f"reward: {{functions: [{{function: '{tmp_path / 'mine.py'}:near', weight: 2.0}}]}}\n"
     )
     words = (f"evaluation.eval_dataset={data}", f"run.output_dir={tmp_path / 'run'}")
@@ -460,6 +474,17 @@ def test_ones_own_data_and_reward_with_a_trace(trained, tmp_path):
     for row in read_rows(tmp_path / "run" / "metrics.jsonl"):
         assert row["reward"] == pytest.approx(2 * row["rewards/near/mean"], abs=1e-5)
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    # All rows are checked and evaluated, before and after, twice 16 each, and 2 sampled from in each step.
+    assert len(seen) == 4 * 16 + 3 * 2 and all(text.endswith(" pens. How many?") for text in seen)
+    run, answers, given = tmp_path / "run", ("--prompts", data, "--max-new-tokens", 2), "--chat-template-kwargs"
+    for asked, words in {
+        True: (["evaluate", run], ["generate", run], ["generate", model, given, '{"enable_thinking": false}']),
+        False: (["generate", model], *(["generate", run, given, other] for other in ('{"enable_thinking": 0}', "{}"))),
+    }.items():
+        for command, *rest in words:
+            seen.clear()
+            run_main(command, *rest, *(answers if command == "generate" else ()))
+            assert seen and all(text.endswith("?") == asked for text in seen)
 
 
 def test_training_goes_on_from_an_existing_adapter(trained, summary, tmp_path):

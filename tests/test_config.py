@@ -1,12 +1,21 @@
 """Options: defaults, the checks of each and between them, and the messages a user sees."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import pydantic
 import pytest
 
-from qerl_jax.config import Config, GenerationOptions, GrpoOptions, LoraOptions, NoiseOptions, OptimizerOptions
+from qerl_jax.config import (
+    Config,
+    DataOptions,
+    GenerationOptions,
+    GrpoOptions,
+    LoraOptions,
+    NoiseOptions,
+    OptimizerOptions,
+)
 from qerl_jax.config_errors import option_names
 from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.errors import UserError
@@ -147,6 +156,18 @@ def test_overrides_are_yaml_1_2_values():
             "reward.functions=[{function: accuracy, weight: 0}]",
             "reward.functions have weight 0 each, and nothing would be learned; allowed: another for one",
         ),
+        (
+            "data.chat_template_kwargs=off",
+            "data.chat_template_kwargs is 'off'; allowed: a mapping of variables of the chat template to JSON values "
+            "(texts, numbers, true, false, null, lists, mappings) or null",
+        ),
+        ("data.chat_template_kwargs={3: x}", "command line: data.chat_template_kwargs is {3: 'x'}; allowed: a mapping"),
+        ("data.chat_template_kwargs={x: .nan}", "data.chat_template_kwargs is {'x': nan}; allowed: a mapping"),
+        (
+            "data.chat_template_kwargs.date_string=2024-07-26",
+            "command line: data.chat_template_kwargs is {'date_string': datetime.date(2024, 7, 26)}; allowed: a ",
+        ),
+        ("chat_template_kwargs={x: 1}", "unknown section chat_template_kwargs: it lives in data.chat_template_kwargs"),
         ("report_to", "'report_to' is not an override; expected section.option=value"),
         ("run.report_to=[x", "run.report_to: '[x' is not readable as a YAML value"),
     ],
@@ -377,7 +398,51 @@ def test_an_option_inside_a_list_has_its_own_line(tmp_path):
     assert message("reward.functions=[{wieght: 1}]", recipe=str(path)).startswith("command line: ")
 
 
-@pytest.mark.parametrize("options", [[], ["noise.num_stages=1"], ["lora.adapter=a/b", "grpo.num_iterations=2"], CISPO])
+def test_variables_of_the_chat_template(tmp_path):
+    rows = "data.train_dataset=rows.jsonl"
+    plain = load_config("quickstart", [rows])
+    given = load_config("quickstart", [rows, "data.chat_template_kwargs={enable_thinking: false}"])
+    by_name = load_config("quickstart", [rows, "data.chat_template_kwargs.enable_thinking=false"])
+    assert given == by_name != plain and hash(given) == hash(by_name) != hash(plain)
+    assert given.data.chat_template_kwargs == {"enable_thinking": False}
+    assert given == pickle.loads(pickle.dumps(given)) == dataclasses.replace(given, data=given.data)
+    in_a_script = DataOptions("rows.jsonl", chat_template_kwargs={"enable_thinking": False})
+    assert dataclasses.replace(given.data, max_prompt_length=48) == in_a_script
+    assert given != load_config("quickstart", [rows, "data.chat_template_kwargs.enable_thinking=0"])
+    assert load_config("quickstart", [rows, "data.chat_template_kwargs={}"]) == plain
+    path = tmp_path / "mine.yaml"
+    save_yaml(given, path)
+    words = ["data.chat_template_kwargs.enable_thinking=true", "data.chat_template_kwargs.x=[1]"]
+    assert load_config(str(path), words).data.chat_template_kwargs == {"enable_thinking": True, "x": [1]}
+    save_yaml(plain, path)
+    assert load_config(str(path), ["data.chat_template_kwargs.enable_thinking=false"]) == given
+
+
+def test_variables_of_the_chat_template_where_all_prompts_are_texts(tmp_path):
+    for word in ("data.chat_template_kwargs={x: 1}", "data.chat_template_kwargs.x=1"):
+        assert message(word) == (
+            "command line: data.chat_template_kwargs has no effect in this run: the prompts of arithmetic are texts, "
+            "which pass no chat template; leave it out"
+        )
+        load_config("quickstart", [word, "evaluation.eval_dataset=rows.jsonl"])
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "data: {train_dataset: a.jsonl, chat_template_kwargs: {x: 1}}\noptimizer: {max_steps: 20}\n"
+        "noise: {num_stages: 5}\n"
+    )
+    silenced = "data.train_dataset=arithmetic"
+    assert load_config(str(path), [silenced]).data.chat_template_kwargs is None
+    assert "command line: data.chat_template_kwargs has no" in message(
+        silenced, "data.chat_template_kwargs.x=2", recipe=str(path)
+    )
+
+
+KWARGS = ["data.train_dataset=a", "data.chat_template_kwargs={x: [1, {z: null, a: é}], on: false, 'off': 1.5}"]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["noise.num_stages=1"], ["lora.adapter=a/b", "grpo.num_iterations=2"], CISPO, KWARGS]
+)
 def test_saved_yaml_reads_back_as_the_same_config(tmp_path, options):
     config = load_config("quickstart", options)
     save_yaml(config, tmp_path / "config.yaml")

@@ -6,10 +6,18 @@ import sys
 import pytest
 import transformers
 
-from qerl_jax.data.prompts import check_prompts, encode_prompts, prompt_ids, prompt_text
+from qerl_jax.data.prompts import check_prompts, encode_prompts, prompt_ids, prompt_text, templated
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.policies.tokenizer import save_tokenizer
+
+THINKING = (  # as Qwen3's, with what transformers adds to the grammar
+    "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}"
+    "{% if stop_early %}{% break %}{% endif %}{% endfor %}{% if tools %} Ann{% endif %}"
+    "{% if add_generation_prompt %}{% if enable_thinking is defined and enable_thinking is false %} pens.{% endif %}"
+    "{% endif %}"
+)
+TALK = [{"role": "user", "content": "Ann has 1."}, {"role": "user", "content": " How many?"}]
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +113,79 @@ def test_a_length_that_no_prompt_has(tokenizer):
             ValueError, match=f"max_prompt_length is {length!r}; allowed: a whole number of tokens, 1 or"
         ):
             encode_prompts(tokenizer, ["Ann"], length)
+
+
+@pytest.fixture
+def thinking(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    return tokenizer
+
+
+@pytest.mark.parametrize("given", [None, {}, {"enable_thinking": False}, {"enable_thinking": True, "stop_early": 1}])
+def test_variables_reach_the_chat_template_as_by_transformers(thinking, given):
+    expected = thinking.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False, **(given or {}))
+    assert expected.endswith(" pens.") == (given == {"enable_thinking": False})
+    assert prompt_text(thinking, TALK, chat_template_kwargs=given) == expected
+    ids = thinking(expected, add_special_tokens=False)["input_ids"]
+    assert prompt_ids(thinking, TALK, chat_template_kwargs=given) == ids
+    tokens, lengths = encode_prompts(thinking, [TALK, "Ann"], 16, chat_template_kwargs=given)
+    assert tokens[0, : lengths[0]].tolist() == ids and lengths[1] == 1  # a text is left as it is
+    assert "pens" not in templated(thinking, TALK, answers=False, chat_template_kwargs=given)
+    row = [{"prompt": TALK}]
+    check_prompts(thinking, row, "row {}".format, len(ids), chat_template_kwargs=given)
+    with pytest.raises(UserError, match=f"^row 0: has {len(ids)} tokens"):
+        check_prompts(thinking, row, "row {}".format, len(ids) - 1, chat_template_kwargs=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("enable_thinkin", r"the tokenizer's chat template does not use \(did you mean 'enable_thinking'\?\)"),
+        ("message", "the tokenizer's chat template does not use"),  # it sets this itself
+        ("raise_exception", "the tokenizer's chat template does not use"),
+        ("messages", "is an argument of apply_chat_template itself"),
+        ("tools", "is an argument of apply_chat_template itself"),
+        ("tokenize", "is an argument of apply_chat_template itself"),
+        ("conversation", "is an argument of apply_chat_template itself"),
+        ("add_generation_prompt", "is an argument of apply_chat_template itself"),
+        ("chat_template", "is an argument of apply_chat_template itself"),
+    ],
+)
+def test_variables_that_cannot_be_set_or_do_nothing_are_refused(thinking, name, why):
+    given = {"enable_thinking": False, name: True}
+    said = f" sets '{name}', which {why}; allowed: enable_thinking, stop_early$"
+    for refused in (
+        lambda: prompt_text(thinking, TALK, chat_template_kwargs=given),
+        lambda: prompt_ids(thinking, TALK, chat_template_kwargs=given),
+        lambda: templated(thinking, TALK, answers=True, chat_template_kwargs=given),
+        lambda: encode_prompts(thinking, ["Ann", TALK], 16, chat_template_kwargs=given),
+    ):
+        with pytest.raises(UserError, match=f"^chat_template_kwargs{said}"):
+            refused()
+    with pytest.raises(UserError, match=rf"^data\.chat_template_kwargs{said}"):
+        check_prompts(thinking, [{"prompt": TALK}], "row {}".format, 16, chat_template_kwargs=given)
+
+
+def test_of_several_chat_templates_the_default_one_counts(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", {"default": THINKING, "rag": "{{ style }}{{ messages }}"})
+    given = {"enable_thinking": False}
+    assert prompt_text(tokenizer, TALK, chat_template_kwargs=given).endswith(" pens.")
+    with pytest.raises(UserError, match="sets 'style', which the tokenizer's chat template does not use"):
+        prompt_text(tokenizer, TALK, chat_template_kwargs={"style": "x"})
+    monkeypatch.setattr(tokenizer, "chat_template", {"rag": THINKING, "tool_use": THINKING})
+    with pytest.raises(UserError, match=r"chat template cannot be read: .*no default"):
+        prompt_text(tokenizer, TALK, chat_template_kwargs=given)
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in %}")
+    with pytest.raises(UserError, match="chat template cannot be read: "):
+        prompt_text(tokenizer, TALK, chat_template_kwargs=given)
+
+
+def test_variables_without_a_template_or_that_are_no_mapping(tokenizer, monkeypatch):
+    with pytest.raises(TypeError, match="chat_template_kwargs is of type str; expected a Mapping"):
+        encode_prompts(tokenizer, [TALK], 16, chat_template_kwargs="enable_thinking")
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match=r"^chat_template_kwargs is {'x': 1}, and the model's .* no chat template;"):
+        encode_prompts(tokenizer, ["Ann"], 16, chat_template_kwargs={"x": 1})
 
 
 def test_checking_prompts_is_quick_because_it_imports_neither_transformers_nor_jax():

@@ -92,6 +92,27 @@ def test_a_file_edited_amid_the_run_is_refused_with_both_values(tmp_path):
     assert load_config(str(folder / "config.yaml")).run.seed == 0
 
 
+def test_other_variables_of_the_chat_template_are_refused_with_both_values(tmp_path):
+    lie_in(tmp_path)
+    words, name = [f"data.train_dataset={tmp_path / 'rows.jsonl'}"], "data.chat_template_kwargs"
+    folder = begun_with(tmp_path, *words, f"{name}={{enable_thinking: false, x: 1}}")
+    for given, shown in (
+        ("{enable_thinking: false, x: true}", """'{"enable_thinking": false, "x": true}'"""),  # not 1
+        ("{enable_thinking: false}", """'{"enable_thinking": false}'"""),
+        ("null", "None"),
+    ):
+        with pytest.raises(UserError) as refusal:
+            open_once(config(tmp_path, *words, f"{name}={given}"))
+        expected = f"""  {name} was '{{"enable_thinking": false, "x": 1}}', is now {shown}\n"""
+        assert expected in str(refusal.value)
+    open_once(config(tmp_path, *words, f"{name}={{x: 1, enable_thinking: false}}"))
+    with pytest.raises(UserError, match=f"{name} was .*false, .*, is now .*true, "):
+        open_once(edit(folder, ("enable_thinking: false", "enable_thinking: true")))
+    begun_without = begun_with(tmp_path / "other", *words)
+    with pytest.raises(UserError, match=f"""{name} was None, is now '{{"x": 2}}'"""):
+        open_once(edit(begun_without, (f"{name.partition('.')[2]}: null", "chat_template_kwargs: {x: 2}")))
+
+
 def test_of_a_checkpoint_without_options_the_file_is_believed(tmp_path):
     folder = open_once(config(tmp_path))
     save_checkpoint(folder / "checkpoints", 10, {}, {})

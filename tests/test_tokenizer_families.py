@@ -21,6 +21,7 @@ FOLDERS = Path(__file__).parent / "oracles" / "tokenizers"
 EXPECTED = json.loads((FOLDERS / "expected.json").read_text(encoding="utf-8"))
 NAMES = tuple(EXPECTED)
 LLAMAS = ("llama30", "llama31", "llama32")
+VARIABLES = {"qwen2": set(), "qwen3": {"enable_thinking"}, **{name: {"date_string"} for name in LLAMAS}}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,12 @@ def test_chats_are_rendered_as_by_transformers(tokenizers, name):
     for messages, options, text, ids in EXPECTED[name]["chats"]:
         assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options) == text
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
-        if not options:
-            assert prompt_text(tokenizer, messages) == text
-            assert prompt_ids(tokenizer, messages) == ids
+        if options.keys() - VARIABLES[name]:
+            with pytest.raises(UserError, match=rf"sets '{next(iter(options))}', which the .* template does not use"):
+                prompt_text(tokenizer, messages, chat_template_kwargs=options)
+        else:
+            assert prompt_text(tokenizer, messages, chat_template_kwargs=options) == text
+            assert prompt_ids(tokenizer, messages, chat_template_kwargs=options) == ids
             assert prompt_ids(tokenizer, text) == ids  # rendered by someone else: no second BOS
 
 

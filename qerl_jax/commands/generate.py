@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from qerl_jax.commands.command import add_command, check_device, check_n, check_seed
 from qerl_jax.data import ROW_FILES
 from qerl_jax.durable import with_home, writing
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
+from qerl_jax.input_files import parse_json
 from qerl_jax.option_names import FORMATS
 from qerl_jax.run_files import CONFIG
 
@@ -55,6 +56,11 @@ def add(commands: "Commands") -> None:
         metavar="FILE.jsonl|TEXT",
         help="many: rows with a `prompt` (text, or messages, which pass the chat template); or one text that does not "
         "look like the name of a file",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="""variables of the chat template, as '{"enable_thinking": false}' (default of a run: its own)""",
     )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="X", help="divides the logits")
@@ -110,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--stop is empty; expected a text")
     if arguments.output is not None:
         _check_output(arguments.output, arguments.prompts)
+    kwargs = _template_kwargs(arguments.chat_template_kwargs)
     prompts, from_file = _prompts(arguments)
     as_rows = from_file or arguments.output is not None
     if arguments.logprobs and not as_rows:
@@ -133,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         greedy=arguments.greedy,
         stop=arguments.stop,
         stream=not as_rows and arguments.n == 1,
+        chat_template_kwargs=kwargs,
     )
     began, counts = time.perf_counter(), {"tokens": 0, "answers": 0}
     refused: set[int] = set()
@@ -162,6 +170,24 @@ def run(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return _SOME_FAILED if refused else 0
+
+
+def _template_kwargs(text: str | None) -> dict[str, Any] | None:
+    """The object that a text is as JSON; None for none."""
+    if text is None:
+        return None
+    try:
+        values = parse_json(os.fsencode(text))
+    except ValueError as error:
+        found = f"not JSON ({error})"
+    else:
+        if isinstance(values, dict):
+            return values
+        found = "no JSON object"
+    raise UserError(
+        f"--chat-template-kwargs {shown(text, 80)}: {found}; expected variables of the chat template with their "
+        """values, as '{"enable_thinking": false}'"""
+    )
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:

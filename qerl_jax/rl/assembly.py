@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -140,6 +140,26 @@ def check_held_out(config: Config, rewards: RewardFunctions, examples: list[dict
     rewards.check(examples, f"evaluation.eval_dataset {config.evaluation.eval_dataset}")
 
 
+def check_configured_prompts(
+    config: Config, policy: Policy, examples: list[dict[str, Any]], where: Callable[[int], str]
+) -> None:
+    """Refuses prompts that become no tokens or too many with the options of the config (see `check_prompts`)."""
+    data = config.data
+    check_prompts(
+        policy.tokenizer, examples, where, data.max_prompt_length, chat_template_kwargs=data.chat_template_kwargs
+    )
+
+
+def _refuse_variables_that_no_prompt_reads(config: Config, examples: list[dict[str, Any]]) -> None:
+    data = config.data
+    if data.chat_template_kwargs and not any(isinstance(example["prompt"], list) for example in examples):
+        raise UserError(
+            f"data.chat_template_kwargs has no effect in this run: the prompts of {data.train_dataset} and "
+            f"{config.evaluation.eval_dataset} are texts, which pass no chat template; leave it out, or write prompts "
+            "as lists of messages"
+        )
+
+
 def _warn_of_problems_trained_on(trained: list[dict[str, Any]], evaluated: list[dict[str, Any]], name: str) -> None:
     known = {json.dumps(example["prompt"], sort_keys=True) for example in trained}
     both = sum(json.dumps(example["prompt"], sort_keys=True) in known for example in evaluated)
@@ -177,6 +197,7 @@ def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FU
     trained, evaluated = [dataset[i] for i in range(len(dataset))], held_out(config, of_evaluation)
     rewards.check(trained, f"data.train_dataset {config.data.train_dataset}")
     check_held_out(config, rewards, evaluated)
+    _refuse_variables_that_no_prompt_reads(config, trained + evaluated)
     _warn_of_evaluation_on_other_data(config)
     own.warn_of_options(config)
     _warn_of_problems_trained_on(trained, evaluated, config.evaluation.eval_dataset)
@@ -188,7 +209,7 @@ def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FU
         warn_of_other_format(adapter, base, config.model.weight_format, "model.weight_format")
     policy = configured_policy(config)
     for rows, examples in ((dataset, trained), (of_evaluation, evaluated)):
-        check_prompts(policy.tokenizer, examples, rows.where, config.data.max_prompt_length)
+        check_configured_prompts(config, policy, examples, rows.where)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     update = UpdateSettings(
         num_generations=config.generation.num_generations,

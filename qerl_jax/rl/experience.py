@@ -160,7 +160,12 @@ class Collector:
         config, tokenizer = self.experiment.config, self.experiment.policy.tokenizer
         G = config.generation.num_generations
         places, examples = next_examples(self.experiment.dataset, config, cursor)
-        tokens, lengths = encode_prompts(tokenizer, [e["prompt"] for e in examples], config.data.max_prompt_length)
+        tokens, lengths = encode_prompts(
+            tokenizer,
+            [e["prompt"] for e in examples],
+            config.data.max_prompt_length,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+        )
         prompts = Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(places, jnp.int32))
         completions = self.engine.rollout(adapter, prompts, jax.random.fold_in(key, DRAWS), G, norms)
         texts, ids = decode_completions(tokenizer, completions)

@@ -38,6 +38,24 @@ def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
             [MODEL, "--prompt", "x", "--max-new-tokens", "0"],
             "--max-completion-length (or --max-new-tokens) is 0; allowed: a whole number >= 1",
         ),
+        (
+            ["/no/such/model", "--prompt", "x", "--chat-template-kwargs", '{"enable_thinking": false}'],
+            "chat_template_kwargs (--chat-template-kwargs) has no effect: no prompt is a list of messages",
+        ),
+        (
+            [MODEL, "--prompt", "x", "--chat-template-kwargs", "{enable_thinking: false}"],
+            "--chat-template-kwargs {enable_thinking: false}: not JSON (Expecting property name enclosed in double "
+            """quotes: line 1 column 2 (char 1)); expected variables of the chat template with their values, as """
+            """'{"enable_thinking": false}'""",
+        ),
+        (
+            [MODEL, "--prompt", "x", "--chat-template-kwargs", '["enable_thinking"]'],
+            """--chat-template-kwargs ["enable_thinking"]: no JSON object; expected variables of the chat template""",
+        ),
+        (
+            [MODEL, "--prompt", "x", "--chat-template-kwargs", '{"x": 1, "x": 2}'],
+            """--chat-template-kwargs {"x": 1, "x": 2}: not JSON (the name 'x' occurs twice); expected""",
+        ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
         ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
         (
@@ -170,6 +188,13 @@ def test_generate_says_that_logits_are_no_numbers(folder, refused, capfd, monkey
     printed = capfd.readouterr()
     assert "completion" not in (row := json.loads(printed.out)) and "In float16" in row["error"]
     assert "1 of 1 prompts not answered" in printed.err
+
+
+def test_variables_that_the_chat_template_has_not_are_refused_for_all_rows(folder, refused):
+    jsonl(folder, {"prompt": [{"role": "user", "content": "2 pens"}]})
+    said = refused("generate", MODEL, "--prompts", "rows.jsonl", "--chat-template-kwargs", '{"enable_thinking": false}')
+    assert "chat_template_kwargs (--chat-template-kwargs, or data.chat_template_kwargs of a run) sets " in said
+    assert "'enable_thinking', which the tokenizer's chat template does not use; allowed: nothing\n" in said
 
 
 def test_generate_from_conversations_without_a_chat_template(folder, capsys):

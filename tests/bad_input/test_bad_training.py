@@ -4,7 +4,7 @@ import importlib.util
 import sys
 
 import pytest
-from mistakes import MODEL, POSITIONS, jsonl
+from mistakes import MODEL, POSITIONS, jsonl, policy
 
 from qerl_jax.rl import trainer
 
@@ -97,6 +97,23 @@ def test_a_held_out_prompt_that_is_too_long_is_said_before_anything_is_compiled(
     rows.write_text(rows.read_text().replace("\n", "\n\n"))  # lines without a row have numbers too
     said = refused("train", "my.yaml", "evaluation.eval_dataset=rows.jsonl")
     assert "rows.jsonl, line 3: has " in said
+
+
+def test_variables_of_the_chat_template_are_checked_before_anything_is_compiled(folder, refused, monkeypatch):
+    monkeypatch.setattr(trainer, "compiled_run", None)
+    words = "my.yaml", "data.train_dataset=rows.jsonl", "data.chat_template_kwargs.enable_thinkin=false"
+    jsonl(folder, *({"prompt": f"Ann has {n} pens.", "answer": str(n)} for n in range(10, 14)))
+    said = refused("train", *words, "model.model_name_or_path=./nowhere")
+    assert "data.chat_template_kwargs has no effect in this run: the prompts of " in said
+    assert f"{folder}/rows.jsonl and arithmetic are texts, which pass no chat template" in said
+    talk = [{"role": "user", "content": "Ann has 10 pens."}]
+    jsonl(folder, *({"prompt": talk, "answer": str(n)} for n in range(10, 14)))
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} Ann{% endif %}"
+    policy(folder / "thinking", tokenizer_config=lambda values: values.update(chat_template=template))
+    expected = "data.chat_template_kwargs sets 'enable_thinkin', which the tokenizer's chat template does not use (did "
+    for command in ("train", "plan"):
+        said = refused(command, *words, "model.model_name_or_path=thinking")
+        assert f"{expected}you mean 'enable_thinking'?); allowed: enable_thinking\n" in said
 
 
 def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refused):
