@@ -146,6 +146,13 @@ def match_target(folder: Path, manifest: dict[str, Any], leaves: dict[str, Any],
         expected[f"static {name}"], found[f"static {name}"] = static[name], known[name]
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
+            leaf = name.removeprefix("leaf ")
+            inner = next((other for other in manifest["leaves"] if other.endswith(f".{leaf}")), None)
+            if name not in found and inner is not None:
+                raise UserError(
+                    f"{folder}: {name}: found no such leaf, but {inner}: expected the whole tree that was saved (of a "
+                    "run: `qerl_jax.rl.saved.Saved`, whose `train` is the TrainState)"
+                )
             raise UserError(
                 f"{folder}: {name}: expected {expected.get(name, 'no such leaf')}, found "
                 f"{found.get(name, 'no such leaf')}. The checkpoint is of another set-up (rank, alpha, use_rslora, "

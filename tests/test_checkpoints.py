@@ -121,6 +121,13 @@ def test_other_target_is_named(tmp_path, change, message):
         restore_checkpoint(tmp_path, change(make_tree()))
 
 
+def test_a_target_that_is_a_part_of_what_was_saved_is_told_so(tmp_path):
+    save_checkpoint(tmp_path, 5, {"train": make_tree(), "key": jax.random.key(0)}, {})
+    message = r"leaf bits: found no such leaf, but train\.bits: expected the whole tree that was saved"
+    with pytest.raises(UserError, match=message):
+        restore_checkpoint(tmp_path, {"bits": make_tree()["bits"]})
+
+
 def paired(scaling, rank_stabilised=False):
     pair = LoRA(jnp.ones((2, 6)), jnp.ones((8, 2)), scaling, rank_stabilised)
     return {"train": {"adapter": Adapter(({"k_proj": pair.replace(scaling=1.0), "q_proj": pair},)), "x": jnp.ones(1)}}

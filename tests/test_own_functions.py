@@ -21,6 +21,8 @@ import functools
 from typing import NamedTuple
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 BOUND, TABLE = 1.2, jnp.arange(3.0)
 CHOSEN, STEPS, KIND = {1, 2}, range(4), enum.Enum("Kind", "A B").A
@@ -113,6 +115,12 @@ METHOD = WEIGH.method
 def by_method(logp, *_):
     return METHOD(logp)
 
+RISES = optax.join_schedules([optax.constant_schedule(2.5), optax.linear_schedule(0.0, 1.0, 45)], [55])
+CURVE = np.poly1d([6.5, 0.0])
+
+def scheduled(logp, *_):
+    return jnp.sum(logp) * RISES(3) * CURVE(2.0), {}
+
 CALLED = Clip()
 
 def called(logp, *_):
@@ -162,6 +170,10 @@ def test_where_there_are_none_they_are_as_configured():
         ("classes", "one: float = 3.0", "one: float = 4.0"),
         ("by_method", "jnp.sum(logp) * self.by", "jnp.sum(logp) - self.by"),
         ("by_method", "Weigh(1.5)", "Weigh(1.6)"),
+        ("scheduled", "constant_schedule(2.5)", "constant_schedule(3.5)"),  # what another module's function holds
+        ("scheduled", "1.0, 45)", "1.0, 46)"),
+        ("scheduled", "[55]", "[56]"),
+        ("scheduled", "[6.5, 0.0]", "[6.5, 0.5]"),  # and another module's object
     ],
 )
 def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after):

@@ -212,6 +212,14 @@ def test_advantages_of_tokens_weigh_each_tokens_gradient(by_token, size):
     np.testing.assert_allclose(new.adapter, 0.5 + 0.1 * np.mean((slopes * shaped)[mask]), rtol=1e-5)
 
 
+def test_advantages_of_rows_of_which_nothing_counts_may_be_anything(by_token):
+    state, run = by_token
+    batch = batch_of().replace(advantages=jnp.arange(12.0) - 5)
+    batch = batch.replace(mask=batch.mask.at[2].set(False).at[7].set(False))
+    poisoned = batch.replace(advantages=batch.advantages.at[2].set(jnp.nan).at[7].set(jnp.inf))
+    assert_trees_close(run(state, poisoned), run(state, batch), rtol=0, atol=0)
+
+
 def test_an_advantage_function_may_give_one_for_each_token():
     later = jnp.arange(6.0)  # as a discount does
 
@@ -268,8 +276,9 @@ def test_masked_truncated_rows_still_count_in_their_group(by_token):
         return jnp.sum(advantages * logp * mask), {"advantages": advantages}
 
     state, run = by_token
-    masked, unmasked = (run(state, rows, loss_fn=spy)[1] for rows in (batch, plain))
-    np.testing.assert_array_equal(masked["advantages"], unmasked["advantages"])
+    masked, unmasked = (np.asarray(run(state, rows, loss_fn=spy)[1]["advantages"]) for rows in (batch, plain))
+    np.testing.assert_array_equal(masked[~open_rows], unmasked[~open_rows])
+    assert not masked[open_rows].any()
 
 
 def test_a_mask_says_which_of_a_completions_tokens_count(by_token):

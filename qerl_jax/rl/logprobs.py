@@ -141,7 +141,8 @@ def completion_logps(
         `packs_of`; None is N.
 
     Returns:
-      Both [N, C]; slots past a completion's end hold values of no meaning, to be masked by length.
+      Both [N, C]; 0 past a completion's end, as the sampler records it, so that a loss which looks there finds the same
+      however the batch is cut.
     """
     (N, P), C = prompt_NP.shape, completion_NC.shape[1]
     longest = longest_row(P, C)
@@ -168,5 +169,6 @@ def completion_logps(
 
     slot_NC = jnp.clip(first_N[:, None] + jnp.arange(C, dtype=jnp.int32), 0, M - 1)
     slot_back_M = jnp.where(real_M, row_M * C + place_M, -1)
-    logps_NC, entropies_NC = (moved(x_M, slot_NC, slot_back_M) for x_M in found)
+    real_NC = jnp.arange(C) < completion_lengths_N[:, None]
+    logps_NC, entropies_NC = (jnp.where(real_NC, moved(x_M, slot_NC, slot_back_M), 0) for x_M in found)
     return logps_NC, entropies_NC

@@ -1,8 +1,9 @@
 """Functions of a user's own in place of a run's configured loss and advantages, and how a run recognizes them.
 
 A function is recognized by its source, by that of the functions and classes of its module which it uses, and by the
-values that it has bound, closes over or reads there. Functions and classes of other modules are recognized by name; a
-value that another process could not compare is refused.
+values that it has bound, closes over or reads there. Functions and classes of other modules are recognized by name, and
+what such a module has made, as optax makes schedules, by the values that it holds too. A value that another process
+could not compare is refused.
 """
 
 import contextlib
@@ -134,7 +135,7 @@ def _lines(value: Any, module: str, seen: set[Any]) -> Iterator[str]:
     elif isinstance(value, set | frozenset):
         # Each by itself: whatever order a set has, none is shorter because another one came before it.
         yield from sorted("\n".join(_lines(part, module, set(seen))) for part in value)
-    elif isinstance(value, enum.Enum | range | slice | int | float | complex | str | bytes | None):
+    elif isinstance(value, enum.Enum | range | slice | int | float | complex | str | bytes | np.dtype | None):
         yield repr(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield type(value).__qualname__
@@ -146,8 +147,19 @@ def _lines(value: Any, module: str, seen: set[Any]) -> Iterator[str]:
     elif isinstance(value, ModuleType | type) or (callable(value) and type(value).__module__ != module):
         name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
         yield f"{getattr(value, '__module__', '')} {name}"
+        if id(value) not in seen:
+            yield from _lines(_held(value), module, seen | {id(value)})
     else:
         raise _Unknown(f"{value!r:.60}")
+
+
+def _held(value: Any) -> Any:
+    """What a function or an object that code of another module has made holds; nothing of what has a name there."""
+    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__:
+        return value.__defaults__ or (), value.__kwdefaults__ or {}, dict(_closed_over(value))
+    if isinstance(value, ModuleType | type) or hasattr(value, "__name__"):
+        return {}
+    return getattr(value, "__dict__", {})
 
 
 def _members(own: type) -> Iterator[tuple[str, Any]]:
@@ -186,11 +198,15 @@ def _source(function: FunctionType) -> str:
 
 def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Names that a function reads from outside, with their present values."""
+    yield from _closed_over(function)
+    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
+        yield name, function.__globals__[name]
+
+
+def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing is bound to it yet
             yield name, cell.cell_contents
-    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
-        yield name, function.__globals__[name]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -222,7 +222,10 @@ def _constants(
     if advantages is None:
         advantages = advantages_of(advantage_fn or group_advantages, batch.rewards.reshape(-1, G), of_tokens[1])
     # Where no token counts an advantage may be anything, as a log-probability may, and 0 * NaN is NaN.
-    advantages = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask_BC, advantages, 0.0)
+    if advantages.ndim == 1:
+        advantages = jnp.where(mask_BC.any(1), advantages, 0.0)[:, None]
+    else:
+        advantages = jnp.where(mask_BC, advantages, 0.0)
     return batch.sampled_logps, batch.old_logps, batch.ref_logps, advantages, mask_BC, on_policy_B1
 
 
