@@ -15,9 +15,8 @@ from training_runs import config_in, reward_file, same_adapter, train
 from qerl_jax import evaluation
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
-from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl import experience, learner, trainer
+from qerl_jax.rl import experience, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.losses import LossSpec
@@ -161,18 +160,15 @@ def test_a_refused_update_leaves_the_state_alone_and_the_run_reaches_its_last_st
 
 
 def test_a_refused_update_amid_a_rollout_is_named_and_adds_no_step(config, tmp_path, monkeypatch, capsys):
-    class RefusesTheSecond:
-        def __init__(self, *args, **options):
-            self.update = deterministic_jit(*args, **options)
-            self.lower = self.update.lower
+    step = Learner.step
 
-        def __call__(self, state, model, batch):
-            if int(state.step) != 1 or int(batch.rollout_step) != 0:
-                return self.update(state, model, batch)
-            _, metrics = self.update(jax.tree.map(jnp.copy, state), model, batch)
-            return state, metrics | {"nonfinite": 1}
+    def refusing_the_second(self, state, part):
+        if int(state.step) != 1 or int(part.rollout_step) != 0:
+            return step(self, state, part)
+        _, metrics = step(self, jax.tree.map(jnp.copy, state), part)
+        return state, metrics | {"nonfinite": 1.0}
 
-    monkeypatch.setattr(learner, "deterministic_jit", RefusesTheSecond)
+    monkeypatch.setattr(Learner, "step", refusing_the_second)
     run = train(config, tmp_path / "run")
     assert [(row["rollout"], row["step"], row["nonfinite"]) for row in rows(run)] == [
         (0, 1, 0), (0, 2, 1), (1, 2, 0), (1, 3, 0), (2, 4, 0), (2, 5, 0), (3, 6, 0)
