@@ -6,7 +6,7 @@ import jax
 
 # Of these a program is made for each network, and each may take a minute.
 LARGE = {
-    "jit(update_step)", "jit(with_policies)", "jit(rollout_norms)",
+    "jit(gather_gradients)", "jit(apply_gradients)", "jit(with_policies)", "jit(rollout_norms)",
     "jit(begun)", "jit(decode)", "jit(made)", "jit(admit)", "jit(decode_queue)",
 }  # fmt: skip
 
