@@ -34,9 +34,9 @@ def load_config(path_or_name: str, overrides: list[str] | None = None) -> Config
     for option, (why, causes) in options_without_effect(config).items():
         given = [source for name, source in recipe.sources.items() if f"{name}.".startswith(f"{option}.")]
         later = any(cause in recipe.sources and recipe.sources[cause].override for cause in causes)
-        for source in sorted(given, key=lambda source: not source.override)[:1]:  # the latest
-            if source.override or not later:
-                problems.append(f"{source}{_without_effect(option, why)}")
+        latest = next((source for source in given if source.override), next(iter(given), None))
+        if latest is not None and (latest.override or not later):
+            problems.append(f"{latest}{_without_effect(option, why)}")
     if problems:
         raise UserError("\n".join(problems))
     run = dataclasses.replace(config.run, output_dir=_output_dir(config, recipe))

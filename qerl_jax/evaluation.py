@@ -19,7 +19,6 @@ from qerl_jax import run_files, run_folder, run_options
 from qerl_jax.compiled import compiled_together
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config
-from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter
 from qerl_jax.policy import Policy, decode_completions, model_identity
@@ -27,6 +26,7 @@ from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.assembly import (
     check_configured_prompts,
     check_held_out,
+    configured_ids,
     configured_policy,
     evaluation_data,
     held_out,
@@ -69,12 +69,7 @@ def evaluate(
       and a function `accuracy` "pass@k" for k = 2, 4, .. and all of them.
     """
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
-    prompts, lengths = encode_prompts(
-        policy.tokenizer,
-        [e["prompt"] for e in examples],
-        config.data.max_prompt_length,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
+    prompts, lengths = configured_ids(config, policy, examples)
     batch = Prompts(jnp.asarray(prompts), jnp.asarray(lengths), jnp.arange(len(examples)))
     results: dict[str, Any] = {}
     for mode, engine, count in _engines(config, policy):

@@ -22,7 +22,6 @@ from qerl_jax.run_or_model import find_source
 _BUCKET = 32  # prompt positions come in multiples of this, so that few shapes are compiled
 _LENGTH = 256  # tokens of a completion, if nothing else is asked for
 _MAX_SLOTS = 64  # completions decoded at once
-_KWARGS = "chat_template_kwargs (--chat-template-kwargs%s)"
 _STREAM, _LOOK = 4, 32  # steps between two pieces shown, and between two looks for stop strings
 
 
@@ -94,10 +93,11 @@ def generate_texts(
     """
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
+    kwargs_option = "chat_template_kwargs (--chat-template-kwargs)"
     if chat_template_kwargs is not None and not any(isinstance(prompt, list) for prompt in prompts):
         raise UserError(
-            f"{_KWARGS % ''} has no effect: no prompt is a list of messages, and texts pass no chat template; leave it "
-            "out"
+            f"{kwargs_option} has no effect: no prompt is a list of messages, and texts pass no chat template; leave "
+            "it out"
         )
     source = find_source(model_or_run, own_adapter=adapter is None)
     if source.weight_format is not None and weight_format is not None:
@@ -117,7 +117,8 @@ def generate_texts(
     ends, stop = _ends(policy, stop)
     if chat_template_kwargs is None:
         chat_template_kwargs = source.chat_template_kwargs
-    check_template_kwargs(policy.tokenizer, chat_template_kwargs, _KWARGS % ", or data.chat_template_kwargs of a run")
+        kwargs_option = f"data.chat_template_kwargs of {model_or_run}"
+    check_template_kwargs(policy.tokenizer, chat_template_kwargs, kwargs_option)
     requests, length, errors = _encode(policy, prompts, n, max_completion_length, chat_template_kwargs)
     for number, error in errors.items():
         yield Answer(number, 0, "", [], np.zeros(0, np.float32), "error", error)

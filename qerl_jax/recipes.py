@@ -206,7 +206,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     *parents, last = option.split(".")
     section = values
     for depth, parent in enumerate(parents):
-        if section.get(parent) is None:
+        if section.get(parent) is None:  # not there, or null as a run's config has it
             section[parent] = {}
         inner = section[parent]
         if not isinstance(inner, dict):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import io
 import json
@@ -15,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from command_line import CONFIG, MODEL, run_main, write_rows
 from full_disk import full_disk
 
 from qerl_jax import evaluation, generation, run_files, run_folder
@@ -27,27 +27,9 @@ from qerl_jax.metrics import read_rows
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.source import resolve
-from qerl_jax.models.tokenizer import Tokenizer
 from qerl_jax.policy import load_policy
 
-CONFIG = """\
-lora: {lora_r: 4, lora_alpha: 8}
-generation: {num_generations: 4, max_completion_length: 40}
-optimizer: {max_steps: 3, learning_rate: 3e-2, per_device_train_batch_size: 8, gradient_accumulation_steps: 1}
-noise: {num_stages: 2, sigma_start: 1e-2}
-evaluation: {num_problems: 16}
-run: {seed: 3, save_steps: 2}
-"""
-MODEL = "builtin:quickstart"
 TENSORBOARD = ["run.report_to=[tensorboard]"] if importlib.util.find_spec("tensorboardX") else []
-
-
-def run_main(*words):
-    """Runs a command, which must succeed, and returns what it printed."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        assert main([str(word) for word in words]) == 0, err.getvalue()
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +59,6 @@ def other_adapter(trained, tmp_path_factory):
 def prompts():
     dataset = load_dataset("arithmetic", split="eval", seed=5)
     return [dataset[i]["prompt"] for i in range(3)]
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_a_run_leaves_everything_in_its_folder(trained, summary):
@@ -432,59 +409,6 @@ def test_plot_one_run_and_two(trained, tmp_path):
             width, height = struct.unpack(">II", data[16:24])
             assert width >= 600 and height >= 400
     assert (tmp_path / "both" / "reward.png").read_bytes() != (second / "plots" / "reward.png").read_bytes()
-
-
-def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch):
-    """Conversations from a file, a reward function from a file that reads a column of it, a variable of the chat
-    template, and --profile."""
-    model, apply, seen = shutil.copytree(resolve(MODEL), tmp_path / "model"), Tokenizer.apply_chat_template, []
-    asking = "{{ messages[0].content }}{% if enable_thinking is false %} How many?{% endif %}"
-    (model / "chat_template.jinja").write_text(asking)
-
-    @functools.wraps(apply)
-    def watched(*args, **kwargs):
-        seen.append(apply(*args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", watched)
-    data = write_rows(
-        tmp_path / "mine.jsonl",
-        [{"prompt": [{"role": "user", "content": f"Ann has {n} pens."}], "target": n} for n in range(10, 26)],
-    )
-    (tmp_path / "mine.py").write_text(
-        "def near(prompts, completions, target, **columns):\n"
-        "    texts = [messages[0]['content'] for messages in completions]\n"
-        "    return [-abs(len(text) - wanted) / 10 for text, wanted in zip(texts, target)]\n"
-    )
-    (tmp_path / "mine.yaml").write_text(
-        CONFIG
-        + f"model: {{model_name_or_path: {model}}}\n"
-        + f"data: {{train_dataset: {data}, chat_template_kwargs: {{enable_thinking: false}}}}\n"
-        + f"reward: {{functions: [{{function: '{tmp_path / 'mine.py'}:near', weight: 2.0}}]}}\n"
-    )
-    words = (f"evaluation.eval_dataset={data}", f"run.output_dir={tmp_path / 'run'}")
-    out = run_main("train", tmp_path / "mine.yaml", *words, "--profile", tmp_path / "trace")
-    assert "Ann has 10 pens." in out
-    completions = read_rows(tmp_path / "run" / "completions.jsonl")
-    assert len(completions) == 3 * 8
-    for row in completions:
-        wanted = int(row["prompt"][0]["content"].split()[2])
-        assert row["rewards/near"] == pytest.approx(-abs(len(row["completion"]) - wanted) / 10, abs=1e-6)
-        assert row["reward"] == pytest.approx(2 * row["rewards/near"], abs=1e-6)
-    for row in read_rows(tmp_path / "run" / "metrics.jsonl"):
-        assert row["reward"] == pytest.approx(2 * row["rewards/near/mean"], abs=1e-5)
-    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
-    # All rows are checked and evaluated, before and after, twice 16 each, and 2 sampled from in each step.
-    assert len(seen) == 4 * 16 + 3 * 2 and all(text.endswith(" pens. How many?") for text in seen)
-    run, answers, given = tmp_path / "run", ("--prompts", data, "--max-new-tokens", 2), "--chat-template-kwargs"
-    for asked, words in {
-        True: (["evaluate", run], ["generate", run], ["generate", model, given, '{"enable_thinking": false}']),
-        False: (["generate", model], *(["generate", run, given, other] for other in ('{"enable_thinking": 0}', "{}"))),
-    }.items():
-        for command, *rest in words:
-            seen.clear()
-            run_main(command, *rest, *(answers if command == "generate" else ()))
-            assert seen and all(text.endswith("?") == asked for text in seen)
 
 
 def test_training_goes_on_from_an_existing_adapter(trained, summary, tmp_path):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from qerl_jax.config import Config, EvaluationOptions
 from qerl_jax.data.dataset import Dataset, load_dataset
-from qerl_jax.data.prompts import check_prompts
+from qerl_jax.data.prompts import check_prompts, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter, Model
@@ -147,6 +148,14 @@ def check_configured_prompts(
     data = config.data
     check_prompts(
         policy.tokenizer, examples, where, data.max_prompt_length, chat_template_kwargs=data.chat_template_kwargs
+    )
+
+
+def configured_ids(config: Config, policy: Policy, examples: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts of rows as tokens, with the options of the config (see `encode_prompts`)."""
+    data, prompts = config.data, [example["prompt"] for example in examples]
+    return encode_prompts(
+        policy.tokenizer, prompts, data.max_prompt_length, chat_template_kwargs=data.chat_template_kwargs
     )
 
 

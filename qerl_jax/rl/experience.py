@@ -20,12 +20,11 @@ import numpy as np
 
 from qerl_jax.config import Config
 from qerl_jax.data.dataset import Dataset, prompt_indices
-from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.models.params import Adapter, Norms
 from qerl_jax.policy import decode_completions
 from qerl_jax.rewards.combine import RewardFunctions, Scores, joined
 from qerl_jax.rl.advantages import informative_groups
-from qerl_jax.rl.assembly import Experiment, sampling_engine
+from qerl_jax.rl.assembly import Experiment, configured_ids, sampling_engine
 from qerl_jax.rl.state import TrainState
 from qerl_jax.rl.step import DRAWS, reward_metrics, rollout_norms
 from qerl_jax.rollout import Prompts, Rollout
@@ -160,12 +159,7 @@ class Collector:
         config, tokenizer = self.experiment.config, self.experiment.policy.tokenizer
         G = config.generation.num_generations
         places, examples = next_examples(self.experiment.dataset, config, cursor)
-        tokens, lengths = encode_prompts(
-            tokenizer,
-            [e["prompt"] for e in examples],
-            config.data.max_prompt_length,
-            chat_template_kwargs=config.data.chat_template_kwargs,
-        )
+        tokens, lengths = configured_ids(config, self.experiment.policy, examples)
         prompts = Prompts(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(places, jnp.int32))
         completions = self.engine.rollout(adapter, prompts, jax.random.fold_in(key, DRAWS), G, norms)
         texts, ids = decode_completions(tokenizer, completions)

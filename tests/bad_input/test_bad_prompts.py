@@ -193,7 +193,7 @@ def test_generate_says_that_logits_are_no_numbers(folder, refused, capfd, monkey
 def test_variables_that_the_chat_template_has_not_are_refused_for_all_rows(folder, refused):
     jsonl(folder, {"prompt": [{"role": "user", "content": "2 pens"}]})
     said = refused("generate", MODEL, "--prompts", "rows.jsonl", "--chat-template-kwargs", '{"enable_thinking": false}')
-    assert "chat_template_kwargs (--chat-template-kwargs, or data.chat_template_kwargs of a run) sets " in said
+    assert "chat_template_kwargs (--chat-template-kwargs) sets " in said
     assert "'enable_thinking', which the tokenizer's chat template does not use; allowed: nothing\n" in said
 
 
