@@ -10,13 +10,15 @@ import jax
 
 
 class Programs:
-    """Compiled programs by key, each made once; `seconds` is what tracing and waiting for them has taken.
+    """Compiled programs by key, each made once; `seconds` is what tracing and waiting for them has taken, and
+    `compile_seconds` what each took in its thread, beside the others.
 
     A key says everything that its program depends on; `start` does nothing where the key is known.
     """
 
     def __init__(self, threads: int | None = None):
         self.seconds = 0.0
+        self.compile_seconds: dict[Hashable, float] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count())
         self._started: dict[Hashable, concurrent.futures.Future] = {}
 
@@ -36,8 +38,16 @@ class Programs:
         if key not in self._started:
             begin = time.perf_counter()
             lowered = jit(f).lower(*shapes)
-            self._started[key] = self._pool.submit(lowered.compile, compiler_options=options)
+            self._started[key] = self._pool.submit(self._compiled, key, lowered, options)
             self.seconds += time.perf_counter() - begin
+
+    def _compiled(
+        self, key: Hashable, lowered: jax.stages.Lowered, options: dict[str, Any] | None
+    ) -> jax.stages.Compiled:
+        begin = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options)
+        self.compile_seconds[key] = time.perf_counter() - begin
+        return compiled
 
     def get(self, key: Hashable) -> jax.stages.Compiled:
         """Raises what compiling raised."""

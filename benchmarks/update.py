@@ -8,12 +8,13 @@
 Random NVFP4 weights in the real shapes, LoRA on all seven linears with a B that is not zero, random tokens.
 What is timed are the two halves of `update_step`, compiled as a run's are and given a state to overwrite, as there (a
 program that finds its arrays where they were is faster), from call to result; `seconds` is the median of --repeats
-after one that warms up, and `numbers_that_differ` says how many of the next state are not the same in all of them.
-floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing forward once
-more), and of the output matrix's two, for the tokens that rows have, at the rate of a product of 8192^3 in that run.
-temporary_gb is what the first half needs beside weights, adapter and optimizer state, gradients included. With
---profile `kernels` has the milliseconds of each kernel of one more step, which leaves the state as it is, by XLA's
-names; those of frames that are not chosen count, with none.
+after a first one (`first_seconds`), and `numbers_that_differ` says how many of the next state are not the same in all
+of them. floor_seconds is the time of the frozen weights' products, forward and for dx (with gradient checkpointing
+forward once more), and of the output matrix's two, for the tokens that rows have, at the rate of a product of 8192^3 in
+that run. temporary_gb is what the first half needs beside weights, adapter and optimizer state, gradients included.
+compile_seconds are each half's, beside all other programs; XLA_FLAGS sets options for all. With --profile `kernels` has
+the milliseconds of each kernel of one more step, which leaves the state as it is, by XLA's names; those of frames that
+are not chosen count, with none.
 """
 
 import argparse
@@ -122,6 +123,7 @@ def measure(update: Update, operands: tuple[Any, ...], repeats: int) -> dict[str
         "numbers_that_differ": max(differences),
         "seconds": statistics.median(seconds[1:]),
         "seconds_of_repeats": seconds[1:],
+        "first_seconds": seconds[0],
         "temporary_gb": (made.temp_size_in_bytes + made.output_size_in_bytes) / 1e9,
         "grad_norm": float(metrics["grad_norm"]),
         "nonfinite": int(metrics["nonfinite"]),
@@ -203,6 +205,7 @@ def main(words: list[str] | None = None) -> int:
         row = {"micro_batch": size, "gradient_checkpointing": checkpoints, "floor_seconds": flops / rate}
         gather = programs.get((case, "gather"))
         row |= measure(Update(gather, programs.get((case, "apply"))), operands, arguments.repeats)
+        row["compile_seconds"] = {half: programs.compile_seconds[case, half] for half in ("gather", "apply")}
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
         if arguments.profile:
             row["kernels"] = kernel_times(Update(gather, programs.get((case, "apply, profiled"))), operands)

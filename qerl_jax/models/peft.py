@@ -218,8 +218,8 @@ def save_adapter(
         if adapter.norms is not None:
             scales = (adapter.norms.input[i], adapter.norms.post_attention[i])
             arrays |= {_PREFIX + layer_name(i, f): w for f, w in zip(NORMS.values(), scales, strict=True)}
-    if (broken := next((name for name, array in arrays.items() if not jnp.isfinite(array).all()), None)) is not None:
-        raise UserError(f"{broken} has numbers that are not finite: what trained it diverged; nothing is written")
+    if broken := [name for name, array in arrays.items() if not np.isfinite(np.asarray(array)).all()]:
+        raise UserError(f"{broken[0]} has numbers that are not finite: what trained it diverged; nothing is written")
     options = {
         "base_model_name_or_path": base_name,
         "bias": "none",

@@ -32,7 +32,7 @@ class Learner:
         """Nothing is compiled yet."""
         config, settings = experiment.config, experiment.settings
         self.experiment = experiment
-        self.learning_rate = learning_rate_schedule(experiment.optimizer_spec)
+        self.learning_rate = jax.jit(learning_rate_schedule(experiment.optimizer_spec))
         loss_fn, advantage_fn = experiment.own
         advantage_fn = advantage_fn or advantages_by(config.grpo.scale_rewards)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
