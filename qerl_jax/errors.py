@@ -47,7 +47,8 @@ def is_number(value: object) -> bool:
 
 def check_annotations(settings: Any) -> None:
     """Raises UserError for the first field of a dataclass that is annotated as a number and is none, or as a Literal
-    and is none of its values. Other fields are not looked at."""
+    and is none of its values. Other fields are not looked at. Numbers of NumPy's become Python's: a float64 would
+    widen what it is combined with where JAX has 64 bits."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
@@ -59,6 +60,7 @@ def check_annotations(settings: Any) -> None:
         if not (is_whole(value) or (float in kinds and is_number(value))):
             allowed = "a number" if float in kinds else "a whole number"
             raise UserError(f"{field.name} is {value!r:.60}; allowed: {allowed} of Python's or NumPy's")
+        object.__setattr__(settings, field.name, int(value) if is_whole(value) else float(value))  # it may be frozen
 
 
 def beginning(prompt: object) -> str:

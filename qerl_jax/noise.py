@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import check_annotations, check_fields
-from qerl_jax.models.params import Norms
+from qerl_jax.models.params import Norms, of_threefry
 from qerl_jax.option_names import NoiseDecay
 
 
@@ -95,7 +95,7 @@ def perturb_norms(norms: Norms, sigma: jax.Array | float, key: jax.Array, *, fin
         raise TypeError(f"norm scales must be float32 when noise is added, got {narrow}")
     # One draw for all places: a draw for each took most of the compilation, 12 s for 57 norms on an H200's host.
     L, w_D = len(norms.input), norms.final
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2 * L + 1))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(of_threefry(key), jnp.arange(2 * L + 1))
     z_ND = jax.vmap(lambda key: jax.random.normal(key, w_D.shape, w_D.dtype))(keys)
 
     def noisy(w_D: jax.Array, place: int) -> jax.Array:

@@ -202,6 +202,17 @@ def test_more_tokens_than_the_network_has_positions_are_refused():
             known(PROMPTS, 6, jnp.array([1, wrong, 2]))
 
 
+def test_limits_may_be_a_list_or_numpys_and_traced_ones_stay_in_range():
+    settings = SamplingSettings(6, (), 0)
+
+    def lengths(limits):
+        return generate(MODEL, ADAPTER, PROMPTS, jax.random.key(0), settings, 2, limits_N=limits).lengths
+
+    for known in ([1, 2, 6], np.array([1, 2, 6])):
+        assert jax.jit(lambda known=known: lengths(known))().tolist() == [1, 1, 2, 2, 6, 6]
+    assert jax.jit(lengths)(jnp.array([0, 3, 100])).tolist() == [1, 1, 3, 3, 6, 6]
+
+
 @pytest.mark.parametrize("pad", [0, 7, 13])
 def test_what_stands_in_prompt_padding_does_not_matter(pad):
     tokens = jnp.where(jnp.arange(5) < PROMPTS.lengths[:, None], PROMPTS.tokens, pad)

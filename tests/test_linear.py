@@ -77,6 +77,12 @@ def test_wrong_width_is_named():
         linear(X[..., :16], quantize_nvfp4(W))
 
 
+def test_whole_numbers_are_refused():
+    """The weight would be cast to them."""
+    with pytest.raises(TypeError, match="x is int32; expected a float dtype"):
+        linear(jnp.ones((2, 32), jnp.int32), quantize_nvfp4(W))
+
+
 def test_the_kernels_layout_holds_the_same_bytes_and_gives_the_same_values_and_gradients():
     packed = quantize_nvfp4(W)
     for original, back in zip(jax.tree.leaves(packed), jax.tree.leaves(canonical(repacked(packed))), strict=True):

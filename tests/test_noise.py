@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.formats import dequantize
+from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Norms, norms_of
 from qerl_jax.models.transformer import forward, head, logits
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
@@ -78,6 +79,19 @@ def test_noise_is_a_function_of_the_key_and_sigma_zero_is_clean():
     np.testing.assert_array_equal(perturb_norms(norms, 0.0, jax.random.key(1)).input[1], norms.input[1])
     np.testing.assert_array_equal(first.final, norms.final)
     assert float(jnp.abs(perturb_norms(norms, 0.1, jax.random.key(1), final_norm=True).final - norms.final).max()) > 0
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_noise_and_adapters_of_a_key_are_the_same_under_vmap(impl):
+    """JAX draws a batch's numbers of `rbg` from the batch's first key."""
+    model, keys = tiny_model(), jnp.stack([jax.random.key(seed, impl=impl) for seed in (1, 2, 3)])
+
+    def drawn(key):
+        return perturb_norms(norms_of(model, None), 0.1, key), init_adapter(key, model, 4).lora
+
+    together = jax.vmap(drawn)(keys)
+    for i, key in enumerate(keys):
+        jax.tree.map(lambda alone, of_all, i=i: np.testing.assert_array_equal(alone, of_all[i]), drawn(key), together)
 
 
 def test_noise_has_the_stated_standard_deviation():

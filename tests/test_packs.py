@@ -286,6 +286,19 @@ def test_log_probabilities_are_those_of_each_row_alone(size):
             np.testing.assert_allclose(ours[i, : c[i]], right.reshape(12, 63)[i, p[i] - 1 :][: c[i]], atol=2e-5)
 
 
+@pytest.mark.parametrize("size", [None, 7])
+@pytest.mark.parametrize("empty", [[0], [5, 6, 9], [11], [0, 1, 10, 11]])
+def test_completions_of_no_tokens_change_nothing_beside_them(empty, size):
+    """As `until` of a request may leave them."""
+    batch, adapter = batch_of(LENGTHS["a long tail"]), tiny_adapter(MODEL)
+    lengths = np.asarray(batch.completion_lengths).copy()
+    lengths[empty] = 0
+    found = log_probabilities(adapter, rows_of(batch.replace(completion_lengths=jnp.asarray(lengths))), size)
+    right = log_probabilities(adapter, rows_of(batch), size)
+    for ours, full in zip(found, right, strict=True):
+        np.testing.assert_allclose(ours, np.where(np.isin(np.arange(12), empty)[:, None], 0, full), atol=2e-5)
+
+
 def test_a_row_of_nan_spoils_none_beside_it():
     batch, poison = batch_of(LENGTHS["a long tail"]), 7
     tokens = [jnp.where(x == poison, 8, x) for x in (batch.prompt, batch.completion)]

@@ -155,6 +155,16 @@ def test_bad_settings_are_named(kwargs, message):
         settings(**kwargs)
 
 
+def test_numbers_of_numpys_are_pythons():
+    """A float64, as `np.linspace` gives them, would be refused in a float32 network where JAX has 64 bits."""
+    given = settings(max_completion_length=np.int64(4), temperature=np.float64(0.7), top_k=np.uint8(3))
+    assert given == settings(max_completion_length=4, temperature=0.7, top_k=3)
+    assert [type(n) for n in (given.max_completion_length, given.temperature, given.top_k)] == [int, float, int]
+    with jax.enable_x64(True):
+        _, logps, _ = sample(jnp.zeros((2, 8), jnp.float32), jax.random.split(jax.random.key(0), 2), given)
+    assert logps.dtype == jnp.float32
+
+
 def test_ids_beyond_the_vocabulary_are_named():
     settings(eos_token_ids=(7, 8, 9), pad_token_id=9).check_ids(10)
     with pytest.raises(UserError, match=r"eos_token_ids is \(9, 10\); allowed: ids below the vocabulary's 10, or \(\)"):

@@ -21,6 +21,7 @@ from qerl_jax.models.params import (
     check_key,
     check_lora,
     lora_scaling,
+    of_threefry,
     projection_shape,
     small_shapes,
 )
@@ -165,7 +166,7 @@ def init_adapter(
         too high.
       TypeError: not a Model. ValueError: no PRNG key.
     """
-    check_key(key)
+    key = of_threefry(key)
     check_kind("model", model, Model)
     if isinstance(target_modules, str):  # whose letters would be taken for names
         raise UserError(

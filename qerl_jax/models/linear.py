@@ -63,7 +63,7 @@ def linear(x: jax.Array, weight: Weight, lora: LoRA | None = None, bias: jax.Arr
       [..., N].
 
     Raises:
-      ValueError: the last axis of x is not K.
+      ValueError: the last axis of x is not K. TypeError: x has whole numbers.
     """
     return linears(x, (weight,), (lora,), (bias,))[0]
 
@@ -129,6 +129,8 @@ def gated_mlp(
 
 
 def _check_inputs(x: jax.Array, weights: Sequence[Weight]) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"linear: x is {x.dtype}; expected a float dtype, in which the product is computed")
     for weight in weights:
         N, K = weight.shape
         if x.shape[-1] != K:

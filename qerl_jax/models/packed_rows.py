@@ -87,12 +87,12 @@ def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
 
 
 def in_a_row(lengths_N: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Parts of these lengths one behind the other, those of length 0 last. Returns each slot's part, its place in the
+    """Parts of these lengths, some of which may be 0, one behind the other. Returns each slot's part, its place in the
     part, and whether there is one (else both are the last part's end), [slots]; and where each part starts [N]."""
     ends_N = jnp.cumsum(lengths_N, dtype=jnp.int32)
     starts_N = ends_N - lengths_N
     slot_L = jnp.arange(slots, dtype=jnp.int32)
-    last = jnp.maximum(jnp.sum(lengths_N > 0, dtype=jnp.int32) - 1, 0)
+    last = jnp.max(jnp.where(lengths_N > 0, jnp.arange(len(lengths_N), dtype=jnp.int32), 0))
     part_L = jnp.minimum(jnp.searchsorted(ends_N, slot_L, side="right").astype(jnp.int32), last)
     place_L = jnp.clip(slot_L - starts_N[part_L], 0, jnp.maximum(lengths_N[part_L] - 1, 0))
     return part_L, place_L, slot_L < ends_N[-1], starts_N

@@ -170,6 +170,21 @@ def check_key(key: jax.Array) -> None:
         raise ValueError(f"the key is {found:.80}; expected one PRNG key, as jax.random.key(seed) makes it")
 
 
+def of_threefry(key: jax.Array) -> jax.Array:
+    """The key as one of JAX's threefry; a key of another implementation serves as its seed. (`rbg` draws all numbers of
+    a batch from the batch's first key, so that a sample's would depend on what stands beside it.)
+
+    Raises:
+      ValueError: it is no key, typed or of words.
+    """
+    check_key(key)
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    threefry = jax.random.wrap_key_data(jnp.asarray(words[:2]), impl="threefry2x32")
+    for i in range(2, len(words)):
+        threefry = jax.random.fold_in(threefry, words[i])
+    return threefry
+
+
 def check_fits(model: Model, adapter: Adapter) -> None:
     """Raises ValueError for an adapter of another network: with more or fewer layers, pairs of no projection, or arrays
     of other widths; or for several adapters stacked in one."""

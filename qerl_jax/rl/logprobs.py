@@ -134,7 +134,7 @@ def completion_logps(
     Args:
       model, adapter: the policy.
       prompt_NP, completion_NC: int32, padded on the right.
-      prompt_lengths_N, completion_lengths_N: 1 or more; both 0 where there is no row, at the end only.
+      prompt_lengths_N, completion_lengths_N: 1 or more, and 0 or more; both 0 where there is no row, at the end only.
       temperature: that logits are divided by.
       gradient_checkpointing: see `forward`.
       size: the pack has room for so many rows of the greatest length, and the rows must fit into it by the rules of

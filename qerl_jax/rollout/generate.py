@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.params import Adapter, Model, Norms, check_key, check_kinds, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of, of_threefry
 from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
@@ -22,21 +22,6 @@ from qerl_jax.rollout.slots import Slots, decode, started
 def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
     """The key of sample number `index` of the prompt at `place`; its tokens' keys are folded in by position."""
     return jax.random.fold_in(jax.random.fold_in(of_threefry(key), place), index)
-
-
-def of_threefry(key: jax.Array) -> jax.Array:
-    """The key as one of JAX's threefry; a key of another implementation serves as its seed. (`rbg` draws all numbers of
-    a batch from the batch's first key, so that a sample's would depend on what stands beside it.)
-
-    Raises:
-      ValueError: it is no key, typed or of words.
-    """
-    check_key(key)
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    threefry = jax.random.wrap_key_data(jnp.asarray(words[:2]), impl="threefry2x32")
-    for i in range(2, len(words)):
-        threefry = jax.random.fold_in(threefry, words[i])
-    return threefry
 
 
 def generate(
@@ -61,7 +46,8 @@ def generate(
       settings: lengths, EOS ids and sampling; static under jit.
       num_generations: G, static under jit.
       norms: norm scales to use instead of the clean ones (AQN).
-      limits_N: int32, most tokens of each prompt's completions, up to settings.max_completion_length, which None is.
+      limits_N: most tokens of each prompt's completions, from 1 to settings.max_completion_length, which None is; those
+        that are traced are brought into this range.
 
     Raises:
       UserError: an id in `settings`, or one of the prompts that is known, is beyond the vocabulary; prompts whose
@@ -157,5 +143,5 @@ def begun(
     cache = KVCache(layers, empty_kv(model, B, C, dtype), lengths_N)
     row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
     keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
-    limits_B = jnp.full(B, C, jnp.int32) if limits_N is None else limits_N[row_B]
-    return started(model, last_ND, cache, row_B, keys_B, limits_B, settings), new
+    limits_N = jnp.full(N, C, jnp.int32) if limits_N is None else jnp.clip(jnp.asarray(limits_N, jnp.int32), 1, C)
+    return started(model, last_ND, cache, row_B, keys_B, limits_N[row_B], settings), new

@@ -3,12 +3,14 @@
 On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
 than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
 refilled do without it: there a sample is bitwise the same in any slot of any number of slots. For products this depends
-on the processor. With AVX-512 what XLA uses instead of the library keeps the order; with AVX2 it does not, and the
-library does. So both are tried, and the first whose products come out the same is taken. The programs of a whole
+on the processor and on their size: what XLA uses instead of the library keeps the order in small ones with AVX-512, and
+not with AVX2, where the library does. So both are tried on several sizes, and the first whose products all come out the
+same is taken. The programs of a whole
 rollout keep the library: their decode loop is a third faster with it, and their numbers are the same up to rounding.
 """
 
 import functools
+import itertools
 import logging
 from typing import Any, NamedTuple
 
@@ -38,7 +40,9 @@ _ROW_STABLE = tuple(
     {"xla_cpu_experimental_ynn_fusion_type": f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}"}
     for kind in ("CONVOLUTION", "DOT")
 )
-_PROBED = (2, 4, 8, 16)  # rows
+_PROBED = (2, 4, 8, 16, 64)  # rows
+# Inputs and outputs: a small model's, and in the order of time sizes at which what XLA uses itself has lost the order.
+_PROBED_SIZES = ((64, 64), (896, 128), (32, 385), (128, 4096))
 
 
 class Programs(NamedTuple):
@@ -92,8 +96,12 @@ def _warn(reason: str) -> None:
 
 
 def _keeps_rows(options: dict[str, str]) -> bool:
-    """Whether rows of a product are bitwise the same with fewer and with more rows beside them."""
-    x, w = np.split(np.random.default_rng(0).standard_normal((max(_PROBED) + 64, 64), np.float32), [max(_PROBED)])
+    """Whether rows of products are bitwise the same with fewer and with more rows beside them."""
     product = jax.jit(matmul_rows, compiler_options=options)
-    rows = [np.asarray(product(x[:M], w)) for M in _PROBED]
-    return all(np.array_equal(y, rows[-1][: len(y)]) for y in rows)
+
+    def keeps(K: int, N: int) -> bool:
+        x, w = np.split(np.random.default_rng(0).standard_normal((_PROBED[-1] + N, K), np.float32), [_PROBED[-1]])
+        rows = [np.asarray(product(x[:M], w)) for M in _PROBED]
+        return all(np.array_equal(y, rows[-1][: len(y)]) for y in rows)
+
+    return all(itertools.starmap(keeps, _PROBED_SIZES))
