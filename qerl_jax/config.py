@@ -296,9 +296,9 @@ class Config:
                 f"optimizer.num_train_epochs is {self.optimizer.num_train_epochs:g}, which gives {steps:.0e} optimizer "
                 f"steps on {dataset_length} prompts; allowed: fewer than 2^31 steps"
             )
-        if self.noise.num_stages > steps:
+        if self.noise.num_stages > max(1, rollouts):
             raise UserError(
-                f"noise.num_stages is {self.noise.num_stages}; allowed: at most the {steps} optimizer steps that "
+                f"noise.num_stages is {self.noise.num_stages}; allowed: at most the {max(1, rollouts)} rollouts that "
                 f"optimizer.num_train_epochs {self.optimizer.num_train_epochs:g} gives on {dataset_length} prompts"
             )
         return steps

@@ -72,10 +72,11 @@ def conflicts(config: "Config") -> list[str]:
                 f"(steps_per_generation {steps} / gradient_accumulation_steps {accumulation} x num_iterations "
                 f"{config.grpo.num_iterations})"
             )
-    if optimizer.max_steps is not None and config.noise.num_stages > optimizer.max_steps:
+    if optimizer.max_steps is not None and config.noise.num_stages > optimizer.max_steps // updates:
+        rollouts = f" / the {updates} steps that follow each rollout" if updates > 1 else ""
         problems.append(
             f"noise.num_stages is {config.noise.num_stages}; allowed: at most optimizer.max_steps "
-            f"{optimizer.max_steps}, so that every stage lasts a step or more"
+            f"{optimizer.max_steps}{rollouts}, so that every stage has a rollout or more"
         )
     return problems
 

@@ -17,7 +17,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from qerl_jax.durable import named, write_whole
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.run_files import CHECKPOINTS, CONFIG, ROWS
+from qerl_jax.run_files import CONFIG, is_run
 
 # What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end.
 _UNREADABLE = YAMLError, ValueError, RecursionError
@@ -69,11 +69,8 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run folder that `path` is the config of: one with the files of a run's rows, there from its beginning, or
-    with its checkpoints beside a file of that name."""
-    folder = path.parent
-    begun = all((folder / name).is_file() for name in ROWS) or any(folder.glob(f"{CHECKPOINTS}/step_*"))
-    return named(folder) if begun and path.name == CONFIG else None
+    """The run folder that `path` is the config of."""
+    return named(path.parent) if path.name == CONFIG and is_run(path.parent) else None
 
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:

@@ -1,5 +1,7 @@
 """What lies in a run's folder, by name."""
 
+from pathlib import Path
+
 CONFIG = "config.yaml"  # every option in force; the command that continues the run reads it
 METRICS = "metrics.jsonl"  # a row for each update and each evaluation
 COMPLETIONS = "completions.jsonl"  # a row for each completion sampled in training
@@ -12,3 +14,9 @@ ADAPTER = "adapter"  # the PEFT folder of what was learned, when the run has end
 PLOTS = "plots"  # its pictures, then too
 SUMMARY = "summary.json"  # written last: with it the run is finished
 LOCK = ".lock"  # held by the process at work on it
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has what a run writes beside its config, since other programs too have a config.yaml."""
+    begun = all((folder / name).is_file() for name in ROWS) or any(folder.glob(f"{CHECKPOINTS}/step_*"))
+    return (folder / CONFIG).is_file() and (begun or (folder / SUMMARY).is_file())

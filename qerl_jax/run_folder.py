@@ -31,7 +31,7 @@ from qerl_jax.manifest import Progress
 from qerl_jax.metrics import truncate_after, updates_logged
 from qerl_jax.models.dtypes import DtypeName, settled_dtype
 from qerl_jax.program import program
-from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, METRICS, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID
+from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, METRICS, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID, is_run
 from qerl_jax.run_options import (
     LOCATIONS,
     OPTIONS,
@@ -49,8 +49,6 @@ NO_OWN_FUNCTIONS = {"loss function": "as configured", "advantage function": "as 
 FRESH = "`--fresh` (in a script `fresh=True`)"
 
 _log = logging.getLogger(__name__)
-# What a process that was killed at its very start leaves.
-_BEFORE_CONFIG = {LOCK, f".tmp-{CONFIG}"}
 
 
 class RunFinished(Exception):
@@ -93,11 +91,11 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
             _forget(folder)
         if changed or begun is None:
             config = _with_dtype(config, settled_dtype(config.model.dtype))
+        for name in ROWS:  # before its config: from then on the folder is known as a run's (`run_files.is_run`)
+            (folder / name).touch()
         if config != begun:  # or the command that continues the run would fall back to what was free to change
             run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
             save_yaml(dataclasses.replace(config, run=run), folder / CONFIG)
-        for name in ROWS:  # by which the folder, once copied, is known as a run's (`recipes.read_recipe`)
-            (folder / name).touch()
         yield folder, config
 
 
@@ -162,12 +160,19 @@ def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
         refuse_no_folder(folder)
     except UserError as error:
         raise UserError(f"{folder}: run.output_dir cannot be made: {error}, or a name that is free") from None
-    stored = (folder / CONFIG).is_file()
-    if folder.is_dir() and not stored and any(p.name not in _BEFORE_CONFIG for p in folder.iterdir()):
-        raise UserError(f"{folder}: run.output_dir holds files but no {CONFIG}, so it is no run; choose another name")
+    if folder.is_dir() and not is_run(folder) and not all(map(_left_before_the_config, folder.iterdir())):
+        raise UserError(
+            f"{folder}: run.output_dir holds files but no {CONFIG} with the {' and '.join(ROWS)} or {CHECKPOINTS} of a "
+            "run beside it, so it is no run; choose another name"
+        )
     if not (folder / SUMMARY).is_file():  # a finished run reports nothing any more
         check_services(config.run.report_to)
     return folder, config
+
+
+def _left_before_the_config(path: Path) -> bool:
+    """Whether a process that was killed at a run's very start leaves this."""
+    return path.name in (LOCK, f".tmp-{CONFIG}") or (path.name in ROWS and path.stat().st_size == 0)
 
 
 class _Compared(NamedTuple):

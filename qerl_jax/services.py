@@ -3,12 +3,13 @@ own, is told as a UserError, so that a run which one of them stops is saved firs
 
 import contextlib
 import importlib.util
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from qerl_jax.durable import make_folder, write_whole
+from qerl_jax.durable import make_folder, named, write_whole
 from qerl_jax.errors import UserError
 from qerl_jax.option_names import Service
 from qerl_jax.run_files import METRICS, TENSORBOARD, WANDB_RUN_ID
@@ -113,9 +114,10 @@ class _WeightsAndBiases:
         kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
             write_whole(kept, uuid.uuid4().hex[:12])
-        self._run = wandb.init(
-            project="qerl-jax", name=run_dir.name, id=kept.read_text(), resume="allow", dir=str(run_dir)
-        )
+        # What is given to init outweighs W&B's variables of the environment.
+        of_user = {"project": os.environ.get("WANDB_PROJECT"), "name": os.environ.get("WANDB_NAME")}
+        chosen = {"project": "qerl-jax", "name": named(run_dir).name} | {k: v for k, v in of_user.items() if v}
+        self._run = wandb.init(**chosen, id=kept.read_text(), resume="allow", dir=str(run_dir))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(dict(numbers), step=step)

@@ -79,6 +79,7 @@ def test_derived_values():
         optimizer=OptimizerOptions(max_steps=40, per_device_train_batch_size=4, gradient_accumulation_steps=2),
         grpo=GrpoOptions(steps_per_generation=8, num_iterations=2),
         generation=GenerationOptions(num_generations=8),
+        noise=NoiseOptions(num_stages=5),
         run=dataclasses.replace(Config(optimizer=OptimizerOptions(max_steps=20)).run, save_steps=8),
     )
     assert config.completions_per_rollout == 32
@@ -91,7 +92,7 @@ def test_total_steps_of_epochs_are_whole_rollouts():
     config = Config(optimizer=OptimizerOptions(num_train_epochs=1.5), noise=NoiseOptions(num_stages=3))
     assert config.prompts_per_rollout == 16
     assert config.total_steps(dataset_length=100) == 10  # 150 prompts / 16, rounded up
-    with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 1 optimizer steps"):
+    with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 1 rollouts that"):
         config.total_steps(dataset_length=8)
     endless = Config(optimizer=OptimizerOptions(num_train_epochs=1e30))
     with pytest.raises(UserError, match=r"num_train_epochs is 1e\+30, which gives .*; allowed: fewer than 2\^31 steps"):
@@ -182,6 +183,10 @@ def test_one_wrong_override(override, expected):
         (["generation.num_generations=6"], "generation.num_generations is 6; allowed: a divisor of the 128"),
         (["grpo.steps_per_generation=6"], "grpo.steps_per_generation is 6; allowed: a multiple of"),
         (["noise.num_stages=61"], "noise.num_stages is 61; allowed: at most optimizer.max_steps 60"),
+        (
+            ["noise.num_stages=31", "grpo.num_iterations=2"],
+            "at most optimizer.max_steps 60 / the 2 steps that follow each rollout, so that every stage has a rollout",
+        ),
         (["grpo.num_iterations=7"], "optimizer.max_steps is 60; allowed: a multiple of the 7 optimizer steps"),
         (["grpo.num_iterations=2", "run.save_steps=5"], "run.save_steps is 5; allowed: a multiple of the 2"),
         (["grpo.num_iterations=2", "evaluation.eval_steps=5"], "evaluation.eval_steps is 5; allowed: a multiple of"),
@@ -309,7 +314,8 @@ def test_an_option_without_effect_is_an_error_in_a_config_made_in_a_script_too()
     ]
     with pytest.raises(UserError, match=r"^lora\.lora_r has no effect in this run: it comes from lora\.adapter 'a'"):
         settled_config(Config(optimizer=steps, lora=LoraOptions(lora_r=8, adapter="a")))
-    given = Config(optimizer=steps, grpo=GrpoOptions(epsilon=0.5, delta=9.0, num_iterations=2))
+    grpo, noise = GrpoOptions(epsilon=0.5, delta=9.0, num_iterations=2), NoiseOptions(num_stages=5)
+    given = Config(optimizer=steps, grpo=grpo, noise=noise)
     assert settled_config(given).grpo == dataclasses.replace(given.grpo, steps_per_generation=4)
     cispo = Config(optimizer=steps, grpo=GrpoOptions(loss_type="cispo", epsilon_high=5.0))
     assert settled_config(cispo).grpo == dataclasses.replace(cispo.grpo, steps_per_generation=4)

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -68,6 +69,7 @@ def test_a_process_killed_before_it_wrote_the_config_is_no_hindrance(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     (tmp_path / "run" / ".tmp-config.yaml").write_text("model:")
+    (tmp_path / "run" / "metrics.jsonl").touch()
     assert (open_once(config(tmp_path)) / "config.yaml").is_file()
 
 
@@ -188,6 +190,13 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "run" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is no run"):
         open_once(config(tmp_path))
+    (tmp_path / "run" / "config.yaml").write_text("# another program's\nlearning_rate: 1\n")
+    (tmp_path / "run" / "completions.jsonl").write_text('{"answer": 1}\n')
+    before = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="is no run") if not fresh else contextlib.nullcontext():
+            assert open_once(config(tmp_path), fresh=fresh) == tmp_path / "run-2"
+    assert {path.name: path.read_text() for path in (tmp_path / "run").iterdir()} == before
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file; expected a folder, or a name that is free"):
         open_once(load_config("quickstart", [f"run.output_dir={tmp_path / 'file'}"]))

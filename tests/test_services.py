@@ -3,6 +3,7 @@
 import struct
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from full_disk import full_disk
@@ -154,4 +155,9 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         "end",
     ]
     assert started[0] == started[1]
-    assert started[0]["resume"] == "allow"
+    assert (started[0]["resume"], started[0]["project"], started[0]["name"]) == ("allow", "qerl-jax", tmp_path.name)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_NAME", "")
+    monkeypatch.chdir(tmp_path)
+    with MetricsWriter(Path("."), ["wandb"]):
+        assert started[2] == started[0] | {"project": "mine", "dir": "."}

@@ -189,7 +189,7 @@ class _Run:
                     learned = dict(self.progress)
                 self._stop_if_never_finite(learned)
                 measured = self._evaluate_if_due(first_step)
-                if config.run.save_steps and step - self.saved_at >= config.run.save_steps:
+                if config.run.save_steps and step // config.run.save_steps > first_step // config.run.save_steps:
                     self._save()
             self._save()
             self._stop_if_interrupted()

@@ -393,6 +393,16 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     assert mine == theirs
 
 
+def test_after_a_stop_between_them_the_multiples_of_save_steps_are_saved(policy, tmp_path):
+    config, run = config_in(tmp_path, policy, run={"save_steps": 4}), tmp_path / "run"
+    reward_file(tmp_path, COUNTED + "    if calls > 3:\n        1 / 0\n    return scores\n")
+    with pytest.raises(UserError, match="saved at step 2 of 6"):
+        train(config, run)
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    assert checkpoints(run) == [0, 2, 4, 6]
+
+
 def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(policy, finished, tmp_path):
     config, run, saved = config_in(tmp_path, policy, run={"save_steps": 6}), tmp_path / "run", [0]
     for calls in (3, 1):  # of the process
