@@ -5,8 +5,8 @@ than for 32, so that a sample's numbers would depend on how many slots there are
 refilled do without it: there a sample is bitwise the same in any slot of any number of slots. For products this depends
 on the processor and on their size: what XLA uses instead of the library keeps the order in small ones with AVX-512, and
 not with AVX2, where the library does. So both are tried on several sizes, and the first whose products all come out the
-same is taken. The programs of a whole
-rollout keep the library: their decode loop is a third faster with it, and their numbers are the same up to rounding.
+same is taken. The programs of a whole rollout keep the library: their decode loop is a third faster with it, and their
+numbers are the same up to rounding.
 """
 
 import functools
