@@ -289,17 +289,18 @@ class Config:
         if self.optimizer.max_steps is not None:
             return self.optimizer.max_steps
         assert self.optimizer.num_train_epochs is not None
-        rollouts = math.ceil(min(1e18, self.optimizer.num_train_epochs * dataset_length / self.prompts_per_rollout))
-        steps = max(1, rollouts) * self.updates_per_rollout
+        epochs = self.optimizer.num_train_epochs
+        rollouts = max(1, math.ceil(min(1e18, epochs * dataset_length / self.prompts_per_rollout)))
+        steps = rollouts * self.updates_per_rollout
         if steps >= 2**31:
             raise UserError(
-                f"optimizer.num_train_epochs is {self.optimizer.num_train_epochs:g}, which gives {steps:.0e} optimizer "
+                f"optimizer.num_train_epochs is {epochs:g}, which gives {steps:.0e} optimizer "
                 f"steps on {dataset_length} prompts; allowed: fewer than 2^31 steps"
             )
-        if self.noise.num_stages > max(1, rollouts):
+        if self.noise.num_stages > rollouts:
             raise UserError(
-                f"noise.num_stages is {self.noise.num_stages}; allowed: at most the {max(1, rollouts)} rollouts that "
-                f"optimizer.num_train_epochs {self.optimizer.num_train_epochs:g} gives on {dataset_length} prompts"
+                f"noise.num_stages is {self.noise.num_stages}; allowed: at most the {rollouts} rollouts that "
+                f"optimizer.num_train_epochs {epochs:g} gives on {dataset_length} prompts"
             )
         return steps
 

@@ -45,10 +45,10 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_annotations(settings: Any) -> None:
-    """Raises UserError for the first field of a dataclass that is annotated as a number and is none, or as a Literal
-    and is none of its values. Other fields are not looked at. Numbers of NumPy's become Python's: a float64 would
-    widen what it is combined with where JAX has 64 bits."""
+def settle_fields(settings: Any) -> None:
+    """Makes Python's numbers of NumPy's in a dataclass, whose float64 would widen what it meets where JAX has 64 bits.
+    Raises UserError for the first field that is annotated as a number and is none, or as a Literal and is none of its
+    values. Other fields are not looked at."""
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]

@@ -11,8 +11,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_annotations, check_fields
-from qerl_jax.models.params import Norms, of_threefry
+from qerl_jax.errors import check_fields, settle_fields
+from qerl_jax.keys import of_threefry
+from qerl_jax.models.params import Norms
 from qerl_jax.option_names import NoiseDecay
 
 
@@ -39,7 +40,7 @@ class NoiseSchedule:
     final_norm: bool = False
 
     def __post_init__(self) -> None:
-        check_annotations(self)
+        settle_fields(self)
         if self.num_stages < 1 or self.total_steps < self.num_stages:
             raise ValueError(
                 f"num_stages is {self.num_stages} and total_steps {self.total_steps}; "

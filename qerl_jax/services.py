@@ -114,10 +114,10 @@ class _WeightsAndBiases:
         kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
             write_whole(kept, uuid.uuid4().hex[:12])
-        # What is given to init outweighs W&B's variables of the environment.
-        of_user = {"project": os.environ.get("WANDB_PROJECT"), "name": os.environ.get("WANDB_NAME")}
-        chosen = {"project": "qerl-jax", "name": named(run_dir).name} | {k: v for k, v in of_user.items() if v}
-        self._run = wandb.init(**chosen, id=kept.read_text(), resume="allow", dir=str(run_dir))
+        # W&B reads these variables itself only where init is given neither.
+        project = os.environ.get("WANDB_PROJECT") or "qerl-jax"
+        name = os.environ.get("WANDB_NAME") or named(run_dir).name
+        self._run = wandb.init(project=project, name=name, id=kept.read_text(), resume="allow", dir=str(run_dir))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(dict(numbers), step=step)

@@ -32,7 +32,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # by side, two of them would compile the same programs.
 LONG = (
     "trainer_steps", "quickstart", "packs", "update", "examples", "resume", "float16", "engine", "command_line_runs",
-    "tail", "wide_program", "trainer_stops", "update_ratio", "step", "families", "trainer_dynamic_sampling",
+    "tail", "wide_program", "trainer_stops", "trainer_failures", "update_ratio", "step", "families",
+    "trainer_dynamic_sampling",
 )  # fmt: skip
 
 # Linux gives a process 65,530 memory maps. XLA takes some 20 for each program, and crashes when there are none left.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, check_kind, nearest
 from qerl_jax.formats import PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
+from qerl_jax.keys import check_key, of_threefry
 from qerl_jax.models.config import QKV, ModelConfig
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.params import (
@@ -18,10 +19,8 @@ from qerl_jax.models.params import (
     LoRA,
     Model,
     TrainedNorms,
-    check_key,
     check_lora,
     lora_scaling,
-    of_threefry,
     projection_shape,
     small_shapes,
 )

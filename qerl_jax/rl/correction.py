@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_annotations, check_fields
+from qerl_jax.errors import check_fields, settle_fields
 from qerl_jax.option_names import CorrectionLevel, CorrectionMode
 
 
@@ -31,7 +31,7 @@ class SamplerCorrection:
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        check_annotations(self)
+        settle_fields(self)
         check_fields(self, ("cap", self.cap > 0, "above 0"))
 
 

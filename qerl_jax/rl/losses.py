@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_annotations, check_fields
+from qerl_jax.errors import check_fields, settle_fields
 from qerl_jax.option_names import ImportanceSamplingLevel, LossType
 
 _LARGEST_LOG_RATIO = 80.0  # exp of it is 5.5e34: above any bound, and finite in float32
@@ -55,7 +55,7 @@ class LossSpec:
     delta: float | None = None
 
     def __post_init__(self) -> None:
-        check_annotations(self)
+        settle_fields(self)
         check_fields(
             self,
             ("beta", 0 <= self.beta < math.inf, "0 or more"),

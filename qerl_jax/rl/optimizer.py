@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.errors import check_annotations, check_fields
+from qerl_jax.errors import check_fields, settle_fields
 from qerl_jax.models.params import Adapter
 from qerl_jax.option_names import LRSchedulerType
 
@@ -34,7 +34,7 @@ class OptimizerSpec:
     max_grad_norm: float = 0.2
 
     def __post_init__(self) -> None:
-        check_annotations(self)
+        settle_fields(self)
         check_fields(
             self,
             ("learning_rate", 0 < self.learning_rate < math.inf, "above 0"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from qerl_jax.errors import check_annotations, check_fields
+from qerl_jax.errors import check_fields, settle_fields
 from qerl_jax.models.params import Adapter
 from qerl_jax.option_names import OldLogprobs
 from qerl_jax.rl.correction import SamplerCorrection
@@ -76,7 +76,7 @@ class UpdateSettings:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        check_annotations(self)
+        settle_fields(self)
         check_fields(
             self,
             ("num_generations", self.num_generations >= 1, "1 or more"),

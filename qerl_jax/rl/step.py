@@ -16,7 +16,8 @@ import numpy as np
 import optax
 
 from qerl_jax.errors import check_kind
-from qerl_jax.models.params import Adapter, Model, Norms, check_key, norms_of
+from qerl_jax.keys import check_key
+from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rewards.calling import LARGEST
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, informative_groups

@@ -189,7 +189,7 @@ class _Run:
                     learned = dict(self.progress)
                 self._stop_if_never_finite(learned)
                 measured = self._evaluate_if_due(first_step)
-                if config.run.save_steps and step // config.run.save_steps > first_step // config.run.save_steps:
+                if _reached(config.run.save_steps, first_step, step):
                     self._save()
             self._save()
             self._stop_if_interrupted()
@@ -299,8 +299,8 @@ class _Run:
 
     def _evaluate_if_due(self, before: int) -> dict[str, Any] | None:
         """Evaluates, and writes a row of it, if the rollout just trained on reached a multiple of eval_steps."""
-        every, step = self.config.evaluation.eval_steps, int(self.state.step)
-        if every is None or step // every == before // every:
+        step = int(self.state.step)
+        if not _reached(self.config.evaluation.eval_steps, before, step):
             return None
         results = self._evaluate(f"at step {step}")
         row = {"step": step, "rollout": self.progress["rollout"] - 1}
@@ -355,6 +355,11 @@ class _Run:
         configured = self.experiment.own == NO_FUNCTIONS
         print(report(self.folder, summary, self.config.evaluation.eval_dataset, configured))
         return self.folder
+
+
+def _reached(every: int | None, before: int, step: int) -> bool:
+    """Whether the steps from `before` to `step` have come to a multiple of `every`; None has none."""
+    return every is not None and step // every > before // every
 
 
 def peak_memory() -> float:

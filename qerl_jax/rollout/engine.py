@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import check_kind, is_number, is_whole
+from qerl_jax.keys import of_threefry
 from qerl_jax.models.linear import fewest_rows
-from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of, of_threefry
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.generate import check_limits, check_rows
 from qerl_jax.rollout.memory import Plan, plan_slots

@@ -5,18 +5,23 @@ position, never on the batch it stands in. Dimension letters: N prompts, G compl
 C completion slots, B = N * G rows.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of, of_threefry
+from qerl_jax.keys import of_threefry
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
 from qerl_jax.rollout.prepared import Made, made, prepared
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.slots import Slots, decode, started
+
+Limits = jax.Array | np.ndarray | Sequence[int]
 
 
 def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
@@ -32,7 +37,7 @@ def generate(
     settings: SamplingSettings,
     num_generations: int = 1,
     norms: Norms | None = None,
-    limits_N: jax.Array | None = None,
+    limits_N: Limits | None = None,
 ) -> Rollout:
     """Samples `num_generations` completions for every prompt until all have ended.
 
@@ -69,7 +74,7 @@ def generate(
     return decode(slots, model, adapter, norms, C, 0, settings, group=num_generations).out
 
 
-def check_limits(limits_N: jax.Array | np.ndarray, prompts: int, max_completion_length: int) -> None:
+def check_limits(limits_N: Limits, prompts: int, max_completion_length: int) -> None:
     """Raises UserError if these are not the most tokens of so many prompts' completions."""
     limits_N = np.asarray(limits_N)
     whole = limits_N.shape == (prompts,) and limits_N.dtype.kind in "iu"
@@ -104,7 +109,7 @@ def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None
             raise UserError(f"prompts have the token id {strange[0]}; allowed: 0 to {vocabulary - 1}")
 
 
-def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: jax.Array | None) -> None:
+def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: Limits | None) -> None:
     """Of what is traced the most that it can be."""
     P, C, positions = prompts.tokens.shape[1], settings.max_completion_length, model.config.max_position_embeddings
     lengths, most = (None if isinstance(known, jax.core.Tracer) else known for known in (prompts.lengths, limits_N))
@@ -127,7 +132,7 @@ def begun(
     settings: SamplingSettings,
     num_generations: int,
     norms: Norms | None,
-    limits_N: jax.Array | None,
+    limits_N: Limits | None,
 ) -> tuple[Slots, Made]:
     """The first part of `generate`: slots with the prompts prefilled and every completion's first token drawn, and what
     was made ready for the network, which `decode` needs too."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import UserError, check_annotations, check_fields, is_whole
+from qerl_jax.errors import UserError, check_fields, is_whole, settle_fields
 from qerl_jax.option_names import KVCacheDtype
 from qerl_jax.rollout.thresholds import kth_largest, nucleus_floor
 
@@ -46,7 +46,7 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         ids = tuple(self.eos_token_ids) if isinstance(self.eos_token_ids, Iterable) else (self.eos_token_ids,)
         object.__setattr__(self, "eos_token_ids", ids)
-        check_annotations(self)
+        settle_fields(self)
         check_fields(
             self,
             ("max_completion_length", self.max_completion_length >= 1, "1 or more"),

@@ -1,0 +1,92 @@
+"""What a run has saved when a reward function, an evaluation or a service fails, and that it goes on from there."""
+
+import importlib.machinery
+import json
+import sys
+import types
+
+import pytest
+from run_harness import checkpoints, differences, leaves, rows
+from training_runs import COUNTED, config_in, reward_file, train
+
+from qerl_jax.errors import UserError
+
+
+def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_is_fixed(policy, finished, tmp_path):
+    config, run = config_in(tmp_path, policy), tmp_path / "run"
+    failures = [
+        # What goes wrong, on which call since the process began, what is said, and the step saved by then.
+        ("raise ValueError('no such unit')", 4, "raised on 8 completions, of prompts from the one .*no such unit", 2),
+        ("scores[5] = float('nan')", 2, r"returned nan \(float\) for a completion of the prompt that begins 'Ann", 4),
+        ("scores = scores[1:]", 1, "returned 7 scores; expected 8", 4),
+        ("scores[3] = float('inf')", 2, r"returned inf \(float\) for a completion", 6),  # evaluating
+    ]
+    for wrong, call, message, saved in failures:
+        reward_file(tmp_path, COUNTED + f"    if calls == {call}:\n        {wrong}\n    return scores\n")
+        with pytest.raises(UserError, match=f"(?s)rewards.py:digits' {message}"):
+            train(config, run)
+        assert checkpoints(run)[-1] == saved == len(rows(run)) == len(rows(run, "completions.jsonl")) / 4
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    found = differences(run, finished)
+    assert len(found) == 1 and found[0].startswith("progress")
+    mine, theirs = leaves(run)[1], leaves(finished)[1]
+    assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
+    assert mine == theirs
+
+
+def test_after_a_stop_between_them_the_multiples_of_save_steps_are_saved(policy, tmp_path):
+    config, run = config_in(tmp_path, policy, run={"save_steps": 4}), tmp_path / "run"
+    reward_file(tmp_path, COUNTED + "    if calls > 3:\n        1 / 0\n    return scores\n")
+    with pytest.raises(UserError, match="saved at step 2 of 6"):
+        train(config, run)
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    assert checkpoints(run) == [0, 2, 4, 6]
+
+
+def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(policy, finished, tmp_path):
+    config, run, saved = config_in(tmp_path, policy, run={"save_steps": 6}), tmp_path / "run", [0]
+    for calls in (3, 1):  # of the process
+        reward_file(tmp_path, COUNTED + f"    if calls > {calls}:\n        1 / 0\n    return scores\n")
+        with pytest.raises(UserError, match=r"(?s)ZeroDivisionError.*\nsaved at step \d of 6; `.*qerl.* train "):
+            train(config, run)
+        assert saved[-1] < checkpoints(run)[-1] == len(rows(run)) < 6
+        saved = checkpoints(run)
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    mine, theirs = leaves(run)[0], leaves(finished)[0]
+    assert all(mine[name].tobytes() == theirs[name].tobytes() for name in theirs)
+
+
+def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluation_made_up_for(policy, tmp_path):
+    config = config_in(tmp_path, policy, run={"save_steps": 6}, evaluation={"eval_steps": 2})
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    for call, saved in ((5, 2), (8, 6)):  # of the process; each time the greedy completions' of an evaluation
+        reward_file(tmp_path, COUNTED + f"    if calls == {call}:\n        1 / 0\n    return scores\n")
+        with pytest.raises(UserError, match=rf"(?s)ZeroDivisionError.*\nsaved at step {saved} of 6; `.*qerl.* train "):
+            train(config, run)
+        assert checkpoints(run)[-1] == saved and "loss" in rows(run)[-1]
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, run)
+    train(config, undisturbed)
+    assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
+    assert mine["after"] == theirs["after"] and mine["before"] == theirs["before"]
+
+
+def test_what_was_learned_before_a_service_failed_is_saved(config, finished, tmp_path, monkeypatch):
+    def log(numbers, step):
+        if step == 3:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    stand_in = types.ModuleType("wandb")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="here")
+    run = types.SimpleNamespace(log=log, finish=lambda: None)
+    stand_in.init = lambda **options: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    with pytest.raises(UserError, match=r"(?s)wandb failed, BrokenPipeError: .*\nsaved at step \d of 6; "):
+        train(config, tmp_path / "run", "run.save_steps=null", "run.report_to=[wandb]")
+    assert checkpoints(tmp_path / "run")[-1] >= 3
+    train(config, tmp_path / "run", "run.save_steps=null")
+    assert differences(tmp_path / "run", finished) == []
