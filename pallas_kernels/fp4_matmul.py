@@ -40,6 +40,7 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
 
     Raises:
       ValueError: shapes that do not agree, or a backend that cannot take the shape, naming the constraint.
+      TypeError: an x of whole numbers.
     """
     single = isinstance(weight, KernelWeight)
     weights = (weight,) if single else tuple(weight)
@@ -47,6 +48,7 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
         global_scale, lora, bias = [global_scale], [lora], [bias]
     scales, loras, biases = per_weight(len(weights), global_scale, lora, bias)
     check_inputs(x_MK, weights)
+    check_added(weights, loras, biases)
     route = Route(backend, variants.capability())
     out = _linear(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, weights, scales, loras, biases)
     return out[0] if single else out
@@ -60,7 +62,9 @@ def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
 
 
 def check_inputs(x_MK, weights):
-    """Raises ValueError where these weights do not all take x."""
+    """Raises ValueError where these weights do not all take x, TypeError where it holds whole numbers."""
+    if not jnp.issubdtype(x_MK.dtype, jnp.floating):
+        raise TypeError(f"x is {x_MK.dtype}; expected a float dtype, in which the product is computed")
     if x_MK.ndim != 2:
         raise ValueError(f"x must be [M, K], got shape {x_MK.shape}")
     for w in weights:
@@ -68,6 +72,17 @@ def check_inputs(x_MK, weights):
             raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
     if len({w.dtype for w in weights}) > 1:
         raise ValueError(f"weights that share x must have one dtype, got {', '.join(w.dtype for w in weights)}")
+
+
+def check_added(weights, loras, biases):
+    """Raises ValueError where LoRA pairs or biases are not of their weights' shapes: they would be broadcast."""
+    for w, lora, bias in zip(weights, loras, biases, strict=True):
+        if lora is not None:
+            a, b, _ = lora
+            if a.shape[1:] != (w.k,) or b.shape != (w.n, a.shape[0]):
+                raise ValueError(f"lora has A {a.shape} and B {b.shape}, the weight {w.shape} takes [R, K] and [N, R]")
+        if bias is not None and bias.shape != (w.n,):
+            raise ValueError(f"bias is {bias.shape}, the weight {w.shape} takes [N]")
 
 
 def per_weight(count, global_scale, lora, bias):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import variants, wide
-from .fp4_matmul import Route, all_rows, check_inputs, lora_gradients, per_weight, product, product_dx
+from .fp4_matmul import Route, all_rows, check_added, check_inputs, lora_gradients, per_weight, product, product_dx
 from .operands import padded_ranks
 from .wide_plan import WideConfig
 
@@ -43,6 +43,7 @@ def fp4_mlp(x_MK, weights, global_scales, *, lora=None, bias=None, backend=None,
         raise ValueError(f"gate, up and down must be [F, K], [F, K] and [N, F] of one dtype, got {found}")
     check_inputs(x_MK, (gate, up))
     scales, loras, biases = per_weight(3, global_scales, lora, bias)
+    check_added(weights, loras, biases)
     route = Route(backend, variants.capability())
     return _mlp(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, tuple(weights), scales, loras, biases)
 

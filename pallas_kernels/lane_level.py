@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from . import ptx as p
 
@@ -26,6 +27,8 @@ def kernel(
     def body(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def inline(ctx, *refs):
+            # JAX would count the kernels of a process, and a kernel's hash would depend on what was lowered before it.
+            ctx.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(program.__name__)
             with p.halves(dtype):
                 program(ctx, *refs)
 

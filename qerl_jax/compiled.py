@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from pallas_kernels.mosaic_kernels import alone, mosaic_kernels
+
 _ZLIB = 0x78  # first byte of what zlib wrote, which is what JAX uses unless another compressor is installed
 
 
@@ -20,8 +22,9 @@ def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.st
     """Compiles programs of jitted functions. A later call with arguments of the same kinds finds its program ready.
 
     On a GPU most of XLA's work on a program is done by one thread, so each program gets one, while further ones are
-    traced. What may lie in a compilation cache is left to the end, one by one: reading programs in threads is not known
-    to be safe. On a CPU compiling takes all cores anyway, and nothing is done in threads.
+    traced, and so does each different Mosaic kernel in them (see `pallas_kernels.mosaic_kernels`). What may lie in a
+    compilation cache is left to the end, one by one: reading programs in threads is not known to be safe. On a CPU
+    compiling takes all cores anyway, and nothing is done in threads.
 
     Returns:
       The compiled programs of each group.
@@ -31,12 +34,21 @@ def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.st
     """
     if not _in_threads():
         return [[one.compile() for one in group] for group in groups]
-    kept, found = _kept_names(), []
+    kept, found, kernels = _kept_names(), [], {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def begin(one: jax.stages.Lowered) -> concurrent.futures.Future[jax.stages.Compiled] | None:
+            if kept(_module_name(one)):
+                return None
+            for name, told in mosaic_kernels(one).items():
+                if name not in kernels and not kept(f"jit_{name}"):
+                    kernels[name] = pool.submit(alone(name, told).compile)
+            return pool.submit(one.compile)
+
         try:
             for group in groups:
-                found.append([(one, None if kept(_module_name(one)) else pool.submit(one.compile)) for one in group])
-            for _, future in itertools.chain(*found):
+                found.append([(one, begin(one)) for one in group])
+            for future in (*kernels.values(), *(future for _, future in itertools.chain(*found))):
                 if future is not None:
                     future.result()
         except BaseException:

@@ -128,7 +128,7 @@ def generate_texts(
     if not greedy:
         settings = dataclasses.replace(settings, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     longest = max(len(request.prompt) for request in requests)
-    width = min(policy.model.config.max_position_embeddings, -(-longest // _BUCKET) * _BUCKET)
+    width = min(policy.model.config.positions, -(-longest // _BUCKET) * _BUCKET)
     # One call does not save the time that compiling programs for its last samples takes.
     engine = Engine(policy.model, settings, max_prompt_length=width, max_slots=_MAX_SLOTS, tail_sizes=())
 
@@ -189,7 +189,7 @@ def _encode(
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> tuple[list[Request], int, dict[int, str]]:
     """The requests of the prompts that can be answered, the most tokens of any completion, and the others' errors."""
-    positions = policy.model.config.max_position_embeddings
+    positions = policy.model.config.positions
     if max_completion_length is not None and not 1 <= max_completion_length < positions:
         raise UserError(
             f"max_completion_length (--max-completion-length or --max-new-tokens) is {max_completion_length}; allowed: "

@@ -18,9 +18,9 @@ def interrupt_flag() -> Iterator[list[bool]]:
     """A list that becomes non-empty on the first Ctrl-C, SIGTERM or SIGHUP.
 
     Updates donate their input, so stopping inside one would lose the state. A second Ctrl-C or SIGTERM stops at once; a
-    second SIGHUP does not, since the shell and the system may both send one when a terminal is closed. A SIGHUP that is
-    ignored, as under nohup, stays ignored. Outside the main thread, where Python delivers no signals, the list stays
-    empty.
+    second SIGHUP does not, since the shell and the system may both send one when a terminal is closed. What is ignored
+    stays ignored: SIGHUP under nohup, Ctrl-C in what a script has started with &. Outside the main thread, where Python
+    delivers no signals, the list stays empty.
     """
     pressed: list[bool] = []
     hangup = getattr(signal, "SIGHUP", None)  # which Windows does not have
@@ -37,10 +37,9 @@ def interrupt_flag() -> Iterator[list[bool]]:
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         print(f"\n{name}: saving after this rollout, or once all is compiled (again to stop at once)", file=sys.stderr)
 
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        signals.append(hangup)
-    previous = {signum: signal.signal(signum, handler) for signum in signals}
+    signals = [signum for signum in (signal.SIGINT, signal.SIGTERM, hangup) if signum is not None]
+    heard = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handler) for signum in heard}
     try:
         yield pressed
     finally:

@@ -118,9 +118,12 @@ class _WeightsAndBiases:
         project = os.environ.get("WANDB_PROJECT") or "qerl-jax"
         name = os.environ.get("WANDB_NAME") or named(run_dir).name
         self._run = wandb.init(project=project, name=name, id=kept.read_text(), resume="allow", dir=str(run_dir))
+        self._newest = step
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
+        # W&B drops what has a smaller step than a row before: an evaluation behind an update that was refused.
+        self._newest = max(self._newest, step)
+        self._run.log(dict(numbers), step=self._newest)
 
     def close(self) -> None:
         self._run.finish()

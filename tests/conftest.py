@@ -3,6 +3,7 @@ of the last result on a GPU."""
 
 import json
 import os
+import signal
 import time
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # Programs that tests start need not compile 2,000 modules each, which takes 5 seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PYTHONPYCACHEPREFIX", str(CACHE / "python"))
+
+# What a script starts with & ignores Ctrl-C, and so would what the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers share a GPU: none takes three quarters of its memory for itself.
 if "PYTEST_XDIST_WORKER" in os.environ:

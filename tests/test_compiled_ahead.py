@@ -1,6 +1,7 @@
 """What is compiled ahead, side by side, is what is called: nothing of its kind is compiled again."""
 
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +81,41 @@ def test_the_first_error_is_raised_and_ends_the_rest(monkeypatch, in_threads):
     with pytest.raises(ValueError, match="cannot be traced"):
         compiled_together(lowered())
     assert [len(group) for group in compiled_together([], [jax.jit(lambda x: x + 2).lower(jnp.zeros(3))])] == [0, 1]
+
+
+def test_each_kernel_begins_once_and_before_the_programs_that_have_it(monkeypatch):
+    """As on a GPU. A CPU has no kernels: programs stand for them."""
+    monkeypatch.setattr(compiled, "_in_threads", lambda: True)
+    monkeypatch.setattr(compiled, "_kept_names", lambda: {"jit_three": True, "jit_mosaic_b": True}.get)
+    monkeypatch.setattr(compiled, "mosaic_kernels", lambda program: kernels[program.name])
+    monkeypatch.setattr(compiled, "alone", lambda name, told: Program(name))
+    kernels = {
+        "one": {"mosaic_a": {}, "mosaic_b": {}},
+        "two": {"mosaic_a": {}, "mosaic_c": {}},
+        "three": {"mosaic_d": {}},
+    }
+    begun, lock = [], threading.Lock()
+
+    class Program:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            with lock:
+                begun.append(self.name)
+            return self.name
+
+    monkeypatch.setattr(compiled, "_module_name", lambda program: f"jit_{program.name}")
+    monkeypatch.setattr(compiled.os, "cpu_count", lambda: 1)
+    groups = compiled_together(map(Program, ("one", "two")), [Program("three")])
+    assert groups == [["one", "two"], ["three"]]
+    # What may be kept is left to its program, and a program that may be kept to the end, with its kernels.
+    assert begun == ["mosaic_a", "one", "mosaic_c", "two", "three"]
+
+
+def test_a_kernel_that_does_not_compile_is_raised(no_cache, monkeypatch):
+    monkeypatch.setattr(compiled, "_in_threads", lambda: True)
+    monkeypatch.setattr(compiled, "mosaic_kernels", lambda program: {"mosaic_a": {}})
+    monkeypatch.setattr(compiled, "alone", lambda name, told: types.SimpleNamespace(compile=lambda: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        compiled_together([jax.jit(lambda x: x + 3).lower(jnp.zeros(3))])

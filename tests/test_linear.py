@@ -83,6 +83,24 @@ def test_whole_numbers_are_refused():
         linear(jnp.ones((2, 32), jnp.int32), quantize_nvfp4(W))
 
 
+@pytest.mark.parametrize("stored", [quantize_nvfp4, lambda w: w], ids=["packed", "plain"])
+def test_adapters_and_biases_of_other_shapes_are_refused(stored):
+    """They would be broadcast."""
+    lora = LoRA(jnp.ones((4, 32)), jnp.ones((24, 4)), 2.0)
+    for wrong in (
+        lora.replace(b=jnp.ones((1, 4))),
+        lora.replace(a=jnp.ones((3, 32))),
+        lora.replace(a=jnp.ones((4, 16))),
+    ):
+        with pytest.raises(
+            ValueError, match=r"lora has A .* and B .*; the weight \[24, 32\] takes \[R, 32\] and \[24, R\]"
+        ):
+            linear(X, stored(W), lora=wrong)
+    for bias in (jnp.ones(1), jnp.ones((2, 24)), jnp.ones(32)):
+        with pytest.raises(ValueError, match=r"bias is .*; the weight \[24, 32\] takes \[24\]"):
+            linear(X, stored(W), bias=bias)
+
+
 def test_the_kernels_layout_holds_the_same_bytes_and_gives_the_same_values_and_gradients():
     packed = quantize_nvfp4(W)
     for original, back in zip(jax.tree.leaves(packed), jax.tree.leaves(canonical(repacked(packed))), strict=True):

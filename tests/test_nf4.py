@@ -65,6 +65,20 @@ def test_blocks_cross_rows():
     assert float(back[68]) == 5.0 and float(back[64]) == np.float32(5 * LEVELS[9])  # 1/5 is nearer 0.161 than 0.246
 
 
+@pytest.mark.parametrize("quantized", [quantize_nf4, quantize_nf4_double_quant])
+def test_a_straight_through_gradient(quantized):
+    """`stop_gradient` hides the values, but JAX takes rules for them all the same."""
+    w = jnp.asarray(ORACLE["64x128.dq.w"])
+
+    def through(w):
+        return w + jax.lax.stop_gradient(dequantize(quantized(w), jnp.float32) - w)
+
+    values = dequantize(quantized(w), jnp.float32)
+    for transform in (lambda f: f, jax.jit):
+        gradient = transform(jax.grad(lambda w: (through(w) ** 2).sum()))(w)
+        np.testing.assert_allclose(gradient, 2 * values, rtol=1e-5, atol=1e-6)
+
+
 def test_absmax_of_equal_blocks():
     weight = quantize_nf4_double_quant(jnp.full((4, 64), 0.3))
     assert not np.any(weight.absmax) and float(weight.nested_absmax[0]) == 0

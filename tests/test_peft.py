@@ -120,6 +120,13 @@ def test_lower_precision_becomes_float32(tmp_path, model):
     assert_same(load_adapter(tmp_path / "a", model), expected)
 
 
+def test_double_precision_is_written_as_single(tmp_path, model):
+    adapter = tiny_adapter(model)
+    with jax.enable_x64(True):
+        save_adapter(jax.tree.map(lambda a: a.astype(jnp.float64), adapter), tmp_path / "a", "b")
+    assert_same(load_adapter(tmp_path / "a", model), adapter)
+
+
 def test_trained_norms_on_demand(tmp_path, model):
     save_adapter(tiny_adapter(model), tmp_path / "plain", "b")
     adapter = load_adapter(tmp_path / "plain", model, train_norms=True)

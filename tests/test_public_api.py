@@ -140,6 +140,8 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
         (r"tokens are float32 \[1, 3\]; expected whole", lambda: qerl.logits(MODEL, tokens.astype(jnp.float32))),
         (r"tokens are int32 \[0, 3\]; .* one row and one token or more", lambda: qerl.logits(MODEL, tokens[:0])),
         (r"tokens are int32 \[1, 0\]; .* one row and one token or more", lambda: qerl.logits(MODEL, tokens[:, :0])),
+        ("tokens have the id 61; allowed: 0 to 60", lambda: qerl.logits(MODEL, tokens.at[0, 1].set(61))),
+        ("tokens have the id -100; allowed: 0 to 60", lambda: qerl.logits(MODEL, np.array([[3, -100]]))),
         (
             r"attention_mask is \[1, 2\]; expected \[1, 3\], as tokens",
             lambda: qerl.logits(MODEL, tokens, attention_mask=jnp.ones((1, 2))),

@@ -57,6 +57,26 @@ def test_rounding_to_nearest_writes_what_loading_makes(tmp_path, dtype, tied, sh
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.jsonl"]
 
 
+def test_projections_of_two_dtypes_that_share_a_scale_get_one_scale(tmp_path):
+    """It is rounded in the wider dtype, whichever comes first; float16 is quantized as float32."""
+    arrays = random_arrays(ml_dtypes.bfloat16)
+    wide = {
+        n: a.astype(np.float16 if "up_proj" in n else np.float32)
+        for n, a in arrays.items()
+        if "up_proj" in n or "q_proj.w" in n
+    }
+    model = write_folder(tmp_path / "model", arrays | wide)
+    write_tokenizer(model)
+    quantize_folder(model, tmp_path / "out")
+    for layer, other in zip(
+        load_model(model, "nvfp4").base.layers, load_model(tmp_path / "out").base.layers, strict=True
+    ):
+        for name in PROJECTIONS:
+            for a, b in zip(*map(jax.tree.leaves, (getattr(layer, name), getattr(other, name))), strict=True):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), name
+        assert layer.gate_proj.global_scale == layer.up_proj.global_scale
+
+
 def test_awq_writes_an_ordinary_folder_that_errs_less(tmp_path):
     model, text = source(tmp_path)
     report = quantize_folder(model, tmp_path / "awq", method="awq", calibration=text, length=8)

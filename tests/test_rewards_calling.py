@@ -1,5 +1,6 @@
 """One call of a reward function: the columns it gets and what it may return."""
 
+import asyncio
 import copy
 import gc
 import re
@@ -49,17 +50,29 @@ def test_what_is_taken_by_position_only_is_refused_before_a_call():
     assert call("m:f", harmless, *BATCH) == [1.0, 1.0]
 
 
-def test_what_is_asynchronous_is_refused_before_a_call():
+def test_what_is_asynchronous_is_awaited():
+    async def one(completion):
+        await asyncio.sleep(0)
+        return float(len(completion))
+
     async def f(prompts, completions, completion_ids, **columns):
-        return [0, 0]
+        return await asyncio.gather(*map(one, completions))
 
     class F:
         async def __call__(self, prompts, completions, completion_ids, **columns):
-            return [0, 0]
+            return await f(prompts, completions, completion_ids)
 
-    for function in (f, F()):
-        with pytest.raises(UserError, match="'m:f' is `async def`, but is not awaited: make it a plain function"):
-            accepted("m:f", function, ["answer"])
+    def future(completions, **columns):
+        return f(None, completions, None)
+
+    for function in (f, F(), future):
+        assert call("m:f", function, *BATCH) == [float(len(completion)) for completion in BATCH[1]]
+
+    async def wrong(**columns):
+        return "text"
+
+    with pytest.raises(UserError, match=r"'m:f' returned 'text' .*; expected a list of 2 numbers or None"):
+        call("m:f", wrong, *BATCH)
 
 
 def test_a_function_that_empties_its_arguments_is_held_against_the_completions_that_there_were():
@@ -86,13 +99,12 @@ def test_completions_of_one_row_have_objects_of_their_own():
     assert (prompt, ids, row) == ([{"role": "user", "content": "p"}], [1], {"n": 2})
 
 
-@pytest.mark.parametrize("count", [None, 2])
-def test_coroutines_that_are_returned_are_closed_without_a_warning(count, recwarn):
+def test_coroutines_in_a_list_are_closed_without_a_warning(recwarn):
     async def score():
         return 1.0
 
     def f(**columns):
-        return score() if count is None else [score() for _ in range(count)]
+        return [score() for _ in range(2)]
 
     with pytest.raises(UserError, match=r"'m:f' returned <coroutine object .* \(coroutine\).*; expected a"):
         call("m:f", f, *BATCH)

@@ -98,5 +98,6 @@ def test_what_is_missing_is_named(module):
 
 def test_titles_are_as_long_as_they_must_be():
     specs = ["accuracy", "/a/own.py:f", "/a/own.py:g", "/a/other.py:f", "pkg.own:g", "/b/own.py:f"]
-    assert titles(specs) == ["accuracy", "/a/own.py:f", "own.py:g", "other.py:f", "pkg.own:g", "/b/own.py:f"]
+    assert titles(specs) == ["accuracy", "a/own.py:f", "own.py:g", "other.py:f", "pkg.own:g", "b/own.py:f"]
+    assert titles(["/x/a/own.py:f", "/y/a/own.py:f", "a/own.py:f"]) == ["x/a/own.py:f", "y/a/own.py:f", "a/own.py:f"]
     assert titles(["accuracy", "mine.py:accuracy"]) == ["accuracy", "mine.py:accuracy"]

@@ -35,6 +35,9 @@ def sometimes(completions, **columns):
     if completions[0] == "hang":
         subprocess.Popen(["sh", "-c", f"sleep 1; touch {__file__}.survived"])
         time.sleep(60)
+    if completions[0] == "orphan":
+        subprocess.Popen(["sleep", "30"])
+        os.kill(os.getpid(), 9)
     if completions[0] == "nan":
         return [float("nan")]
     if completions[0] == "server":
@@ -168,6 +171,15 @@ def test_a_dead_process_is_reported_and_replaced(sometimes, way, message):
     assert sometimes("fine") == [1.0]
 
 
+def test_a_dead_process_is_reported_at_once_though_what_it_started_holds_its_pipe(source):
+    worker = Worker(parse_name(f"{source}:sometimes"), timeout=60)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="its process ended by SIGKILL on 1 completion, of"):
+        score(worker, "orphan")
+    assert time.monotonic() - began < 20
+    worker.close()
+
+
 def test_nan_names_function_and_prompt(sometimes):
     with pytest.raises(UserError, match=r"sometimes' returned nan .* of the prompt that begins 'p'"):
         sometimes("nan")
@@ -244,6 +256,23 @@ def test_a_file_finds_what_lies_beside_it_from_any_folder(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     specs = ("../one/mine.py:f", f"{tmp_path}/two/mine.py:f", "link.py:f")
     assert [scored(spec) for spec in specs] == [[12.0], [13.0], [13.0]]
+
+
+@pytest.mark.parametrize("folder", ["plain", "2026-11-28T09:20:00"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_file_may_use_processes(tmp_path, folder, method):
+    """Those of `spawn` and `forkserver` import what they are to do by its name."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "beside.py").write_text("found = 4\n")
+    (tmp_path / folder / "mine.py").write_text(
+        "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n\nimport beside\n\n"
+        "def one(completion):\n    return len(completion) + beside.found\n\n"
+        "def f(completions, **columns):\n"
+        f"    context = multiprocessing.get_context({method!r})\n"
+        "    with ProcessPoolExecutor(2, mp_context=context) as pool:\n"
+        "        return list(pool.map(one, completions))\n"
+    )
+    assert scored(f"{tmp_path}/{folder}/mine.py:f") == [5.0]
 
 
 def test_files_in_the_current_folder_do_not_replace_pythons_modules(tmp_path, monkeypatch):

@@ -165,6 +165,22 @@ def test_parameters_that_are_refused(hf, message):
         read_rope(hf, "config.json", 4096)
 
 
+@pytest.mark.parametrize(
+    ("change", "positions"),
+    [
+        ({}, 64),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 64),
+        ({"rope_scaling": LLAMA3 | {"rope_type": "llama3"}}, 64),
+        # As Qwen2.5's model card has it added to a config.json whose max_position_embeddings stay.
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, 64),
+        ({"rope_scaling": {"type": "yarn", "factor": 1.5}}, 96),
+    ],
+)
+def test_positions_that_a_network_has(change, positions):
+    assert ModelConfig.from_hf(NETWORK | change).positions == positions
+
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 
 

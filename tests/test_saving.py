@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from folders import NVFP4, V4, V5, assert_equal, packed_arrays, random_arrays, write_folder, write_tokenizer
+from tiny import tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
@@ -13,6 +15,7 @@ from qerl_jax.models.init import for_kernels, quantize
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.saving import save_model
+from qerl_jax.models.transformer import logits
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -91,6 +94,30 @@ def test_norm_scales_that_bfloat16_would_round_stay_in_float32(tmp_path):
         saved = read_safetensors(tmp_path / weight_format / "model.safetensors")
         assert saved[name].dtype == np.float32 and saved[name].tobytes() == arrays[name].tobytes()
         assert saved[other].dtype == saved["model.embed_tokens.weight"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+def test_arrays_on_the_host_are_saved_as_those_on_the_device(tmp_path, weight_format):
+    """As `jax.device_get`, flax's from_bytes and a restore without a target give them."""
+    model = tiny_model(dtype=jnp.bfloat16)  # whose norms bfloat16 would round
+    for name, of in (("device", model), ("host", jax.device_get(model))):
+        save_model(of, tmp_path / name, weight_format=weight_format)
+    device, host = (read_safetensors(tmp_path / name / "model.safetensors") for name in ("device", "host"))
+    assert device["model.layers.0.input_layernorm.weight"].dtype == np.float32
+    assert {n: (a.dtype, a.tobytes()) for n, a in host.items()} == {
+        n: (a.dtype, a.tobytes()) for n, a in device.items()
+    }
+
+
+@pytest.mark.parametrize("weight_format", ["nvfp4", "nf4_double_quant"])
+def test_a_model_on_the_host_is_quantized_and_called(weight_format):
+    plain = tiny_model(weight_format="bf16")
+    made = quantize(plain, weight_format)
+    assert_equal(quantize(jax.device_get(plain), weight_format).base, made.base)
+    tokens = jnp.arange(6).reshape(2, 3)
+    for model in (plain, made):
+        host = jax.device_get(model)
+        assert_equal(jax.jit(lambda tokens, host=host: logits(host, tokens))(tokens), jax.jit(logits)(model, tokens))
 
 
 def test_plain_models_are_not_written_as_nvfp4(tmp_path):

@@ -132,6 +132,19 @@ def test_what_wandb_raises_is_told_once_all_rows_are_written(tmp_path, monkeypat
         assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 3, 4]
 
 
+def test_wandb_gets_no_step_before_the_last_one(tmp_path, monkeypatch):
+    """It would drop the row, such as an evaluation behind an update that was refused."""
+    logged = []
+    run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row["step"])), finish=lambda: None)
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **options: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    with MetricsWriter(tmp_path, ["wandb"], step=3) as writer:
+        for step in (4, 5, 4, 5, 6):
+            writer.log({"step": step, "rollout": 0})
+    assert logged == [(4, 4), (5, 5), (5, 4), (5, 5), (6, 6)]
+
+
 def test_what_stopped_a_run_is_told_where_its_service_cannot_be_closed(tmp_path, monkeypatch, caplog):
     failing_wandb(monkeypatch, "finish")
     with pytest.raises(KeyboardInterrupt, match="saved at step 4"), MetricsWriter(tmp_path, ["wandb"]):

@@ -126,7 +126,11 @@ def _quantize(w_NK: jax.Array) -> NF4Weight:
 
 @jax.jit
 def _quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(uint8 absmax, nested absmax, offset). In float64, rounded to float32 where bitsandbytes rounds."""
+    """(uint8 absmax, nested absmax, offset). In float64, rounded to float32 where bitsandbytes rounds.
+
+    Constants to a gradient: JAX would trace its rules outside of the block that allows float64.
+    """
+    absmax = jax.lax.stop_gradient(absmax)
     with jax.enable_x64(True):
         single = jnp.float32
         offset = rounded(absmax.astype(jnp.float64).mean(), single)

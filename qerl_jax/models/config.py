@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError
 from qerl_jax.json_fields import Fields
-from qerl_jax.models.rope import RopeScaling, read_rope, rope_to_hf
+from qerl_jax.models.rope import RopeScaling, YarnScaling, read_rope, rope_to_hf
 
 QKV = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -67,6 +67,15 @@ class ModelConfig:
     def family(self) -> Family:
         """What the network has besides its numbers."""
         return FAMILIES[self.model_type]
+
+    @property
+    def positions(self) -> int:
+        """The most tokens of a row: `max_position_embeddings`, or what YaRN makes of the original length if that is
+        more (a folder whose scaling was added to its config.json still has the length from before)."""
+        scaling = self.rope_scaling
+        if not isinstance(scaling, YarnScaling):
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
 
     @property
     def biases(self) -> tuple[str, ...]:
@@ -142,7 +151,7 @@ def _slides(hf: dict[str, Any], fields: Fields, config: ModelConfig) -> bool:
     """Whether a layer's attention would miss a position that plain attention sees (transformers' rules)."""
     if not fields.get("use_sliding_window", bool, False) or hf.get("sliding_window", 4096) is None:
         return False
-    if fields.get("sliding_window", int, 4096) >= config.max_position_embeddings:
+    if fields.get("sliding_window", int, 4096) >= config.positions:
         return False
     if hf.get("layer_types") is not None:
         kinds = hf["layer_types"]

@@ -103,7 +103,7 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
     """A layer's plain weights in `weight_format`, those of float16 quantized as float32."""
     weights: dict[str, Weight] = {}
     for group in SHARED_SCALE:
-        dense = {name: w for name in group if isinstance(w := getattr(layer, name), jax.Array)}
+        dense = {name: w for name in group if format_of(w := getattr(layer, name)) == "bf16"}
         if weight_format == "bf16" or not dense:
             continue
         made = PACKED[weight_format]
@@ -114,7 +114,7 @@ def quantize_layer(layer: Layer, weight_format: str) -> Layer:
         shared = None
         if made.shared_scale is not None:
             amax = jnp.max(jnp.stack([jnp.abs(w).max() for w in dense.values()]))
-            shared = made.shared_scale(amax, next(iter(dense.values())).dtype)
+            shared = made.shared_scale(amax, jnp.result_type(*dense.values()))
         weights |= {name: made.quantize(w, shared) for name, w in dense.items()}
     return layer.replace(**weights)
 

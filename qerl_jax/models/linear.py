@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, lora_inside
-from qerl_jax.formats import KernelNVFP4, Weight, dequantize
+from qerl_jax.formats import KernelNVFP4, Weight, dequantize, format_of
 from qerl_jax.models.params import LoRA
 
 
@@ -85,7 +85,7 @@ def linears(
     sampler and learner rounded at different places in their first layers, they would differ everywhere after.
     """
     out_dtype = jnp.promote_types(x.dtype, jnp.float32) if unrounded else x.dtype
-    _check_inputs(x, weights)
+    _check_inputs(x, weights, loras, biases)
     x_MK = x.reshape(-1, x.shape[-1])  # two dimensions: XLA's CPU gradient is 1.8 times faster than with [B, T, K]
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if len(packed) == len(weights) and _kernel_takes(x_MK, packed, loras):
@@ -112,7 +112,7 @@ def gated_mlp(
     With kernels for all three, SwiGLU is a part of them, and gate and up are not rounded before it; else they are
     rounded to x's dtype. `reads_down` is called with what down reads, which then has to exist, so no kernel joins them.
     """
-    _check_inputs(x, weights[:2])
+    _check_inputs(x, weights[:2], loras[:2], biases[:2])
     out_dtype = jnp.promote_types(x.dtype, jnp.float32)
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
     if reads_down is None and len(packed) == 3:
@@ -128,13 +128,22 @@ def gated_mlp(
     return linears(inner, weights[2:], loras[2:], biases[2:], unrounded=True)[0]
 
 
-def _check_inputs(x: jax.Array, weights: Sequence[Weight]) -> None:
+def _check_inputs(
+    x: jax.Array, weights: Sequence[Weight], loras: Sequence[LoRA | None], biases: Sequence[jax.Array | None]
+) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"linear: x is {x.dtype}; expected a float dtype, in which the product is computed")
-    for weight in weights:
+    for weight, lora, bias in zip(weights, loras, biases, strict=True):
         N, K = weight.shape
         if x.shape[-1] != K:
             raise ValueError(f"linear: x has {x.shape[-1]} inputs, the weight [{N}, {K}] takes {K}")
+        if lora is not None and (lora.a.shape[1:] != (K,) or lora.b.shape != (N, lora.a.shape[0])):
+            raise ValueError(
+                f"linear: lora has A {list(lora.a.shape)} and B {list(lora.b.shape)}; the weight [{N}, {K}] takes "
+                f"[R, {K}] and [{N}, R]"
+            )
+        if bias is not None and bias.shape != (N,):
+            raise ValueError(f"linear: bias is {list(bias.shape)}; the weight [{N}, {K}] takes [{N}]")
 
 
 def _tiles(weights: Sequence[KernelNVFP4]) -> tuple[list[KernelWeight], list[jax.Array]]:
@@ -165,7 +174,10 @@ def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight], out_dtype: jnp.
         return products
     # The backward pass decodes a packed weight again: kept for it, the decoded ones would be the whole 16-bit model.
     again = jax.checkpoint(_frozen_matmul, static_argnums=2)
-    return [(_frozen_matmul if isinstance(weight, jax.Array) else again)(x_MK, weight, out_dtype) for weight in weights]
+    plain = [format_of(weight) == "bf16" for weight in weights]
+    return [
+        (_frozen_matmul if is_plain else again)(x_MK, w, out_dtype) for w, is_plain in zip(weights, plain, strict=True)
+    ]
 
 
 def _adapted(y_MN: jax.Array, x_MK: jax.Array, lora: LoRA | None, bias: jax.Array | None) -> jax.Array:

@@ -300,19 +300,19 @@ def _layers(name: str) -> list[str]:
 
 def _quantized(tensors: Tensors, names: Mapping[str, str], made: PackedFormat) -> Iterator[tuple[str, Weight]]:
     """Packed weights of the projections that read one input, each alone on the device in 16 or 32 bits."""
-    amaxes = []
-    dtype = np.dtype(np.float32)
+    amaxes, dtypes = [], []
     for name in names.values():
         where, array = tensors[name]
         if not made.fits(*array.shape):
             raise UserError(f"{where}: tensor {name}: {made.needs}, found {list(array.shape)}")
-        dtype = np.dtype(np.float32) if array.dtype == np.float16 else array.dtype
+        dtypes.append(np.dtype(np.float32) if array.dtype == np.float16 else array.dtype)
         amaxes.append(largest_magnitude(array).astype(np.float32))
         if not np.isfinite(amaxes[-1]):
             raise UserError(f"{where}: tensor {name}: expected finite weights, found NaN or infinity")
-    shared = None if made.shared_scale is None else made.shared_scale(jnp.float32(max(amaxes)), dtype)
-    for field, name in names.items():
-        array = tensors[name][1]
-        weight = to_device(array, np.dtype(np.float32) if array.dtype == np.float16 else array.dtype)
+    shared = (
+        None if made.shared_scale is None else made.shared_scale(jnp.float32(max(amaxes)), jnp.result_type(*dtypes))
+    )
+    for (field, name), dtype in zip(names.items(), dtypes, strict=True):
+        weight = to_device(tensors[name][1], dtype)
         # Waited for: calls that are only queued would hold their inputs, a whole layer's.
         yield field, jax.block_until_ready(made.quantize(weight, shared))

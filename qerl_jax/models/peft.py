@@ -188,7 +188,7 @@ def save_adapter(
     """Writes an adapter as the folder that PEFT's `PeftModel.from_pretrained` reads; it appears whole or not at all.
 
     Args:
-      adapter: one rank, one scaling and the same modules in all layers.
+      adapter: one rank, one scaling and the same modules in all layers; float64 is written as float32.
       path: the folder; one that holds an adapter already is replaced.
       base_name: name of the model it belongs to, for base_model_name_or_path.
       tokenizer_from: model whose tokenizer and generation_config.json are copied; None writes neither.
@@ -212,6 +212,7 @@ def save_adapter(
         raise ValueError(f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(ranks)}")
     [(rank, scaling, stabilised)] = ranks
     arrays: dict[str, jax.Array] = {}
+    adapter = jax.tree.map(_at_most_single, adapter)
     for i, layer in enumerate(adapter.lora):
         for name, pair in layer.items():
             arrays |= {_lora_name(i, name, "A"): pair.a, _lora_name(i, name, "B"): pair.b}
@@ -245,6 +246,11 @@ def save_adapter(
         if weight_format is not None:
             write_json(folder / TRAINED_ON, {"weight_format": weight_format})
         write_safetensors(folder / ADAPTER_WEIGHTS, specs, lambda name: np.asarray(arrays[name]), {"format": "pt"})
+
+
+def _at_most_single(array: jax.Array) -> jax.Array:
+    """In float32 what is wider, which no reader of adapters takes."""
+    return array.astype(jnp.float32) if array.dtype == jnp.float64 else array
 
 
 def _last(name: Any) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.formats import Weight, dequantize
+from qerl_jax.formats import Weight, dequantize, format_of
 from qerl_jax.input_files import read_json
 from qerl_jax.models.compressed_tensors import quantization_config, to_store
 from qerl_jax.models.loading import named_weights
@@ -53,7 +53,7 @@ def save_model(
     weights = named_weights(model)
     tensors: dict[str, Stored] = {}
     for name, weight in weights.items():
-        if weight_format == "nvfp4" and not isinstance(weight, jax.Array):
+        if weight_format == "nvfp4" and format_of(weight) != "bf16":
             tensors |= to_store(name, weight)
         else:
             as_dtype = written_dtype(name, weight, dtype)
@@ -68,9 +68,10 @@ def written_dtype(name: str, weight: Weight, dtype: jnp.dtype) -> jnp.dtype:
 
     Norm scales are float32 in memory, whatever their folder has; a bfloat16 model with float32 ones keeps them.
     """
-    if isinstance(weight, jax.Array) and name.endswith("norm.weight"):
-        held = weight.astype(dtype).astype(weight.dtype)
-        return dtype if bool(jnp.array_equal(held, weight)) else weight.dtype
+    if name.endswith("norm.weight"):
+        scale = jnp.asarray(weight)
+        held = scale.astype(dtype).astype(scale.dtype)
+        return dtype if bool(jnp.array_equal(held, scale)) else scale.dtype
     return dtype
 
 
@@ -128,7 +129,7 @@ def _plain_linears(weights: Mapping[str, Weight]) -> list[str]:
       UserError: none is.
     """
     linears = [name for name in weights if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight")]
-    plain = [name.removesuffix(".weight") for name in linears if isinstance(weights[name], jax.Array)]
+    plain = [name.removesuffix(".weight") for name in linears if format_of(weights[name]) == "bf16"]
     if len(plain) == len(linears):
         raise UserError(
             "weight_format is 'nvfp4', but the model's linear layers are plain; quantize them first, with "

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qerl_jax.models.attention import causal_attention, packed_attention
 from qerl_jax.models.config import MLP, QKV, ModelConfig
@@ -35,7 +36,7 @@ Attend = Callable[[Layer, jax.Array, jax.Array, jax.Array], tuple[jax.Array, KV]
 
 def embedded(model: Model, tokens: jax.Array) -> jax.Array:
     """The residual stream before the first layer, [..., D]."""
-    return widened(model.base.embed[tokens])
+    return widened(jnp.asarray(model.base.embed)[tokens])
 
 
 def widened(x: jax.Array) -> jax.Array:
@@ -254,13 +255,14 @@ def logits(
 
     Args:
       model: the network.
-      tokens_BT: int32, of one row and one token at least.
+      tokens_BT: int32 from 0 to V - 1, of one row and one token at least. Ids outside are refused where they are known;
+        in a trace the nearest one is taken.
       adapter: LoRA and trained norms; None is the base alone.
       attention_mask: [B, T], 1 where a token is real; needed for left-padded rows only.
 
     Raises:
-      TypeError: an argument of another kind. ValueError: tokens or a mask of another shape, or an adapter that does not
-        belong to the network.
+      TypeError: an argument of another kind. ValueError: tokens or a mask of another shape, an id that the vocabulary
+        does not have, or an adapter that does not belong to the network.
     """
     check_kinds(model, adapter)
     if not hasattr(tokens_BT, "dtype"):
@@ -268,10 +270,13 @@ def logits(
     if tokens_BT.ndim != 2 or 0 in tokens_BT.shape or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
         found = f"{tokens_BT.dtype} {list(tokens_BT.shape)}"
         raise ValueError(f"tokens are {found}; expected whole numbers [B, T], one row and one token or more")
-    if attention_mask is not None and jnp.shape(attention_mask) != tokens_BT.shape:
-        raise ValueError(
-            f"attention_mask is {list(jnp.shape(attention_mask))}; expected {list(tokens_BT.shape)}, as tokens are"
-        )
-    hidden_BTD, _ = forward(model, adapter, tokens_BT, attention_mask_BT=attention_mask)
+    if not isinstance(tokens_BT, jax.core.Tracer):
+        ids, vocabulary = np.asarray(tokens_BT), model.config.vocab_size
+        if (strange := ids[(ids < 0) | (ids >= vocabulary)]).size:
+            raise ValueError(f"tokens have the id {strange[0]}; allowed: 0 to {vocabulary - 1}")
+    mask_BT = None if attention_mask is None else jnp.asarray(attention_mask)
+    if mask_BT is not None and mask_BT.shape != tokens_BT.shape:
+        raise ValueError(f"attention_mask is {list(mask_BT.shape)}; expected {list(tokens_BT.shape)}, as tokens are")
+    hidden_BTD, _ = forward(model, adapter, tokens_BT, attention_mask_BT=mask_BT)
     B, T, D = hidden_BTD.shape
     return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)

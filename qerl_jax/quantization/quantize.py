@@ -94,7 +94,7 @@ def quantize_folder(
     rows = None
     if text is not None:
         tokenizer = load_tokenizer(opened.folder, opened.config.vocab_size)
-        rows = load_calibration(text, tokenizer, sequences, length, opened.config.max_position_embeddings)
+        rows = load_calibration(text, tokenizer, sequences, length, opened.config.positions)
     dtype = _compute_dtype(opened)
     settings = {
         "qerl_jax": qerl_jax.__version__,

@@ -3,9 +3,10 @@
 Runs in the training process for built-in functions and in the worker program for a user's.
 """
 
+import asyncio
 import copy
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def call(
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
 ) -> list[float | None]:
-    """Calls `function` and checks what it returns; its own exceptions pass through.
+    """Calls `function`, awaits a coroutine that it returns, and checks the values; its own exceptions pass through.
 
     Args:
       spec: the function's name in the config, for messages.
@@ -41,18 +42,21 @@ def call(
     # A function may change what it is given. Other completions of the group, which have the same row, the next function
     # and `prompts` below must not see that.
     arguments = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
-    return checked(spec, function(**arguments), prompts)
+    values = function(**arguments)
+    return checked(spec, asyncio.run(_awaited(values)) if inspect.isawaitable(values) else values, prompts)
+
+
+async def _awaited(values: Awaitable[Any]) -> Any:
+    return await values
 
 
 def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> list[str]:
     """Those of a data set's columns that the function takes.
 
     Raises:
-      UserError: it is asynchronous, it does not take `ARGUMENTS`, it takes something by position only, a column has the
+      UserError: it does not take `ARGUMENTS`, it takes something by position only, a column has the
         name of one of `ARGUMENTS`, or a column that it needs is missing.
     """
-    if any(inspect.iscoroutinefunction(called) for called in (function, getattr(function, "__call__", None))):  # noqa: B004
-        raise UserError(f"reward function {spec!r} is `async def`, but is not awaited: make it a plain function")
     taken = [name for name in ARGUMENTS if name in columns]
     if taken:
         raise UserError(

@@ -71,10 +71,11 @@ def parse_name(spec: str) -> RewardName:
 
 def titles(specs: Sequence[str]) -> list[str]:
     """The names that metrics show, one for each name in a config. Each is the shortest that no other has: the
-    function's own, that with its module or file's name before it, or the whole name."""
+    function's own, that with its module or file's name before it, or with as many folders as it takes."""
     found = [spec.rpartition(":")[2] for spec in specs]
-    for longer in (lambda spec: spec.rpartition("/")[2], str):
-        found = [longer(spec) if found.count(name) > 1 else name for spec, name in zip(specs, found, strict=True)]
+    for parts in range(1, max((spec.count("/") for spec in specs), default=0) + 2):
+        longer = ["/".join(spec.split("/")[-parts:]) for spec in specs]
+        found = [long if found.count(name) > 1 else name for long, name in zip(longer, found, strict=True)]
     return found
 
 
@@ -90,18 +91,18 @@ def without_place(spec: str) -> str:
     return f"*.py{colon}{function}" if _is_file(location) else spec
 
 
-def own_folder(name: RewardName) -> list[str]:
-    """The folder in which Python would look first if the function's file were a script; empty for a module."""
-    return [os.path.dirname(os.path.realpath(name.location))] if _is_file(name.location) else []
+def own_file(name: RewardName) -> str | None:
+    """The path of the function's file; None for a module."""
+    return os.path.abspath(name.location) if _is_file(name.location) else None
 
 
 def _is_file(location: str) -> bool:
     return location.endswith(".py") or "/" in location or os.sep in location
 
 
-def _module_name(name: RewardName) -> str:
+def _module_name(location: str) -> str:
     # A file gets one of its own, so that `math.py` beside the user's config does not replace Python's math.
-    return f"qerl_reward_file_{Path(name.location).stem}" if _is_file(name.location) else name.location
+    return f"qerl_reward_file_{Path(location).stem}" if _is_file(location) else location
 
 
 class _SourceLoader(SourceFileLoader):
@@ -119,6 +120,23 @@ def _read_by_source(spec: ModuleSpec | None) -> ModuleSpec | None:
     if spec is not None and type(spec.loader) is SourceFileLoader:
         spec.loader = _SourceLoader(spec.loader.name, spec.loader.path)
     return spec
+
+
+def _file_spec(file: str) -> ModuleSpec | None:
+    return _read_by_source(importlib.util.spec_from_file_location(_module_name(file), file))
+
+
+class FileFinder(MetaPathFinder):
+    """Finds the file of a worker's function, which the environment names, in the processes that the function starts:
+    those of `spawn` and `forkserver` import its module by name."""
+
+    VARIABLE = "QERL_REWARD_FILE"
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = os.environ.get(self.VARIABLE)
+        return _file_spec(file) if file is not None and fullname == _module_name(file) else None
 
 
 class _Finder(MetaPathFinder):
@@ -150,7 +168,7 @@ def source_digest(name: RewardName) -> str | None:
     """sha256 of the source that `load_function` has run to get the function, without what that imports; where it had no
     source to run (a compiled module, or one imported before), of the file; None where there is no such file (a module
     inside Python or an archive)."""
-    module = sys.modules.get(_module_name(name))
+    module = sys.modules.get(_module_name(name.location))
     loader = getattr(module, "__loader__", None)
     if isinstance(loader, _SourceLoader):
         return loader.digest
@@ -169,8 +187,8 @@ def load_function(name: RewardName) -> RewardFunction:
     if name.builtin:
         return BUILTIN[name.spec]
     if _is_file(name.location):
-        module_name = _module_name(name)
-        spec = _read_by_source(importlib.util.spec_from_file_location(module_name, name.location))
+        module_name = _module_name(name.location)
+        spec = _file_spec(name.location)
         if spec is None or spec.loader is None:
             raise UserError(f"reward function {name.spec!r}: {name.location} is not a Python file (.py)")
         module = importlib.util.module_from_spec(spec)

@@ -16,12 +16,13 @@ from typing import IO, Any
 
 from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards import channel
-from qerl_jax.rewards.loading import RewardName, own_folder
+from qerl_jax.rewards.loading import FileFinder, RewardName, own_file
 
 # Importing a user's module may take a while (a tokenizer, a parser), whatever the deadline of a call.
 LOAD_TIMEOUT = 120.0
 # The worker ends itself at the deadline and says where it stood; this much later it is killed from outside.
 _GRACE = 2.0
+_LOOK = 0.5  # seconds between looks at whether a worker still runs
 
 
 class Worker:
@@ -48,11 +49,12 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        # The parent's whole search path, so that the worker finds what the parent's script would; then the folder of
-        # the function's file, and the current one last, since the `qerl` program has neither on its path.
-        path = [*(entry or os.getcwd() for entry in sys.path), *own_folder(self.name), os.getcwd()]
+        # The parent's whole search path, so that the worker finds what the parent's script would.
+        path = [entry or os.getcwd() for entry in sys.path]
         # The training process holds the accelerator's memory.
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
+        if (file := own_file(self.name)) is not None:
+            env[FileFinder.VARIABLE] = file
         self._process = subprocess.Popen(
             # -P: else the current folder would come first, and a `math.py` in it replace Python's.
             [sys.executable, "-P", "-m", "qerl_jax.rewards.worker", str(self._stack.fileno())],
@@ -84,11 +86,13 @@ class Worker:
                 return  # the worker died; `_receive` reports it
 
     def _in_time(self, pipe: int, event: int) -> bool:
-        """Waits until a pipe can be read or written, or the deadline has passed; whether it can."""
+        """Waits until a pipe can be read or written, the worker has ended (what it has started may hold the pipe's
+        other end), or the deadline has passed; whether it can."""
+        assert self._process is not None
         poll = select.poll()  # select.select takes no file number beyond 1023
         poll.register(pipe, event)
-        while (left := self._deadline - time.monotonic()) > 0:
-            if poll.poll(min(1000 * left, 1e9)):  # milliseconds, in an int32
+        while (left := self._deadline - time.monotonic()) > 0 and self._process.poll() is None:
+            if poll.poll(1000 * min(left, _LOOK)):
                 return True
         return bool(poll.poll(0))
 
@@ -106,7 +110,7 @@ class Worker:
             readable = self._in_time(pipe, select.POLLIN)
             data = os.read(pipe, 1 << 20) if readable else b""
             if not data:
-                raise UserError(self._obituary(what, timed_out=not readable))
+                raise UserError(self._obituary(what, timed_out=not readable and self._process.poll() is None))
             self._pending += data
             complete, answer = channel.unpacked(self._pending)
         kind, value = answer

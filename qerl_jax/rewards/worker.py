@@ -22,10 +22,12 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
 from qerl_jax.rewards.calling import accepted, call
-from qerl_jax.rewards.loading import load_function, source_digest
+from qerl_jax.rewards.loading import FileFinder, load_function, own_file, source_digest
 from qerl_jax.unread import going_on_unread
 
 _LAST_SECONDS = 2.0
+
+sys.meta_path.append(FileFinder())  # also where this module is imported again, by a process of `spawn`
 
 
 @going_on_unread()
@@ -51,6 +53,9 @@ def main() -> None:
 
     def load() -> str | None:
         nonlocal function
+        # The folder of the function's file, and the current one last: the `qerl` program has neither on its path.
+        file = own_file(name)
+        sys.path += [*([] if file is None else [os.path.dirname(os.path.realpath(file))]), os.getcwd()]
         function = load_function(name)
         return source_digest(name)
 

@@ -38,12 +38,12 @@ def configured_policy(config: Config) -> Policy:
     do not fit."""
     path = config.model.model_name_or_path
     policy = load_policy(path, config.model.weight_format, config.model.dtype)
-    positions = policy.model.config.max_position_embeddings
+    positions = policy.model.config.positions
     if config.row_tokens > positions:
         raise UserError(
             f"data.max_prompt_length {config.data.max_prompt_length} + generation.max_completion_length "
             f"{config.generation.max_completion_length} is {config.row_tokens}; {path} has {positions} positions "
-            "(max_position_embeddings)"
+            "(max_position_embeddings, or what yarn makes of them)"
         )
     cache_dtypes(policy.model, config.generation.kv_cache_dtype)
     return policy

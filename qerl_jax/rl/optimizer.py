@@ -14,10 +14,13 @@ from qerl_jax.option_names import LRSchedulerType
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """TRL's names. `total_steps` are updates, of which a rollout may have several; behind them the rate is 0, or still
-    `learning_rate` where it is constant. `warmup_ratio` is the share of them, rounded up as transformers does, spent
-    rising linearly to `learning_rate`: of w steps the first has a w-th of it, where transformers begins with 0. As
-    there, `constant` has no warm-up, whatever the ratio, and `constant_with_warmup` has one.
+    """TRL's names.
+
+    `total_steps` are updates, of which a rollout may have several; behind them the rate is 0, or still `learning_rate`
+    where it is constant (and, for one step, where all of them are warm-up). `warmup_ratio` is the share of them, as
+    transformers rounds it up, spent rising linearly to `learning_rate`: of w steps the first has a w-th of it, where
+    transformers begins with 0. As there, `constant` has no warm-up, whatever the ratio, and `constant_with_warmup` has
+    one.
 
     Raises:
       ValueError: a value outside its range, by name.

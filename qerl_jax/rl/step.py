@@ -218,7 +218,7 @@ def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
             terminated_B.any(), jnp.where(terminated_B, lengths_B, lengths_B.max()).min(), 0
         ),
         "completions/max_terminated_length": jnp.where(terminated_B, lengths_B, 0).max(),
-        "completions/clipped_ratio": 1 - terminated_B.mean(),
+        "completions/clipped_ratio": (~terminated_B).mean(),
     }
 
 

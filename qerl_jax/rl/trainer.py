@@ -236,26 +236,28 @@ class _Run:
         }
         epoch = self.progress["cursor"] / len(self.experiment.dataset)
         counts = {"rollout": number, "epoch": epoch, "num_tokens": self.progress["num_tokens"]}
-        if config.run.log_completions:
-            self.writer.log_completions({"rollout": number} | row for row in found.rows())
         of_rollout = found.metrics | counts | times
         with self._saved_if_it_fails():
+            if config.run.log_completions:
+                self.writer.log_completions({"rollout": number} | row for row in found.rows())
             return [joined_metrics(row, of_rollout | of_step, "the run") for row, of_step in rows]
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
-        """Saves where a function of the user's or a service fails, or updates are not finite, so that nothing learned
-        is lost."""
+        """Saves where a function of the user's, a service or the writing of a row fails, or updates are not finite, so
+        that nothing learned is lost."""
         try:
             yield
         except UserError as error:
-            if self.saved_at < 0:  # nothing was
+            if self.saved_at < 0 and not self.interrupt:  # nothing was
                 raise
             try:
                 self._save()
             except UserError as unsaved:
                 raise UserError(f"{error}\n{unsaved}") from error
-            raise UserError(f"{error}\n{self._saved()}") from error
+            # A scheduler may send its signal to each process of a job, so that reward functions end by it too.
+            kind = Interrupted if self.interrupt else UserError
+            raise kind(f"{error}\n{self._saved()}") from error
 
     def _stop_if_interrupted(self) -> None:
         if self.interrupt:

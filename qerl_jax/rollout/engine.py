@@ -285,7 +285,7 @@ class Engine:
             return f"has the place {request.place}; allowed: an int32"
         if limit is not None and not 1 <= limit <= C:
             return f"asks for {limit} tokens; allowed: 1 to the engine's {C}"
-        most, positions = limit or C, self.model.config.max_position_embeddings
+        most, positions = limit or C, self.model.config.positions
         if length + most > positions:
             return f"has {length} tokens and may get {most} more; the network has {positions} positions"
         return None

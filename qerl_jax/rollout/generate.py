@@ -111,7 +111,7 @@ def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None
 
 def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: Limits | None) -> None:
     """Of what is traced the most that it can be."""
-    P, C, positions = prompts.tokens.shape[1], settings.max_completion_length, model.config.max_position_embeddings
+    P, C, positions = prompts.tokens.shape[1], settings.max_completion_length, model.config.positions
     lengths, most = (None if isinstance(known, jax.core.Tracer) else known for known in (prompts.lengths, limits_N))
     if most is not None:
         check_limits(most, len(prompts.tokens), C)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import padded_rank
-from qerl_jax.formats import KernelNVFP4, Weight, dequantize
+from qerl_jax.formats import KernelNVFP4, Weight, dequantize, format_of
 from qerl_jax.models.params import PROJECTIONS, Adapter, Layer, LoRA, Model, bias_name, check_fits
 
 
@@ -42,7 +42,7 @@ def made(model: Model, adapter: Adapter | None) -> Made:
                     new[name] = weight.divisor
                 if bias is not None and bias.dtype != jnp.float32:
                     new[bias_name(name)] = bias.astype(jnp.float32)
-            elif not isinstance(weight, jax.Array) or weight.dtype != dtype:
+            elif format_of(weight) != "bf16" or weight.dtype != dtype:
                 new[name] = dequantize(weight, dtype)
         return new
 
@@ -88,5 +88,6 @@ def prepared(model: Model, adapter: Adapter | None, new: Made) -> tuple[Model, A
 def dequantized_bytes(model: Model) -> int:
     """Bytes of the weights that `made` makes beside the model's own."""
     itemsize = model.base.embed.dtype.itemsize
-    weights = (getattr(layer, name) for layer in model.base.layers for name in PROJECTIONS)
-    return sum(w.shape[0] * w.shape[1] * itemsize for w in weights if not isinstance(w, KernelNVFP4 | jax.Array))
+    weights = [getattr(layer, name) for layer in model.base.layers for name in PROJECTIONS]
+    packed = [w for w in weights if not isinstance(w, KernelNVFP4) and format_of(w) != "bf16"]
+    return sum(w.shape[0] * w.shape[1] * itemsize for w in packed)

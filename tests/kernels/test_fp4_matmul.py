@@ -148,6 +148,13 @@ def test_no_rows_and_wrong_shapes():
         fp4_matmul(jnp.zeros((2, 64)), w, gs, backend="cutlass")
     with pytest.raises(ValueError, match="one entry for each"):
         fp4_matmul(jnp.zeros((2, 64)), [w, w], [gs])
+    with pytest.raises(TypeError, match="x is int32; expected a float dtype"):
+        fp4_matmul(jnp.zeros((2, 64), jnp.int32), w, gs)
+    for a, b in (((8, 64), (1, 8)), ((8, 64), (32, 4)), ((8, 32), (32, 8))):
+        with pytest.raises(ValueError, match=r"lora has A .* and B .*, the weight .32, 64. takes .R, K. and .N, R."):
+            fp4_matmul(jnp.zeros((2, 64)), w, gs, lora=(jnp.zeros(a), jnp.zeros(b), 1.0))
+    with pytest.raises(ValueError, match=r"bias is .1,., the weight .32, 64. takes .N."):
+        fp4_matmul(jnp.zeros((2, 64)), w, gs, bias=jnp.zeros(1))
 
 
 def holds(plan, k, n):

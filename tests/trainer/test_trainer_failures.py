@@ -10,6 +10,8 @@ from run_harness import checkpoints, differences, leaves, rows
 from training_runs import COUNTED, config_in, reward_file, train
 
 from qerl_jax.errors import UserError
+from qerl_jax.interrupt import Interrupted
+from qerl_jax.metrics import MetricsWriter
 
 
 def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_is_fixed(policy, finished, tmp_path):
@@ -59,6 +61,19 @@ def test_what_was_learned_before_a_reward_function_failed_is_saved_in_any_case(p
     assert all(mine[name].tobytes() == theirs[name].tobytes() for name in theirs)
 
 
+@pytest.mark.parametrize(("call", "saved"), [(1, 0), (4, 2)])
+def test_a_signal_to_each_process_of_a_job_is_an_interruption(policy, finished, tmp_path, call, saved):
+    """A scheduler's, at the end of a job's time, in the evaluation before training and in the second rollout."""
+    config = config_in(tmp_path, policy)
+    both = "import os, time; [os.kill(process, 15) for process in (os.getppid(), os.getpid())]; time.sleep(30)"
+    reward_file(tmp_path, COUNTED + f"    if calls == {call}:\n        {both}\n    return scores\n")
+    with pytest.raises(Interrupted, match=rf"(?s)its process ended by SIGTERM on .*\nsaved at step {saved} of 6; `"):
+        train(config, tmp_path / "run")
+    reward_file(tmp_path, COUNTED + "    return scores\n")
+    train(config, tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [row["step"] for row in rows(finished)]
+
+
 def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluation_made_up_for(policy, tmp_path):
     config = config_in(tmp_path, policy, run={"save_steps": 6}, evaluation={"eval_steps": 2})
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
@@ -73,6 +88,20 @@ def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluatio
     assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
     mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
     assert mine["after"] == theirs["after"] and mine["before"] == theirs["before"]
+
+
+def test_what_was_learned_before_completions_could_not_be_written_is_saved(config, finished, tmp_path, monkeypatch):
+    def full(writer, rows):
+        if (number := next(iter(rows))["rollout"]) == 1:
+            raise UserError(f"completions of rollout {number}: No space left on device")
+
+    monkeypatch.setattr(MetricsWriter, "log_completions", full)
+    with pytest.raises(UserError, match=r"(?s)No space left on device\nsaved at step 4 of 6; "):
+        train(config, tmp_path / "run", "run.save_steps=null")
+    monkeypatch.undo()
+    train(config, tmp_path / "run", "run.save_steps=null")
+    found = json.loads((tmp_path / "run/summary.json").read_text())["after"]
+    assert found == json.loads((finished / "summary.json").read_text())["after"]
 
 
 def test_what_was_learned_before_a_service_failed_is_saved(config, finished, tmp_path, monkeypatch):

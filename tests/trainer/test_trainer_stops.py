@@ -396,6 +396,19 @@ def test_a_hangup_comes_twice_without_stopping_at_once_and_is_ignored_under_nohu
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_ignored_stays_ignored(number):
+    """A script's shell has what it starts with & ignore Ctrl-C."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with interrupt_flag() as pressed:
+            os.kill(os.getpid(), number)
+            assert pressed == []
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_in_another_thread_ctrl_c_is_left_to_the_main_one():
     """Python lets no other thread ask for a signal."""
     before, found = signal.getsignal(signal.SIGINT), []
