@@ -3,7 +3,6 @@ gets the same autotuned kernels. (Others would add their sums in another order.)
 
 import concurrent.futures
 import contextlib
-import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +22,8 @@ def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.st
 
     On a GPU most of XLA's work on a program is done by one thread, so each program gets one, while further ones are
     traced, and so does each different Mosaic kernel in them (see `pallas_kernels.mosaic_kernels`). What may lie in a
-    compilation cache is left to the end, one by one: reading programs in threads is not known to be safe. On a CPU
-    compiling takes all cores anyway, and nothing is done in threads.
+    compilation cache is left to this thread, and programs to the end: reading them in threads is not known to be safe.
+    On a CPU compiling takes all cores anyway, and nothing is done in threads.
 
     Returns:
       The compiled programs of each group.
@@ -34,23 +33,31 @@ def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.st
     """
     if not _in_threads():
         return [[one.compile() for one in group] for group in groups]
-    kept, found, kernels = _kept_names(), [], {}
+    kept, found = _kept_names(), []
+    kernels: set[str] = set()
+    begun: list[concurrent.futures.Future[jax.stages.Compiled]] = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def begin(one: jax.stages.Lowered) -> concurrent.futures.Future[jax.stages.Compiled] | None:
             if kept(_module_name(one)):
                 return None
             for name, told in mosaic_kernels(one).items():
-                if name not in kernels and not kept(f"jit_{name}"):
-                    kernels[name] = pool.submit(alone(name, told).compile)
-            return pool.submit(one.compile)
+                if name in kernels:
+                    continue
+                kernels.add(name)
+                kernel = alone(name, told)
+                if kept(_module_name(kernel)):
+                    kernel.compile()
+                else:
+                    begun.append(pool.submit(kernel.compile))
+            begun.append(pool.submit(one.compile))
+            return begun[-1]
 
         try:
             for group in groups:
                 found.append([(one, begin(one)) for one in group])
-            for future in (*kernels.values(), *(future for _, future in itertools.chain(*found))):
-                if future is not None:
-                    future.result()
+            for future in begun:
+                future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

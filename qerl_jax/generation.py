@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.compiled import compiled_together
 from qerl_jax.data.prompts import check_prompt, check_template_kwargs, prompt_ids, prompt_text
 from qerl_jax.errors import UserError
 from qerl_jax.models.loading import model_shapes
@@ -137,10 +138,12 @@ def generate_texts(
         assert isinstance(text, str)
         return text
 
+    key = jax.random.key(seed)
+    compiled_together(engine.lowered_requests(weights, requests, key))
     completions = engine.generate(
         weights,
         requests,
-        jax.random.key(seed),
+        key,
         until=(lambda ids: tokens_until_stop(decode, ids, stop)) if stop else None,
         every=_STREAM if stream else _LOOK if stop else None,
     )

@@ -13,7 +13,7 @@ from tiny import tiny_adapter, tiny_model
 from qerl_jax import compiled
 from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.models.params import norms_of
-from qerl_jax.rollout import Engine, Prompts, SamplingSettings
+from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,21 @@ def test_a_rollout_finds_its_programs(slots, noisy, expected):
     with large_programs() as later:
         out = engine.rollout(adapter, prompts, jax.random.key(7), 4, norms)
     assert out.tokens.shape == (12, 6) and later == []
+
+
+@pytest.mark.parametrize("every", [None, 8])
+def test_requests_find_their_programs(every):
+    jax.clear_caches()
+    model = tiny_model()
+    adapter = tiny_adapter(model)
+    engine = Engine(model, SamplingSettings(6, (1,), 0), max_prompt_length=5, max_slots=4, tail_sizes=())
+    requests = [Request([2, 3, 4], 3, 0), Request([2], 2, 1)]
+    with large_programs() as ahead:
+        compiled_together(engine.lowered_requests(adapter, requests, jax.random.key(0)))
+    assert sorted(ahead) == ["jit(admit)", "jit(decode_queue)", "jit(made)"]
+    with large_programs() as later:
+        done = list(engine.generate(adapter, requests, jax.random.key(0), until=lambda ids: None, every=every))
+    assert sum(one.finish_reason is not None for one in done) == 5 and later == []
 
 
 def test_programs_that_are_kept_are_read_one_by_one(no_cache, tmp_path, monkeypatch):
@@ -94,7 +109,7 @@ def test_each_kernel_begins_once_and_before_the_programs_that_have_it(monkeypatc
         "two": {"mosaic_a": {}, "mosaic_c": {}},
         "three": {"mosaic_d": {}},
     }
-    begun, lock = [], threading.Lock()
+    begun, in_main, lock = [], set(), threading.Lock()
 
     class Program:
         def __init__(self, name):
@@ -103,19 +118,23 @@ def test_each_kernel_begins_once_and_before_the_programs_that_have_it(monkeypatc
         def compile(self):
             with lock:
                 begun.append(self.name)
+                if threading.current_thread() is threading.main_thread():
+                    in_main.add(self.name)
             return self.name
 
     monkeypatch.setattr(compiled, "_module_name", lambda program: f"jit_{program.name}")
     monkeypatch.setattr(compiled.os, "cpu_count", lambda: 1)
     groups = compiled_together(map(Program, ("one", "two")), [Program("three")])
     assert groups == [["one", "two"], ["three"]]
-    # What may be kept is left to its program, and a program that may be kept to the end, with its kernels.
-    assert begun == ["mosaic_a", "one", "mosaic_c", "two", "three"]
+    # A program that may be kept is left to the end, and its kernels to it.
+    assert set(begun[:3]) == {"mosaic_a", "mosaic_b", "one"} and begun[3:] == ["mosaic_c", "two", "three"]
+    assert in_main == {"mosaic_b", "three"}
 
 
 def test_a_kernel_that_does_not_compile_is_raised(no_cache, monkeypatch):
     monkeypatch.setattr(compiled, "_in_threads", lambda: True)
     monkeypatch.setattr(compiled, "mosaic_kernels", lambda program: {"mosaic_a": {}})
     monkeypatch.setattr(compiled, "alone", lambda name, told: types.SimpleNamespace(compile=lambda: 1 / 0))
+    monkeypatch.setattr(compiled, "_module_name", lambda program: "jit_kernel")
     with pytest.raises(ZeroDivisionError):
         compiled_together([jax.jit(lambda x: x + 3).lower(jnp.zeros(3))])

@@ -151,6 +151,26 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
             call()
 
 
+def test_norms_of_another_network_are_refused():
+    """They would be broadcast, or layers left out."""
+    norms, engine = qerl.norms_of(MODEL, None), qerl.Engine(MODEL, SETTINGS.sampling, **LONG)
+    calls = (
+        lambda norms: qerl.generate(MODEL, None, PROMPTS, KEY, SETTINGS.sampling, norms=norms),
+        lambda norms: engine.rollout(None, PROMPTS, KEY, 1, norms),
+        lambda norms: next(engine.generate(None, [], KEY, norms=norms)),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match=r"norms is of type tuple; expected a Norms .`norms_of` gives them"):
+            call(())
+        for counts, wrong in (
+            ("1 and 2", norms.replace(input=norms.input[:1])),
+            ("3 and 2", norms.replace(input=(*norms.input, norms.final))),
+            ("2 and 2", norms.replace(final=jnp.ones(1))),
+        ):
+            with pytest.raises(ValueError, match=f"norms are of another network: {counts} scales .* expected 2 and 2"):
+                call(wrong)
+
+
 def test_perturb_norms_under_jit_and_vmap_over_keys():
     norms = qerl.norms_of(MODEL, None)
     keys = jax.random.split(jax.random.key(0), 5)

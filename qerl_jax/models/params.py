@@ -217,6 +217,19 @@ def norms_of(model: Model, adapter: Adapter | None) -> Norms:
     )
 
 
+def check_norms(model: Model, norms: Norms) -> None:
+    """Raises TypeError for what are no norm scales, ValueError for those of another network: they would be broadcast,
+    or left out."""
+    check_kind("norms", norms, Norms, " (`norms_of` gives them)")
+    found, expected = ([leaf.shape for leaf in jax.tree.leaves(of)] for of in (norms, norms_of(model, None)))
+    if found != expected:
+        raise ValueError(
+            f"norms are of another network: {len(norms.input)} and {len(norms.post_attention)} scales of layers, and "
+            f"the final one, of the shapes {sorted(set(found))}; expected {len(model.base.layers)} and "
+            f"{len(model.base.layers)}, of {sorted(set(expected))}"
+        )
+
+
 def parameter_count(tree: Any) -> int:
     """Number of array elements in a pytree (packed bytes count as one element each)."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -17,7 +17,7 @@ import numpy as np
 from qerl_jax.errors import check_kind, is_number, is_whole
 from qerl_jax.keys import of_threefry
 from qerl_jax.models.linear import fewest_rows
-from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.generate import check_limits, check_rows
 from qerl_jax.rollout.memory import Plan, plan_slots
@@ -111,10 +111,10 @@ class Engine:
         Raises:
           ValueError: no prompts, or parts of them that are not one for each; a prompt is empty, too long, has a token
             id outside the vocabulary or, with its completion, more tokens than the network has positions; `prompts` are
-            wider than max_prompt_length; wrong limits; no PRNG key.
+            wider than max_prompt_length; wrong limits; no PRNG key; norms of another network.
           TypeError: not an Adapter, or a call that JAX is tracing.
         """
-        self._check_call(adapter, prompts, key, norms)
+        self._check_call(adapter, norms, prompts, key)
         check_rows(prompts)
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits)
@@ -172,14 +172,11 @@ class Engine:
         first. Once they are compiled the call finds them ready. Programs for the last samples in fewer slots are not
         among them. Arrays may be ShapeDtypeStructs."""
         N, G, C = prompts, num_generations, self.settings.max_completion_length
-        key, plan, model = jax.eval_shape(of_threefry, key), self.plan(N * G, N, adapter), self.model
+        plan, model = self.plan(N * G, N, adapter), self.model
         if not self._at_once(plan, N * G):
-            made = programs().made.lower(model, adapter)
-            model, adapter = prepared(model, adapter, made.out_info)
-            norms = norms_of(model, adapter) if norms is None else norms
-            yield from lowered_call(model, adapter, norms, self.settings, plan, self.max_prompt_length, key)
-            yield made
+            yield from self._lowered_queue(adapter, plan, key, norms)
             return
+        key = jax.eval_shape(of_threefry, key)
         shape: Any = jax.ShapeDtypeStruct
         each_N = shape((N,), jnp.int32)
         of_prompts = Prompts(shape((N, self.max_prompt_length), jnp.int32), each_N, each_N)
@@ -190,6 +187,23 @@ class Engine:
         leave = max(worthwhile(self.tail_sizes, N * G, C - 1), default=0)
         yield begun
         yield programs().finished.lower(slots, model, adapter, norms, C, leave, self.settings, group=G)
+
+    def lowered_requests(
+        self, adapter: Adapter | None, requests: Sequence[Request], key: jax.Array, norms: Norms | None = None
+    ) -> Iterator[jax.stages.Lowered]:
+        """`lowered` for `generate`, of requests that can all run."""
+        plan = self.plan(sum(request.n for request in requests), len(requests), adapter)
+        return self._lowered_queue(adapter, plan, key, norms)
+
+    def _lowered_queue(
+        self, adapter: Adapter | None, plan: Plan, key: jax.Array, norms: Norms | None
+    ) -> Iterator[jax.stages.Lowered]:
+        made = programs().made.lower(self.model, adapter)
+        model, adapter = prepared(self.model, adapter, made.out_info)
+        norms = norms_of(model, adapter) if norms is None else norms
+        key = jax.eval_shape(of_threefry, key)
+        yield from lowered_call(model, adapter, norms, self.settings, plan, self.max_prompt_length, key)
+        yield made
 
     def generate(
         self,
@@ -214,10 +228,11 @@ class Engine:
             after each chunk, as far as they have come.
 
         Raises:
-          ValueError: `every` below 1; something that is no request, or no PRNG key; `until` returns something else.
+          ValueError: `every` below 1; something that is no request, or no PRNG key; `until` returns something else;
+            norms of another network.
           TypeError: not an Adapter, or a call that JAX is tracing.
         """
-        self._check_call(adapter, key, norms)
+        self._check_call(adapter, norms, key)
         if every is not None and (not is_whole(every) or every < 1):
             raise ValueError(f"every is {every!r}; allowed: 1 or more steps, or None")
         good: dict[int, Request] = {}
@@ -249,10 +264,12 @@ class Engine:
                 statistics=self.statistics,
             ).run()
 
-    def _check_call(self, adapter: Adapter | None, *arrays: Any) -> None:
-        """Raises TypeError for what no call can be made with."""
+    def _check_call(self, adapter: Adapter | None, norms: Norms | None, *arrays: Any) -> None:
+        """Raises TypeError or ValueError for what no call can be made with."""
         check_kinds(self.model, adapter)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((self.model, adapter, arrays))):
+        if norms is not None:
+            check_norms(self.model, norms)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((self.model, adapter, norms, arrays))):
             raise TypeError(
                 "an Engine runs programs of its own, one by one, and cannot be called inside of jax.jit, vmap or "
                 "grad; expected a call outside of them, or qerl_jax.generate inside"

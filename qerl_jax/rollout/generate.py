@@ -13,7 +13,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.keys import of_threefry
-from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
 from qerl_jax.rollout.decode import prefill
@@ -59,9 +59,11 @@ def generate(
         lengths or places are not one for each, or lengths beyond the slots; num_generations below 1; wrong limits; or
         a prompt and its completion may be more tokens than the network has positions, where under jit prompts whose
         lengths are traced may fill all their slots.
-      TypeError: not a Model and an Adapter. ValueError: no PRNG key.
+      TypeError: not a Model and an Adapter, or no Norms. ValueError: no PRNG key, or norms of another network.
     """
     check_kinds(model, adapter)
+    if norms is not None:
+        check_norms(model, norms)
     settings.check_ids(model.config.vocab_size)
     _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)

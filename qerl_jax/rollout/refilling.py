@@ -60,7 +60,7 @@ def lowered_call(
     max_prompt_length: int,
     key: jax.Array,
 ) -> Iterator[jax.stages.Lowered]:
-    """The programs that an `EngineCall` without `every` begins with; arrays may be ShapeDtypeStructs."""
+    """The programs that an `EngineCall` begins with; arrays may be ShapeDtypeStructs."""
     sizes = {"rows": plan.rows, "max_prompt_length": max_prompt_length, "slots": plan.allocated, "used": plan.slots}
     slots = jax.eval_shape(lambda key: empty_slots(model, settings, key, **sizes), key)
     size, places = _prompts_at_once(plan), _QUEUE * plan.slots
