@@ -57,12 +57,13 @@ def test_what_a_run_reads_may_lie_elsewhere_once_its_config_says_so(tmp_path, mo
 
 
 def test_the_metric_of_dynamic_sampling_stays_that_of_its_function(tmp_path, monkeypatch):
-    for name in ("a", "b"):
-        lie_in(tmp_path / name)
+    """Which has another name among functions that are named by their whole paths."""
+    for folder in (tmp_path, tmp_path / "b"):
+        lie_in(folder)
     monkeypatch.chdir(tmp_path)
-    words = ["reward.functions=[{function: 'a/own.py:f'}, {function: 'b/own.py:f'}]"]
-    with run_folder.open_run(config(tmp_path, *words, "grpo.dynamic_sampling.metric=b/own.py:f")) as (folder, held):
-        assert held.grpo.dynamic_sampling.metric == f"{tmp_path / 'b' / 'own.py'}:f"
+    words = ["reward.functions=[{function: 'b/own.py:f'}, {function: 'own.py:f'}]"]
+    with run_folder.open_run(config(tmp_path, *words, "grpo.dynamic_sampling.metric=own.py:f")) as (folder, held):
+        assert held.grpo.dynamic_sampling.metric == f"{tmp_path.name}/own.py:f"
     assert load_config(str(folder / "config.yaml")).grpo.dynamic_sampling == held.grpo.dynamic_sampling
 
 
