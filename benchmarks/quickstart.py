@@ -1,6 +1,7 @@
 """The quickstart over several seeds, with true rewards and with permuted ones, each run as a user would run it.
 
-    python -m benchmarks.quickstart --seeds 0 1 2 --permuted-seeds 0 1 --output benchmarks/results/cpu/quickstart.json
+    python -m benchmarks.quickstart --seeds 0 1 2 3 4 --permuted-seeds 0 1 \\
+        --output benchmarks/results/cpu/quickstart.json
 
 Held-out accuracy before and after, at temperature 1 and greedy; seconds of the whole process. `--jobs 4` runs four at a
 time, each held to `--cores` cores of its own.

@@ -219,10 +219,8 @@ def product(route, out_dtype):
         if any(jax.tree.leaves(loras_batched)):  # an adapter for each row block: outside the kernel
 
             def one(x, loras):
-                ys = base(x, weights, scales, biases, (None,) * len(weights))
-                zeros = tuple(jnp.zeros(y.shape, jnp.float32) for y in ys)
-                added = _add_lora(zeros, x, loras)
-                return tuple((y.astype(jnp.float32) + d).astype(out_dtype) for y, d in zip(ys, added, strict=True))
+                sums = product(route, jnp.float32)(x, weights, scales, biases, (None,) * len(weights))
+                return tuple(y.astype(out_dtype) for y in _add_lora(sums, x, loras))
 
             axes = jax.tree.map(lambda batched: 0 if batched else None, (x_batched, loras_batched))
             return jax.vmap(one, axes, axis_size=axis_size)(x, loras), (True,) * len(weights)

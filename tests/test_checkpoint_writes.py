@@ -27,6 +27,26 @@ from qerl_jax.checkpoints import (
 from qerl_jax.errors import UserError
 
 
+def test_all_is_on_the_disk_before_it_is_visible_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
+    """After a power failure a checkpoint is whole or not there, and one whose save has returned is there."""
+    done, renamed, synced = [], os.rename, os.fsync
+
+    def fsync(handle):
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        synced(handle)
+
+    def rename(old, new):
+        if Path(new).parent == tmp_path:  # others are within the checkpoint
+            assert {Path(old), *Path(old).rglob("*")} <= set(done)
+            done.append("renamed")
+        renamed(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
+    assert done.count("renamed") == 1 and tmp_path in done[done.index("renamed") :]
+
+
 def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(tmp_path, monkeypatch, caplog):
     save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
     big = {"a": np.random.default_rng(0).random(100_000)}

@@ -200,6 +200,12 @@ def test_until_ends_a_sample_early_and_changes_no_other():
             assert same(found[name], done)
 
 
+def test_until_may_end_a_sample_with_its_last_token():
+    """A stop string that the last allowed token completes."""
+    (done,) = engine(max_slots=3).generate(ADAPTER, [Request([5, 9], 1, 0, 3)], KEY, until=lambda ids: 3)
+    assert len(done.ids) == 3 and done.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("told", [-1, True, 2.0, "3"])
 def test_until_says_a_number_of_tokens(told):
     match = rf"until says {told!r} of the first \d+ tokens of sample \d of request \d; allowed: .* >= 0, or None"

@@ -165,7 +165,7 @@ def test_what_stands_behind_a_prompt_may_be_anything():
             MODEL, ADAPTER, PROMPTS.replace(tokens=PROMPTS.tokens.at[1, 1].set(99)), jax.random.key(0), SETTINGS
         )
     )
-    with pytest.raises(UserError, match="num_generations is 0; allowed: 1 or more"):
+    with pytest.raises(UserError, match="num_generations is 0; allowed: a whole number, 1 or more"):
         run(num_generations=0)
 
 

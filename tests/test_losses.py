@@ -169,9 +169,9 @@ def test_clipped_tokens_are_counted_by_side():
 
 
 def test_a_row_is_clipped_once_by_the_mean_of_its_active_tokens():
-    """Rows of ratios 2, 2, 0.5, 1 and 0.5 with tokens far beyond; the correction has dropped the second's first token,
+    """Rows of ratios 2, 2, 0.5, 1 and 2 with tokens far beyond; the correction has dropped the second's first token,
     all of the fourth's and, with its gain, the fifth's."""
-    means = jnp.log(jnp.array([2.0, 2.0, 0.5, 1.0, 0.5]))[:, None]
+    means = jnp.log(jnp.array([2.0, 2.0, 0.5, 1.0, 2.0]))[:, None]
     logp = means + jnp.array([[3.0, -3.0, 9.0]])
     advantages = jnp.array([[1, 1, 1], [0, 1, 1], [-1, -1, -1], [0, 0, 0], [0, 0, 1]])
     parts = logp, jnp.zeros((5, 3)), None, advantages, jnp.broadcast_to(jnp.arange(3) < 2, (5, 3))

@@ -130,6 +130,7 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
             "settings is of type StepSettings; expected an UpdateSettings .`StepSettings.update`",
             lambda: qerl.update_step(None, MODEL, None, optimizer=None, settings=SETTINGS),
         ),
+        ("adapter is of type NoneType; expected an Adapter", lambda: qerl.merge_adapter(MODEL, None)),
         ("config is of type str; expected a Config .`load_config`", lambda: train("quickstart")),
         ("config is of type dict; expected a Config", lambda: plan_run({})),
     ):
@@ -140,6 +141,19 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
         (r"tokens are float32 \[1, 3\]; expected whole", lambda: qerl.logits(MODEL, tokens.astype(jnp.float32))),
         (r"tokens are int32 \[0, 3\]; .* one row and one token or more", lambda: qerl.logits(MODEL, tokens[:0])),
         (r"tokens are int32 \[1, 0\]; .* one row and one token or more", lambda: qerl.logits(MODEL, tokens[:, :0])),
+        ("weight_format is 'None'; allowed: ", lambda: qerl.quantize(MODEL, None)),
+        (
+            "weight_format is None; written are bf16, nvfp4",
+            lambda: qerl.save_model(MODEL, tmp_path, weight_format=None),
+        ),
+        (
+            "num_generations is 2.5; allowed: a whole",
+            lambda: qerl.generate(MODEL, None, PROMPTS, KEY, SETTINGS.sampling, 2.5),
+        ),
+        (
+            "prompts have places of float64; expected whole",
+            lambda: qerl.generate(MODEL, None, PROMPTS.replace(places=np.array([0.2, 0.7])), KEY, SETTINGS.sampling),
+        ),
         ("tokens have the id 61; allowed: 0 to 60", lambda: qerl.logits(MODEL, tokens.at[0, 1].set(61))),
         ("tokens have the id -100; allowed: 0 to 60", lambda: qerl.logits(MODEL, np.array([[3, -100]]))),
         (

@@ -61,6 +61,10 @@ def test_other_answers(answer, completion):
     assert score(completion, answer) == 0.0
 
 
+def test_a_power_of_ten_in_a_fraction_is_no_plain_number():
+    assert score("\\boxed{1e-5/2}", "\\frac{1}{3}") == 0.0
+
+
 def test_a_row_without_an_answer_has_no_score():
     assert score("\\boxed{7}", None) is None
 

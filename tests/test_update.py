@@ -28,6 +28,7 @@ from qerl_jax.rl.advantages import advantages_by
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.optimizer import OptimizerSpec, make_optimizer
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import make_batch
 from qerl_jax.rl.update import update_step
@@ -385,6 +386,19 @@ def test_either_of_loss_and_gradient_that_is_not_finite_is_enough(learned, first
     finite = [bool(jnp.isfinite(metrics[name])) for name in ("loss", "grad_norm")]
     assert sorted(finite) == [False, True] and finite[0] == (first_two[1] == 0)
     assert int(metrics["nonfinite"]) == 1
+    assert_trees_close(new, state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", [make_optimizer(OptimizerSpec(1e-3, 4)), optax.sign_sgd(1e-3)])
+def test_finite_gradients_whose_norm_is_not_are_refused(optimizer):
+    """Clipping would make zeros of them, and leave weight decay alone; and their signs are finite all the same."""
+
+    def loss(logp, old_logp, ref_logp, advantages, mask):
+        return 1e25 * jnp.sum(logp * mask), {}
+
+    state = init_state(state_of().adapter, optimizer)
+    new, metrics = update_step(state, MODEL, batch_of(), optimizer=optimizer, settings=UPDATE, loss_fn=loss)
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"]) and int(metrics["nonfinite"]) == 1
     assert_trees_close(new, state, rtol=0, atol=0)
 
 

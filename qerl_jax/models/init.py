@@ -78,7 +78,7 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
       UserError: an unknown format, a weight whose inputs are not a multiple of the format's block, or one that is in
         another packed format and would be rounded a second time.
     """
-    check_format(weight_format)
+    check_format(str(weight_format))  # None, which means a folder's own elsewhere, is no format to write
     dtype = model.base.embed.dtype
 
     def plain(layer: Layer) -> Layer:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.errors import check_kind
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.loading import layer_name, named_weights
@@ -33,7 +34,8 @@ def merge_adapter(model: Model, adapter: Adapter) -> Model:
       TypeError: not a Model and an Adapter.
       ValueError: the adapter is of another network, has a pair of no projection, or is several stacked in one.
     """
-    check_kinds(model, adapter)
+    check_kinds(model, None)
+    check_kind("adapter", adapter, Adapter)
     check_fits(model, adapter)
     dtype = model.base.embed.dtype
     layers = []

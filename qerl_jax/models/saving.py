@@ -46,7 +46,7 @@ def save_model(
         `tokenizer_from` has no tokenizer.
     """
     if weight_format not in SAVED_FORMATS:
-        hint = nearest(weight_format, SAVED_FORMATS, elsewhere=FORMATS)
+        hint = nearest(str(weight_format), SAVED_FORMATS, elsewhere=FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; written are {', '.join(SAVED_FORMATS)}{hint}")
     dtype = model.base.embed.dtype
     hf = described(model, dtype, tokenizer_from)

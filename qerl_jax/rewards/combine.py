@@ -102,7 +102,8 @@ def combine(
             "apply"
         )
     total = np.nansum(stacked * np.asarray(weights, np.float32)[:, None], axis=0, dtype=np.float32)
-    beyond = np.flatnonzero(~(np.abs(total) <= LARGEST))
+    exact = np.nansum(stacked * np.asarray(weights, np.float64)[:, None], axis=0)  # in float32 a weight may be infinite
+    beyond = np.flatnonzero(~(np.abs(exact) <= LARGEST))
     if beyond.size:
         row = beyond[0]
         parts = ", ".join(f"{name} {values[row]:g}" for name, values in each.items())

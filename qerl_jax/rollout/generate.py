@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, is_whole
 from qerl_jax.keys import of_threefry
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv
@@ -85,13 +85,18 @@ def check_limits(limits_N: Limits, prompts: int, max_completion_length: int) -> 
 
 
 def check_rows(prompts: Prompts) -> None:
-    """Raises UserError for prompts that are none, whose parts are not one for each, or whose lengths, if known, are not
-    from 1 to their slots."""
+    """Raises UserError for prompts that are none, whose parts are not one for each or are no whole numbers, or whose
+    lengths, if known, are not from 1 to their slots."""
     shapes = {name: jnp.shape(getattr(prompts, name)) for name in ("tokens", "lengths", "places")}
     N, P = shapes["tokens"] if len(shapes["tokens"]) == 2 else (0, 0)
     if N < 1 or P < 1 or shapes["lengths"] != (N,) or shapes["places"] != (N,):
         found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise UserError(f"prompts have {found}; expected tokens [N, P], lengths [N] and places [N], of one or more")
+    for name in shapes:
+        part = getattr(prompts, name)
+        dtype = part.dtype if hasattr(part, "dtype") else np.asarray(part).dtype
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise UserError(f"prompts have {name} of {dtype}; expected whole numbers")
     if isinstance(prompts.lengths, jax.core.Tracer):
         return
     lengths = np.asarray(prompts.lengths)
@@ -102,8 +107,8 @@ def check_rows(prompts: Prompts) -> None:
 def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None:
     """Raises UserError for prompts that `Prompts` does not allow, as far as they are known."""
     check_rows(prompts)
-    if num_generations < 1:
-        raise UserError(f"num_generations is {num_generations}; allowed: 1 or more")
+    if not is_whole(num_generations) or num_generations < 1:
+        raise UserError(f"num_generations is {num_generations!r}; allowed: a whole number, 1 or more")
     if not any(isinstance(of, jax.core.Tracer) for of in (prompts.tokens, prompts.lengths)):
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         ids, vocabulary = tokens[np.arange(tokens.shape[1]) < lengths[:, None]], model.config.vocab_size

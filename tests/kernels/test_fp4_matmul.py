@@ -1,6 +1,7 @@
 """fp4_matmul: the reference path, gradients, vmap, errors; and that each kernel lowers for CUDA without a GPU."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -278,6 +279,16 @@ def test_adapters_of_each_row_block_under_vmap():
     got = jax.vmap(lambda x, a, b: fp4_matmul(x, w, gs, lora=(a, b, 0.5)))(x, a, b)
     for i in range(2):
         np.testing.assert_allclose(got[i], fp4_matmul(x[i], w, gs, lora=(a[i], b[i], 0.5)), rtol=1e-5, atol=1e-4)
+
+
+def test_adapters_of_each_row_block_are_added_before_the_one_rounding():
+    w, gs, bf16 = _weight(0, 48, 64), jnp.float32(700.0), jnp.bfloat16
+    x, a, b = _x(1, 6, 64).reshape(2, 3, 64), _x(2, 8, 64).reshape(2, 4, 64), _x(3, 96, 4).reshape(2, 48, 4)
+    f = functools.partial(fp4_matmul, backend="reference")
+    got = jax.vmap(lambda x, a, b: f(x, w, gs, lora=(a, b, 0.5)))(x.astype(bf16), a, b)
+    for i in range(2):
+        alone = f(x[i].astype(bf16), w, gs, lora=(a[i], b[i], 0.5))
+        assert alone.dtype == bf16 and (got[i] == alone).mean() > 0.98
 
 
 def test_a_plan_for_lora():
