@@ -285,9 +285,9 @@ def test_adapters_of_each_row_block_are_added_before_the_one_rounding():
     w, gs, bf16 = _weight(0, 48, 64), jnp.float32(700.0), jnp.bfloat16
     x, a, b = _x(1, 6, 64).reshape(2, 3, 64), _x(2, 8, 64).reshape(2, 4, 64), _x(3, 96, 4).reshape(2, 48, 4)
     f = functools.partial(fp4_matmul, backend="reference")
-    got = jax.vmap(lambda x, a, b: f(x, w, gs, lora=(a, b, 0.5)))(x.astype(bf16), a, b)
+    got = jax.vmap(lambda x, a, b: f(x, w, gs, lora=(a, b, 0.02)))(x.astype(bf16), a, b)
     for i in range(2):
-        alone = f(x[i].astype(bf16), w, gs, lora=(a[i], b[i], 0.5))
+        alone = f(x[i].astype(bf16), w, gs, lora=(a[i], b[i], 0.02))  # as large as the base's
         assert alone.dtype == bf16 and (got[i] == alone).mean() > 0.98
 
 
