@@ -96,8 +96,6 @@ def test_metrics_of_a_rollout_by_hand():
     }
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-6)
     cut = reward_metrics(jnp.zeros((3, 2)), completions.replace(terminated=jnp.zeros(6, bool)))
-    many = completions.replace(lengths=jnp.ones(24, jnp.int32), terminated=jnp.ones(24, bool))
-    assert jax.jit(reward_metrics)(jnp.zeros((3, 8)), many)["completions/clipped_ratio"] == 0  # 1 - mean is below
     assert [float(cut[f"completions/{name}_terminated_length"]) for name in ("mean", "min", "max")] == [0, 0, 0]
     assert float(cut["completions/clipped_ratio"]) == 1
     unscored = reward_metrics(jnp.array([[1.0, jnp.nan], [2.0, 2.0], [jnp.nan, 4.0]]), completions)
