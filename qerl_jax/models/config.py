@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qerl_jax.errors import UserError
 from qerl_jax.json_fields import Fields
 from qerl_jax.models.rope import RopeScaling, YarnScaling, read_rope, rope_to_hf
@@ -76,6 +78,10 @@ class ModelConfig:
         if not isinstance(scaling, YarnScaling):
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
+
+    def unknown_id(self, ids: np.ndarray) -> int | None:
+        """The first of these token ids that the vocabulary does not have; None if it has all."""
+        return next((int(token) for token in ids[(ids < 0) | (ids >= self.vocab_size)]), None)
 
     @property
     def biases(self) -> tuple[str, ...]:

@@ -270,10 +270,9 @@ def logits(
     if tokens_BT.ndim != 2 or 0 in tokens_BT.shape or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
         found = f"{tokens_BT.dtype} {list(tokens_BT.shape)}"
         raise ValueError(f"tokens are {found}; expected whole numbers [B, T], one row and one token or more")
-    if not isinstance(tokens_BT, jax.core.Tracer):
-        ids, vocabulary = np.asarray(tokens_BT), model.config.vocab_size
-        if (strange := ids[(ids < 0) | (ids >= vocabulary)]).size:
-            raise ValueError(f"tokens have the id {strange[0]}; allowed: 0 to {vocabulary - 1}")
+    known = None if isinstance(tokens_BT, jax.core.Tracer) else np.asarray(tokens_BT)
+    if known is not None and (strange := model.config.unknown_id(known)) is not None:
+        raise ValueError(f"tokens have the id {strange}; allowed: 0 to {model.config.vocab_size - 1}")
     mask_BT = None if attention_mask is None else jnp.asarray(attention_mask)
     if mask_BT is not None and mask_BT.shape != tokens_BT.shape:
         raise ValueError(f"attention_mask is {list(mask_BT.shape)}; expected {list(tokens_BT.shape)}, as tokens are")

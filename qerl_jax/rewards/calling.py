@@ -54,8 +54,8 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
     """Those of a data set's columns that the function takes.
 
     Raises:
-      UserError: it does not take `ARGUMENTS`, it takes something by position only, a column has the
-        name of one of `ARGUMENTS`, or a column that it needs is missing.
+      UserError: it does not take `ARGUMENTS`, it takes something by position only, a column has the name of one of
+        `ARGUMENTS`, or a column that it needs is missing.
     """
     taken = [name for name in ARGUMENTS if name in columns]
     if taken:

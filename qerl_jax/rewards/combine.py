@@ -101,16 +101,16 @@ def combine(
             f"{named(nowhere[0])} has no reward: every function ({', '.join(each)}) returned None; at least one must "
             "apply"
         )
-    total = np.nansum(stacked * np.asarray(weights, np.float32)[:, None], axis=0, dtype=np.float32)
     exact = np.nansum(stacked * np.asarray(weights, np.float64)[:, None], axis=0)  # in float32 a weight may be infinite
     beyond = np.flatnonzero(~(np.abs(exact) <= LARGEST))
     if beyond.size:
         row = beyond[0]
         parts = ", ".join(f"{name} {values[row]:g}" for name, values in each.items())
         raise UserError(
-            f"{named(row)} has the reward {total[row]:g}, from {parts} times the weights {list(weights)}; allowed: "
+            f"{named(row)} has the reward {exact[row]:g}, from {parts} times the weights {list(weights)}; allowed: "
             f"-{LARGEST:g} to {LARGEST:g}"
         )
+    total = np.nansum(stacked * np.asarray(weights, np.float32)[:, None], axis=0, dtype=np.float32)
     return Scores(total, each)
 
 

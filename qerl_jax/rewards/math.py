@@ -35,9 +35,8 @@ def accuracy(
 
     `answer` is LaTeX or a number: alone, between $ signs, in a text's last \\boxed{}, or behind the last `####` of one.
     Where it is None the function does not apply. Two plain numbers (`1,200`, `-3/4`, `1e-5`) are compared exactly,
-    other ones by math-verify, decimals to 6 places; to it 50\\% is 0.5 and 50. What it cannot read,
-    or not within 2 seconds, equals the same text only. A call with many different ones of these needs a longer
-    reward.timeout.
+    other ones by math-verify, decimals to 6 places; to it 50\\% is 0.5 and 50. What it cannot read, or not within 2
+    seconds, equals the same text only. A call with many different ones of these needs a longer reward.timeout.
 
     Raises:
       UserError: an entry of `answer` that is neither a text nor a finite number, or is empty; or another thread than

@@ -288,7 +288,7 @@ class Engine:
             if not is_whole(number) and (number is not None or what == "n"):
                 return f"has {what} {number!r}; expected a whole number"
         length, vocabulary, C = len(ids), self.model.config.vocab_size, self.settings.max_completion_length
-        strange = next((int(token) for token in ids[(ids < 0) | (ids >= vocabulary)]), None)
+        strange = self.model.config.unknown_id(ids)
         limit = request.max_completion_length
         if length == 0:
             return "is empty; expected one token or more"

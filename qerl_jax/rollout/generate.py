@@ -111,9 +111,9 @@ def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None
         raise UserError(f"num_generations is {num_generations!r}; allowed: a whole number, 1 or more")
     if not any(isinstance(of, jax.core.Tracer) for of in (prompts.tokens, prompts.lengths)):
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        ids, vocabulary = tokens[np.arange(tokens.shape[1]) < lengths[:, None]], model.config.vocab_size
-        if (strange := ids[(ids < 0) | (ids >= vocabulary)]).size:
-            raise UserError(f"prompts have the token id {strange[0]}; allowed: 0 to {vocabulary - 1}")
+        ids = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+        if (strange := model.config.unknown_id(ids)) is not None:
+            raise UserError(f"prompts have the token id {strange}; allowed: 0 to {model.config.vocab_size - 1}")
 
 
 def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings, limits_N: Limits | None) -> None:
