@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from . import block_kernel, layer_calls
+from .attention_plan import KEYS
 from .block_plan import MAX_ROWS, PANEL, WARPS, BlockPlan, Part, make_block_plan
 from .counters import first_counters
 from .fragment_order import from_unit_order
@@ -19,6 +20,9 @@ from .layer_part import LayerPart, Projection, operands
 from .layout import dequantize
 from .stream_plan import RESIDENT
 from .variants import capability, has_room_for_a_wave
+
+# Of o's A, which attention fetches before it has x where its cache has 16 bits (`AttentionPlan.early_ranks`).
+EARLY_RANKS = 2 * KEYS
 
 
 def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> bool:
@@ -48,8 +52,9 @@ def reads_units(rows: int, layer: LayerPart) -> bool:
 
 def wanted_a(rows: int, layer: LayerPart) -> jax.Array | None:
     """o's A, where `between_attentions`, which must take the shape, is faster if x A^T comes with x; else None. With
-    more warps, for long streams (32B with ranks up to 64), it was not faster."""
-    if layer.o.lora is None or rows > MAX_ROWS or plan_of(rows, layer).warps != WARPS:
+    more warps, for long streams (32B with ranks up to 64), it was not faster; and of more ranks than attention fetches
+    early it waits for every 16."""
+    if layer.o.lora is None or layer.o.rank > EARLY_RANKS or rows > MAX_ROWS or plan_of(rows, layer).warps != WARPS:
         return None
     return layer.o.lora[0]
 

@@ -24,8 +24,10 @@ MOST_ITEMS = 3
 LEAST_ITEMS = 3, 2
 # Slices of K whose products with A are added afterwards, about: every CTA adds them all.
 LORA_SLICES = 24
-# Pieces of A, 16 ranks by so many columns, that a service warp has registers for while it waits for x.
+# Pieces of A, 16 ranks by so many columns, that a service warp has registers for while it waits for x; and parts of K
+# whose products with A, 8 ranks each, it has under way together when it adds them.
 PIECES, PIECE = 8, 32
+BATCH = 16
 # An exchange of sums between CTAs takes about as long as so many items of each.
 EXCHANGE_ITEMS = 30
 HEADER = 512  # barriers, 1 / rms of a panel's rows, and the warps' parts of it
@@ -100,16 +102,39 @@ class Part:
     def rank_tiles(self) -> tuple[int, ...]:
         return tuple(r // ROWS for r in self.ranks)
 
-    @property
+    @functools.cached_property
     def lora_chunks(self) -> int:
-        """Parts of a CTA's K in LoRA's first product, each of which its service warps can hold of 16 ranks."""
+        """Parts of a CTA's K in LoRA's first product: of what takes the fewest turns the most, since each is shorter
+        then."""
+        of_k = self.slices * self.cuts
         fewest = -(-self.most_quads * COLS // PIECE // (PIECES * SERVICE_WARPS))
-        return max(fewest, min(self.most_quads, LORA_SLICES // (self.slices * self.cuts)))
+        most = max(fewest, min(self.most_quads, LORA_SLICES // of_k))
+        return min(range(most, 0, -1), key=self.lora_turns)
+
+    def lora_turns(self, chunks: int) -> int:
+        """How often a service warp waits for what it has asked for, with so many chunks: for pieces of A, then for
+        products that it adds."""
+        units = -(-sum(self.rank_tiles) * chunks // self.groups)
+        loads = -(-self.pieces_in(chunks) // PIECES)
+        halves = -(-self.slices * self.cuts * chunks // 2)
+        added = [-(-2 * tiles // (SERVICE_WARPS * self.together(tiles, halves))) for tiles in self.rank_tiles]
+        return units * loads + (sum(added) if self.paired else max(added, default=0)) * -(-halves // BATCH)
+
+    @staticmethod
+    def together(tiles: int, halves: int) -> int:
+        """How many times 8 ranks a service warp adds at once, of an adapter that has twice `tiles` of them; a lane adds
+        half of the parts of K."""
+        turns, rest = divmod(2 * tiles, SERVICE_WARPS)
+        return 1 if rest else max((n for n in range(1, BATCH // halves + 1) if turns % n == 0), default=1)
+
+    def pieces_in(self, chunks: int) -> int:
+        """Of a unit of LoRA's first product, for any service warp, with so many chunks."""
+        return -(-self.most_quads * COLS // PIECE // (chunks * SERVICE_WARPS))
 
     @property
     def most_pieces(self) -> int:
         """Of any unit of LoRA's first product, for any service warp."""
-        return -(-self.most_quads * COLS // PIECE // (self.lora_chunks * SERVICE_WARPS))
+        return self.pieces_in(self.lora_chunks)
 
     @property
     def lora_parts(self) -> int:

@@ -12,13 +12,12 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_plan import PANEL, PIECE, SERVICE_WARPS, BlockPlan
+from .block_plan import BATCH, PANEL, PIECE, PIECES, SERVICE_WARPS, BlockPlan
 from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
 
 SERVED, PREPARED = 2, 3  # named barriers
-BATCH = 16  # parts of K under way together when they are added
 
 
 class ServiceWarps:
@@ -73,12 +72,12 @@ class ServiceWarps:
         self.barriers_served(asks)
         for i, part in enumerate(plan.parts):
             has_lora, makes = any(part.ranks), part.lora_units > 0
-            early, seen = self.pieces_of_a(i, self.units(i)[0]) if makes and i else [], []
+            early, seen = self.first_of_a(i) if makes and i else [], []
             if i:
                 seen.append(self.await_inputs(asks, i))
             self.load_x(i)
             if makes:
-                early = early or self.pieces_of_a(i, self.units(i)[0])
+                early = early or self.first_of_a(i)
                 self.await_x(i)
                 self.multiply_by_a(i, early)
             if part.normed:
@@ -183,19 +182,21 @@ class ServiceWarps:
         self.served()
 
     def multiply_by_a(self, i: int, early):
-        """This CTA's units: x A^T of 16 ranks over a part of its columns. `early` is `pieces_of_a` of the first one."""
+        """This CTA's units: x A^T of 16 ranks over a part of its columns. `early` is what `first_of_a` gave."""
         start, end, step = self.units(i)
         p.when(p.lt(start, end), lambda: self.unit(i, start, early))
 
         def next_unit(index, _):
+            pieces = self.pieces_of_a(i, index)
             self.served()
-            self.unit(i, index, self.pieces_of_a(i, index))
+            self.unit(i, index, pieces)
             return []
 
         p.for_range(p.add(start, step), end, step, [], next_unit)
 
     def unit(self, i: int, index, pieces):
-        """One of them, by all service warps; the first one adds up what the others leave where x A^T will be."""
+        """One of them, of whose A the first pieces are there, by all service warps; the first one adds up what the
+        others leave where x A^T will be."""
         plan, part = self.plan, self.plan.parts[i]
         x = [p.add(self.x_base, p.add(p.mul(row, plan.x_stride(part)), p.mul(self.t, 16))) for row in self.rows_in_x]
         _, first, last = self.rows_of_a(i, index)
@@ -208,9 +209,10 @@ class ServiceWarps:
             return made
 
         acc = [p.f32(0.0)] * (4 * plan.panels)
-        for n, words in enumerate(pieces):
-            piece = p.add(first, n)
-            acc = p.if_values(p.lt(piece, last), lambda w=words, n=piece, acc=acc: product(acc, w, n), acc)
+        for start in range(0, part.most_pieces, PIECES):
+            for n, words in enumerate(self.pieces_of_a(i, index, start) if start else pieces, start):
+                piece = p.add(first, n)
+                acc = p.if_values(p.lt(piece, last), lambda w=words, n=piece, acc=acc: product(acc, w, n), acc)
         left = p.add(self.h_base, p.mul(self.lane, 16))
         own = p.add(left, p.mul(p.sub(self.mine, 1), 512))
         for panel in range(plan.panels):
@@ -235,20 +237,50 @@ class ServiceWarps:
         to = mem.wide_offset(self.hidden_of[i], where, 512 * self.plan.panels)
         mem.store_global_f32x4(mem.offset(to, p.mul(self.lane, 16)), p.total([own, *others]), 512 * panel)
 
-    def pieces_of_a(self, i: int, index):
-        """What this warp multiplies by in a unit, if there is one: of each piece a lane's words of rows g and g + 8."""
+    def first_of_a(self, i: int):
+        """`pieces_of_a` of this CTA's first unit. What there are no registers for the L2 fetches meanwhile."""
+        part = self.plan.parts[i]
+        start, end, step = self.units(i)
+        pieces = self.pieces_of_a(i, start)
+
+        def rest(index, skipped: int):
+            here, count = self.lane_of_a(i, index)
+            for n in range(skipped, part.most_pieces):
+                p.when(p.lt(n, count), lambda n=n: [mem.prefetch(here, at) for at in self.rows_of_piece(i, n)])
+            return []
+
+        if part.most_pieces > PIECES:
+            rest(start, PIECES)
+        if sum(part.rank_tiles) * part.lora_chunks > part.groups:
+            p.for_range(p.add(start, step), end, step, [], lambda index, _: rest(index, 0))
+        return pieces
+
+    def pieces_of_a(self, i: int, index, start: int = 0):
+        """What this warp multiplies by in a unit, if there is one: of each piece a lane's words of rows g and g + 8.
+        From piece `start` on, PIECES at most."""
+        part = self.plan.parts[i]
+        here, count = self.lane_of_a(i, index)
+
+        def load(n):
+            low, high = (mem.load_global_v4(here, at) for at in self.rows_of_piece(i, n))
+            return [*low, *high]
+
+        zeros = [p.i32(0)] * 8
+        end = min(start + PIECES, part.most_pieces)
+        return [p.if_values(p.lt(n, count), lambda n=n: load(n), zeros) for n in range(start, end)]
+
+    def lane_of_a(self, i: int, index):
+        """Where this lane's words of a unit's first piece begin, and how many pieces there are, none behind the last
+        unit."""
         part = self.plan.parts[i]
         a, first, last = self.rows_of_a(i, index)
         last = p.select(p.lt(index, self.units(i)[1]), last, first)
         here = mem.offset(mem.wide_offset(a, self.g, part.k * 2), p.add(p.mul(first, PIECE * 2), p.mul(self.t, 16)))
+        return here, p.sub(last, first)
 
-        def load(n):
-            low, high = (mem.load_global_v4(here, n * PIECE * 2 + row * part.k * 2) for row in (0, 8))
-            return [*low, *high]
-
-        zeros = [p.i32(0)] * 8
-        count = p.sub(last, first)
-        return [p.if_values(p.lt(n, count), lambda n=n: load(n), zeros) for n in range(part.most_pieces)]
+    def rows_of_piece(self, i: int, n: int):
+        """Where rows g and g + 8 of the n-th piece lie behind the first."""
+        return [n * PIECE * 2 + row * self.plan.parts[i].k * 2 for row in (0, 8)]
 
     def units(self, i: int):
         """First, end and step of this CTA's units of part i, of those of its slice of K."""
@@ -281,36 +313,55 @@ class ServiceWarps:
 
             def add(first=2 * first_rank_tile, count=2 * rank_tiles):
                 start = p.and_(p.sub(p.add(self.mine, 4 * (first + 1)), first), SERVICE_WARPS - 1)
-                p.for_range(start, count, SERVICE_WARPS, [], lambda n, _: self.half_hidden(i, p.add(n, first), stride))
+                together = part.together(count // 2, -(-part.lora_parts // 2))
+
+                def halves(n, _):
+                    self.add_halves(i, [p.add(n, first + SERVICE_WARPS * more) for more in range(together)], stride)
+                    return []
+
+                p.for_range(start, count, SERVICE_WARPS * together, [], halves)
 
             if rank_tiles:
                 p.when(owns, add)
             first_tile, first_rank_tile = first_tile + tiles, first_rank_tile + rank_tiles
 
-    def half_hidden(self, i: int, which, stride: int):
-        """Half of the lanes of a fragment. The lower half of the warp adds the first half of the parts of K, the upper
-        half the others: so all of them are under way together."""
-        part = self.plan.parts[i]
-        tile, upper = p.shr(which, 1), p.shr(self.lane, 4)
-        lane = p.add(p.mul(p.and_(which, 1), 16), p.and_(self.lane, 15))
-        fragment = p.add(p.mul(tile, self.plan.panels), self.panel)
-        source = mem.offset(mem.wide_offset(self.hidden_of[i], fragment, 512), p.mul(lane, 16))
+    def add_halves(self, i: int, halves, stride: int):
+        """Adds the parts of K of halves of fragments' lanes, by the halves' numbers. The lower half of the warp adds
+        the first half of the parts, the upper half the others: so all of them are under way together."""
+        part, upper = self.plan.parts[i], p.shr(self.lane, 4)
         half = -(-part.lora_parts // 2)
-        of_half = mem.offset(source, p.mul(upper, half * stride))
-        acc = [p.f32(0.0)] * 4
+        places = [self.half_of_fragment(which) for which in halves]
+        sources = [self.products_at(i, tile, lane) for tile, lane in places]
+        of_half = [mem.offset(source, p.mul(upper, half * stride)) for source in sources]
+
+        def load(which: int, n: int):
+            if half + n < part.lora_parts:
+                return mem.load_fresh_f32x4(of_half[which], n * stride)
+            values = mem.load_fresh_f32x4(sources[which], n * stride)  # the upper half has one part less
+            return [arith.select(p.eq(upper, 0), v, p.f32(0.0)) for v in values]
+
+        sums = [[p.f32(0.0)] * 4 for _ in halves]
         for start in range(0, half, BATCH):
-            loaded = []
-            for n in range(start, min(start + BATCH, half)):
-                has_other = half + n < part.lora_parts  # with an odd number the upper half has one part less
-                values = mem.load_fresh_f32x4(of_half if has_other else source, n * stride)
-                loaded.append(values if has_other else [arith.select(p.eq(upper, 0), v, p.f32(0.0)) for v in values])
-            acc = p.total([acc, *loaded])
-        acc = [p.over_lanes(arith.addf, v, (16,)) for v in acc]
+            parts = range(start, min(start + BATCH, half))
+            loaded = [[load(which, n) for n in parts] for which in range(len(halves))]
+            sums = [p.total([acc, *products]) for acc, products in zip(sums, loaded, strict=True)]
+        for place, acc in zip(places, sums, strict=True):
+            self.store_half(part, *place, [p.over_lanes(arith.addf, v, (16,)) for v in acc])
+
+    def half_of_fragment(self, which):
+        """The 16 ranks that a half belongs to, and which lane's numbers of them this lane adds."""
+        return p.shr(which, 1), p.add(p.mul(p.and_(which, 1), 16), p.and_(self.lane, 15))
+
+    def products_at(self, i: int, tile, lane):
+        """Where a lane's products of the first part of K lie."""
+        fragment = p.add(p.mul(tile, self.plan.panels), self.panel)
+        return mem.offset(mem.wide_offset(self.hidden_of[i], fragment, 512), p.mul(lane, 16))
+
+    def store_half(self, part, tile, lane, sums):
         if part.normed:
-            acc = self.times_inverse(acc)
+            sums = self.times_inverse(sums)
         # lane (g, t) holds ranks g (elements 0, 1) and g + 8 (2, 3) of rows 2 t (0, 2) and 2 t + 1 (1, 3)
         at = p.add(p.mul(self.t, 64), p.mul(p.shr(lane, 2), 2))
         to = p.add(p.add(self.h_base, p.mul(tile, PANEL * ROWS * 2)), at)
         for e in range(4):
-            mem.store_shared_half(to, acc[e], (e % 2) * ROWS * 2 + (e // 2) * 16)
-        return []
+            mem.store_shared_half(to, sums[e], (e % 2) * ROWS * 2 + (e // 2) * 16)

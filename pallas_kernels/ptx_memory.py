@@ -229,6 +229,11 @@ def load_global_v4(address, byte_offset: int):
     )
 
 
+def prefetch(address, byte_offset: int):
+    """Has the L2 fetch what will be loaded later."""
+    ptx(f"prefetch.global.L2 [$0+{byte_offset}];", address)
+
+
 def load_global_f32x4(address, byte_offset: int):
     code = f"ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4+{byte_offset}];"
     return ptx(code, address, results=[f32_t()] * 4, effects=True)

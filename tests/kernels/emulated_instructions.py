@@ -240,6 +240,12 @@ def make_memory(m):
     mem.fence_barrier_init = lambda: None
     mem.fence, mem.fence_async = lambda: m.now.publish(), lambda: None
 
+    def prefetch(address, byte_offset):
+        byte = np.where(m.now.mask, address.astype(np.int64) + byte_offset, 0)
+        assert byte.max() < m.end, "a global address out of place"
+
+    mem.prefetch = prefetch
+
     def load_global(count, dtype, align):
         def load(address, byte_offset=0):
             byte = np.where(m.now.mask, address.astype(np.int64) + byte_offset, 0)

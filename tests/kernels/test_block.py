@@ -21,7 +21,7 @@ from pallas_kernels import (
     wanted_a,
 )
 from pallas_kernels.block import plan_of
-from pallas_kernels.block_plan import MOST_ITEMS, PIECES, SERVICE_WARPS, Part, make_block_plan
+from pallas_kernels.block_plan import BATCH, MOST_ITEMS, PIECES, SERVICE_WARPS, Part, make_block_plan
 from pallas_kernels.hidden import hidden_shape
 from pallas_kernels.layout import KernelWeight
 from pallas_kernels.stream_plan import SMEM_LIMIT
@@ -66,13 +66,28 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
 
 @pytest.mark.parametrize("rank", [16, 32, 128])
 @pytest.mark.parametrize("name", SHAPES)
-def test_units_of_a_are_what_service_warps_can_hold(name, rank):
-    """Equal parts of a slice of K, for whose pieces warps have registers."""
+def test_units_of_a_are_equal_parts_of_a_slice_of_k(name, rank):
+    """For whose pieces warps have registers all at once, but with many ranks of down, which has the largest K."""
     for m in (1, 8, 9, 16):
-        for part in plan_of(m, shapes_of(name, rank)).parts:
+        for i, part in enumerate(plan_of(m, shapes_of(name, rank)).parts):
             pieces, shares = part.most_quads * 8, part.lora_chunks * SERVICE_WARPS
             most = max((n + 1) * pieces // shares - n * pieces // shares for n in range(shares))
-            assert most == part.most_pieces <= PIECES
+            assert most == part.most_pieces
+            assert most <= PIECES or (i == 2 and rank == 128)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_many_ranks_are_no_more_units_than_ctas_but_in_down(name):
+    """A CTA would wait for A of each further one; and for each 8 ranks that a warp adds up alone."""
+    for m in (8, 16):
+        for i, part in enumerate(plan_of(m, shapes_of(name, 128)).parts):
+            halves = -(-part.lora_parts // 2)
+            assert all(
+                part.together(tiles, halves) * halves <= BATCH or halves > BATCH / 2 for tiles in part.rank_tiles
+            )
+            if i != 2:
+                assert part.lora_units <= part.groups * part.cuts * part.slices * (1 if m == 8 or i == 0 else 2)
+            assert part.lora_turns(part.lora_chunks) <= (6 if i == 2 else 3)
 
 
 @pytest.mark.parametrize("m", [1, 8, 9])
@@ -200,11 +215,11 @@ def test_who_makes_x_a():
     """Attention, where that is faster, for all rows of a panel alike."""
     wanted = {
         (name, rank): [wanted_a(m, shapes_of(name, rank)) is not None for m in (1, 8, 9, 16, 17)]
-        for name in SHAPES for rank in (0, 32)
+        for name in SHAPES for rank in (0, 32, 128)
     }  # fmt: skip
     few, none = [True] * 4 + [False], [False] * 5
     assert wanted == {
-        ("7B", 0): none, ("14B", 0): none, ("32B", 0): none,
+        ("7B", 0): none, ("14B", 0): none, ("32B", 0): none, ("7B", 128): none, ("14B", 128): none, ("32B", 128): none,
         ("7B", 32): few, ("14B", 32): few, ("32B", 32): [False, False, True, True, False],
     }  # fmt: skip
 

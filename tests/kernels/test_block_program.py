@@ -9,7 +9,7 @@ import pytest
 from random_weights import random_matrix
 
 from pallas_kernels.block_kernel import Operands, Weight
-from pallas_kernels.block_plan import Part, make_block_plan
+from pallas_kernels.block_plan import PIECES, Part, make_block_plan
 from pallas_kernels.counters import first_counters
 from pallas_kernels.hidden import hidden_parts
 from pallas_kernels.operands import number
@@ -109,6 +109,22 @@ def test_a_layers_parts(m, D, F, heads, ctas, warps, ranks, slices):
     case = Case(m, parts_of(D, F, heads, 16, ranks, biased=m in (3, 11)), D, ctas, warps)
     assert {part.slices for part in case.plan.parts} == slices
     first, second = case.run(calls=2)  # the second finds the counters as the first left them
+    assert case.error(first) < 0.04
+    for name in case.expected():
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("m, ctas, ranks", [
+    (8, 4, (128, 64, 0, 128)),  # several units of A a CTA, of more pieces than registers hold; 64 and 32 ranks at once
+    (3, 2, (16, 64, 0, 96)),
+])  # fmt: skip
+def test_many_ranks(monkeypatch, m, ctas, ranks):
+    monkeypatch.setattr(Part, "lora_turns", lambda self, chunks: chunks)  # as few parts of K as there can be
+    case = Case(m, parts_of(1280, 256, 1280 if m == 8 else 256, 16, ranks), 1280, ctas, 2)
+    assert max(part.most_pieces for part in case.plan.parts) > PIECES
+    assert any(part.lora_units > part.groups for part in case.plan.parts)
+    assert {part.together(tiles, 1) for part in case.plan.parts for tiles in part.rank_tiles if tiles > 1} & {2, 3, 4}
+    first, second = case.run(calls=2)
     assert case.error(first) < 0.04
     for name in case.expected():
         np.testing.assert_array_equal(first[name], second[name])
