@@ -10,7 +10,7 @@ PYTHON := .venv/bin/python
 .PHONY: quickstart test test-interop check clean
 
 quickstart: .venv/.installed
-	$(PYTHON) -m qerl_jax.cli train quickstart $(ARGS)
+	$(PYTHON) -m qerl_jax train quickstart $(ARGS)
 
 test: .venv/.installed
 	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)

@@ -45,7 +45,7 @@ def trained(weight_format: str, folder: Path) -> dict[str, Any]:
     """A quickstart of `SETTINGS` in a process of its own."""
     if not (folder / "summary.json").is_file():
         words = [f"model.weight_format={weight_format}", f"run.output_dir={folder}", *SETTINGS]
-        subprocess.run([sys.executable, "-m", "qerl_jax.cli", "train", "quickstart", *words], check=True)
+        subprocess.run([sys.executable, "-m", "qerl_jax", "train", "quickstart", *words], check=True)
     summary = json.loads((folder / "summary.json").read_text())
     first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     row = {"entropy": round(first["entropy"], 4)}

@@ -32,7 +32,7 @@ def run(seed: int, permuted: bool, cores: list[int], overrides: list[str]) -> di
     """One quickstart in a process of its own; returns a result row."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"run.seed={seed}", f"run.output_dir={folder}/run", *overrides, *([_PERMUTED] if permuted else [])]
-        command = [sys.executable, "-m", "qerl_jax.cli", "train", "quickstart", *words]
+        command = [sys.executable, "-m", "qerl_jax", "train", "quickstart", *words]
         began = time.perf_counter()
         subprocess.run(
             command,

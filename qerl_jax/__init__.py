@@ -62,6 +62,7 @@ _EXPORTS = {
         "informative_groups",
     ),
     "qerl_jax.rl.correction": ("SamplerCorrection",),
+    "qerl_jax.rl.logprobs": ("per_token_logps",),
     "qerl_jax.rl.losses": (
         "LossSpec",
         "policy_loss",

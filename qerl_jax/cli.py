@@ -147,7 +147,3 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     for command in (train, plan, generate, evaluate, export, plot, quantize):
         command.add(made)
     return parser, made.choices
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -139,7 +139,7 @@ class RewardOptions:
 
 
 @dataclass(frozen=True, config=_FROZEN)
-class SamplerCorrection:
+class SamplerCorrectionOptions:
     """The detached weight exp(learner - sampler log-probability), cut at `cap` or, above it, masked."""
 
     level: CorrectionLevel = "none"
@@ -148,7 +148,7 @@ class SamplerCorrection:
 
 
 @dataclass(frozen=True, config=_FROZEN)
-class DynamicSampling:
+class DynamicSamplingOptions:
     """DAPO's (arXiv 2503.14476, section 3.2): groups whose completions all score the same on the reward function
     `metric`, named as in metrics, are replaced by groups of the next prompts, in at most `max_rounds` rounds of
     sampling. metric null replaces none; max_rounds 1 only measures."""
@@ -173,8 +173,8 @@ class GrpoOptions:
     num_iterations: Count = 1
     steps_per_generation: Count | None = None  # None: gradient_accumulation_steps
     old_logprobs: OldLogprobs = "learner"
-    sampler_correction: SamplerCorrection = dataclasses.field(default_factory=SamplerCorrection)
-    dynamic_sampling: DynamicSampling = dataclasses.field(default_factory=DynamicSampling)
+    sampler_correction: SamplerCorrectionOptions = dataclasses.field(default_factory=SamplerCorrectionOptions)
+    dynamic_sampling: DynamicSamplingOptions = dataclasses.field(default_factory=DynamicSamplingOptions)
 
 
 @dataclass(frozen=True, config=_FROZEN)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from qerl_jax.errors import nearest
+from qerl_jax.option_names import clashing_bounds
 from qerl_jax.rewards.loading import titles
 
 if TYPE_CHECKING:
@@ -36,16 +37,8 @@ def conflicts(config: "Config") -> list[str]:
             f"{optimizer.num_train_epochs or 'null'}; allowed: exactly one of them, the other one null"
         )
     grpo = config.grpo
-    if grpo.loss_type == "cispo" and grpo.epsilon_high < 1:
-        problems.append(
-            f"grpo.epsilon_high is {grpo.epsilon_high}; allowed with grpo.loss_type cispo: a number >= 1, the largest "
-            "ratio itself (5 is usual)"
-        )
-    elif grpo.loss_type != "cispo" and grpo.delta is not None and grpo.delta <= 1 + grpo.epsilon_high:
-        problems.append(
-            f"grpo.delta is {grpo.delta}; allowed: above 1 + grpo.epsilon_high, which is {1 + grpo.epsilon_high:g}, "
-            "or null"
-        )
+    if clash := clashing_bounds(grpo.loss_type, grpo.epsilon_high, grpo.delta, "grpo."):
+        problems.append(clash)
     batch = config.completions_per_update
     if batch % group:
         problems.append(

@@ -27,6 +27,22 @@ Service = Literal["tensorboard", "wandb"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def clashing_bounds(loss_type: str, epsilon_high: float, delta: float | None, section: str = "") -> str | None:
+    """Which bound of the ratio does not go with the others, and what is allowed; None if all go together."""
+    if loss_type == "cispo":
+        if epsilon_high >= 1:
+            return None
+        return (
+            f"{section}epsilon_high is {epsilon_high}; allowed with {section}loss_type cispo: a number >= 1, the "
+            "largest ratio itself (5 is usual)"
+        )
+    if delta is None or delta > 1 + epsilon_high:
+        return None
+    none = "null" if section else "None"
+    bound = f"1 + {section}epsilon_high, which is {1 + epsilon_high:g}"
+    return f"{section}delta is {delta}; allowed: above {bound}, or {none}"
+
+
 def check_format(weight_format: str | None) -> None:
     """Raises UserError for a name that no format of weights has; None, where a folder's own is meant, is no name."""
     if weight_format is not None and weight_format not in FORMATS:

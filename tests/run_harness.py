@@ -65,7 +65,7 @@ class TrainingProcess:
         if programs is not None:
             env |= {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "qerl_jax.cli", "train", str(config), f"run.output_dir={run}", *words]
+        command = [sys.executable, "-m", "qerl_jax", "train", str(config), f"run.output_dir={run}", *words]
         self.log = Path(log)
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.rl.advantages import group_advantages, informative_groups
+from qerl_jax.rl.advantages import deviation, group_advantages, informative_groups
 
 REWARDS = jnp.array([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]])
 
@@ -24,6 +24,18 @@ def test_equal_rewards_whose_mean_is_not_theirs_in_float32_give_exactly_zero(sca
     rewards = jnp.array([[0.1] * 8, [0.3] * 8])
     assert np.any(np.asarray(rewards - rewards.mean(1, keepdims=True)))
     assert not np.any(np.asarray(group_advantages(rewards, scale)))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("offset, step", [(1e8, 8), (-3e6, 0.25), (1000, 2**-10)])
+def test_large_rewards_are_centred_exactly(offset, step, scale):
+    rewards = np.array([[0, 1, 5, 2], [3, np.nan, 1, 9]], np.float64) * step + offset
+    above = rewards - np.nanmean(rewards, 1, keepdims=True)
+    by_group = np.nanstd(rewards, 1, ddof=1, keepdims=True)
+    size = {"group": by_group + 1e-4, "batch": np.nanstd(rewards, ddof=1) + 1e-4, "none": 1.0}[scale]
+    found = group_advantages(jnp.asarray(rewards, jnp.float32), scale)
+    np.testing.assert_allclose(found, np.nan_to_num(above / size), rtol=1e-5, atol=1e-6 * step)
+    np.testing.assert_allclose(deviation(jnp.asarray(rewards, jnp.float32)), np.nanstd(rewards, ddof=1), rtol=1e-5)
 
 
 def test_batch_and_none():

@@ -3,7 +3,10 @@
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import get_args
 
+import jax.numpy as jnp
+import numpy as np
 import pydantic
 import pytest
 
@@ -16,9 +19,12 @@ from qerl_jax.config import (
     NoiseOptions,
     OptimizerOptions,
 )
+from qerl_jax.config_checks import options_without_effect
 from qerl_jax.config_errors import option_names
 from qerl_jax.config_files import config_from_dict, config_to_dict, load_config, save_yaml, settled_config
 from qerl_jax.errors import UserError
+from qerl_jax.option_names import LossType
+from qerl_jax.rl.losses import LossSpec, policy_loss
 
 CISPO = ["grpo.loss_type=cispo", "grpo.epsilon_high=5.0"]
 
@@ -302,6 +308,27 @@ def test_an_option_without_effect_is_an_error(overrides):
 )
 def test_the_same_option_with_effect_is_not(overrides):
     assert load_config("quickstart", overrides) != load_config("quickstart")
+
+
+# Another value of each option of the loss, for each kind of loss.
+OF_LOSS = {"epsilon": 0.05, "epsilon_high": 1.5, "delta": 3.0, "importance_sampling_level": "sequence", "beta": 0.1}
+
+
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(LossSpec) if field.name != "loss_type"])
+def test_an_option_of_the_loss_changes_it_or_is_named_as_one_without_effect(option, loss_type):
+    cispo = loss_type == "cispo"
+    logp, old, ref = jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (3, 6, 9)), jnp.float32)
+    advantages, mask = jnp.linspace(-1, 1, 6)[:, None], jnp.ones((6, 9), bool)
+
+    def loss(**options):
+        return policy_loss(LossSpec(loss_type, **{"epsilon_high": 1.2, **options}), logp, old, ref, advantages, mask)[0]
+
+    config = load_config("quickstart", ["grpo.num_iterations=2", *(CISPO if cispo else [])])
+    if f"grpo.{option}" in options_without_effect(config):
+        assert cispo
+    else:
+        assert abs(loss(**{option: OF_LOSS[option]}) - loss()) > 1e-4
 
 
 def test_an_option_without_effect_is_an_error_in_a_config_made_in_a_script_too():

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, tiny_model
+from tiny import CONFIG, tiny_adapter, tiny_model
 
-from qerl_jax.models.transformer import head
+from qerl_jax.models.params import norms_of
+from qerl_jax.models.transformer import head, logits
+from qerl_jax.noise import perturb_norms
 from qerl_jax.rl import logprobs
-from qerl_jax.rl.logprobs import token_logps
+from qerl_jax.rl.logprobs import per_token_logps, token_logps
 
 MODEL = tiny_model()
 
@@ -90,3 +92,37 @@ def test_no_tokens():
     (logps, entropies), backward = jax.vjp(lambda hidden: token_logps(MODEL, hidden, targets, 1.0), hidden)
     assert logps.shape == entropies.shape == (0,)
     assert backward((logps, entropies))[0].shape == hidden.shape
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_tokens_log_probability_is_that_of_the_logits(monkeypatch, checkpointing):
+    """Of rows padded on the left and on the right, under noise, at a temperature; and its gradient."""
+    monkeypatch.setattr(logprobs, "_LOGITS_BUDGET", 4 * CONFIG.vocab_size)
+    adapter = tiny_adapter(MODEL, scale=0.3)
+    tokens = jax.random.randint(jax.random.key(5), (3, 6), 0, CONFIG.vocab_size)
+    mask = jnp.array([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    norms = perturb_norms(norms_of(MODEL, adapter), 0.1, jax.random.key(6))
+    counted = mask[:, 1:] * mask[:, :-1]
+
+    def loss(logps):
+        return jnp.sum(counted * logps * jnp.arange(1.0, 6)), jnp.where(counted, logps, 0)
+
+    def by_logits(adapter):
+        scores = logits(MODEL, tokens, adapter=adapter, norms=norms, attention_mask=mask) / 0.7
+        return loss(jnp.take_along_axis(jax.nn.log_softmax(scores)[:, :-1], tokens[:, 1:, None], 2)[..., 0])
+
+    def by_token(adapter):
+        of = {"adapter": adapter, "norms": norms, "attention_mask": mask, "temperature": 0.7}
+        return loss(per_token_logps(MODEL, tokens, **of, gradient_checkpointing=checkpointing))
+
+    (_, expected), wanted = jax.value_and_grad(by_logits, has_aux=True)(adapter)
+    (_, found), gradient = jax.jit(jax.value_and_grad(by_token, has_aux=True))(adapter)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max() + 1e-6)
+    with pytest.raises(ValueError, match="tokens are of one place"):
+        per_token_logps(MODEL, tokens[:, :1])
+    with pytest.raises(ValueError, match="allowed: 0 to"):
+        per_token_logps(MODEL, tokens.at[0, 0].set(CONFIG.vocab_size))
+    with pytest.raises((TypeError, ValueError)):
+        logits(MODEL, tokens, norms=(1.0,))

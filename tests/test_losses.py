@@ -95,14 +95,27 @@ def test_delta_bounds_what_no_ratio_exceeds_however_large():
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
 def test_a_ratio_that_overflows_spoils_no_gradient(loss_type):
-    """Of a token that is clipped, or whose advantage is 0; nor of the others, or the loss."""
+    """Of a token that is clipped, or whose advantage is 0; nor of the others. The loss is what it is."""
     logp, mask = jnp.array([[-1.0, -1.0]] * 3), jnp.ones((3, 2), bool)
     parts = logp, jnp.array([[-200.0, -1.1]] * 3), None, jnp.array([[1.0], [0.0], [-1.0]]), mask
     spec = LossSpec(loss_type, epsilon_high=5.0 if loss_type == "cispo" else 0.28)
     loss, _, gradient = loss_and_gradient(spec, *parts)
-    assert np.isfinite(loss) and np.isfinite(gradient).all()
+    assert np.isfinite(loss) == (loss_type == "cispo") and np.isfinite(gradient).all()
     assert not gradient[1].any() and gradient[0, 1] != 0 and gradient[2, 1] != 0
     assert (gradient[0, 0] == 0) == (loss_type != "cispo")
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("log_ratio", [79.0, 81.0, 1e4])
+def test_a_loss_that_nothing_bounds_grows_until_it_is_infinite(log_ratio, level):
+    """An update that is refused for its gradient at one ratio is not taken at a larger one."""
+    logp, mask = jnp.full((1, 2), log_ratio), jnp.array([[True, level == "sequence"]])
+    spec = LossSpec("dapo", importance_sampling_level=level)
+    value, metrics, gradient = loss_and_gradient(spec, logp, jnp.zeros((1, 2)), None, jnp.array([[-1.0]]), mask)
+    assert np.isfinite(value) == (log_ratio < 80) and value > 1e34
+    assert np.isfinite(gradient).all() and all(map(np.isfinite, metrics.values()))
+    for bounded in (LossSpec("dapo", importance_sampling_level=level, delta=4.0), LossSpec("cispo", 0.0, 0.2, 5.0)):
+        assert np.isfinite(loss_and_gradient(bounded, logp, 0 * logp, None, jnp.array([[-1.0]]), mask)[0])
 
 
 def test_dapo_is_bnpo_over_the_whole_batch():

@@ -14,7 +14,7 @@ from tiny import tiny_adapter, tiny_model
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.loading import load_model
-from qerl_jax.models.params import Adapter, lora_alpha, lora_scaling
+from qerl_jax.models.params import Adapter, TrainedNorms, lora_alpha, lora_scaling
 from qerl_jax.models.peft import adapter_fingerprint, load_adapter, save_adapter
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -131,7 +131,7 @@ def test_trained_norms_on_demand(tmp_path, model):
     save_adapter(tiny_adapter(model), tmp_path / "plain", "b")
     adapter = load_adapter(tmp_path / "plain", model, train_norms=True)
     layer = model.base.layers[1]
-    assert np.array_equal(adapter.norms.input[1], layer.input_norm) and adapter.norms.final is None
+    assert np.array_equal(adapter.norms.input[1], layer.input_norm) and isinstance(adapter.norms, TrainedNorms)
     jax.jit(lambda a: jax.tree.map(jnp.negative, a), donate_argnums=0)(adapter)
     assert not layer.input_norm.is_deleted()
     assert load_adapter(tmp_path / "plain", model, train_norms=False).norms is None
@@ -145,7 +145,9 @@ def test_trained_norms_on_demand(tmp_path, model):
 def test_what_cannot_be_written(tmp_path, model):
     adapter = tiny_adapter(model)
     other = tiny_adapter(model, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="one rank, one scaling and one list of modules"):
+    with pytest.raises(
+        ValueError, match=r"one list of modules; got \['down_proj'.* in layer 0 and \['q_proj'\] in layer 1"
+    ):
         save_adapter(Adapter((adapter.lora[0], other.lora[1])), tmp_path / "a", "b")
     pair = adapter.lora[0]["q_proj"]
     scaled = {**adapter.lora[0], "q_proj": pair.replace(scaling=3.0)}
@@ -305,3 +307,12 @@ def test_an_adapter_that_is_not_finite_replaces_none(tmp_path, model):
     assert_same(load_adapter(tmp_path / "adapter", model), good)
     with pytest.raises(ValueError, match="the adapter has no LoRA pair"):
         save_adapter(good.replace(lora=()), tmp_path / "adapter", "base")
+
+
+def test_norms_that_a_folder_lacks_are_of_the_kind_that_a_new_adapter_has(tmp_path):
+    model = load_model("builtin:quickstart", dtype="float32")
+    save_adapter(init_adapter(jax.random.key(0), model, 4, 8), tmp_path / "a", base_name="x")
+    loaded = load_adapter(tmp_path / "a", model, train_norms=True)
+    assert jax.tree.structure(loaded) == jax.tree.structure(
+        init_adapter(jax.random.key(0), model, 4, 8, train_norms=True)
+    )

@@ -38,7 +38,7 @@ def test_killed_at_random_instants_it_ends_the_same(tmp_path):
     def start(name):
         words = ["quantize", "model", name, "--method", "awq", "--calibration", "text.jsonl"]
         return subprocess.Popen(
-            [sys.executable, "-m", "qerl_jax.cli", *words],
+            [sys.executable, "-m", "qerl_jax", *words],
             cwd=tmp_path,
             env=os.environ | cache | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.DEVNULL,

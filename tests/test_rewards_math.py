@@ -35,6 +35,12 @@ def score(completion, answer):
         (0.5, "\\boxed{\\frac{1}{2}}"),
         ("7", "\\boxed{8}, no: \\boxed{7}"),
         ("7", [{"role": "assistant", "content": "\\boxed{7}"}]),
+        ("1200", "\\boxed{1\\,200}"),
+        ("1\\,000", "\\boxed{1000}"),
+        ("12345678.5", "\\boxed{12\\ 345~678.5}"),
+        ("3.5", "\\boxed{3 \\frac{1}{2}}"),
+        ("42", "\\boxed{42.}"),
+        ("\\frac12.", "\\boxed{0.5}"),
         ("9^{9^{9^9}}", "\\boxed{9^{9^{9^9}}}"),  # which sympy does not finish
     ],
 )
@@ -55,6 +61,9 @@ def test_equal_answers(answer, completion):
         ("A", "\\boxed{B}"),
         ("12", "\\boxed{1}"),
         ("x^2+1", "\\boxed{x^2-1}"),
+        ("201", "\\boxed{1\\,200}"),
+        ("357", "\\boxed{12 345}"),
+        ("1\\,000\\,000", "\\boxed{0}"),
     ],
 )
 def test_other_answers(answer, completion):

@@ -75,7 +75,7 @@ def test_what_to_do_next_is_not_the_same_run_again(seed, other):
     [
         (".venv/bin/qerl", False, ".venv/bin/qerl plot x"),
         (".venv/bin/qerl", True, "qerl plot x"),
-        (None, False, "bin/python -m qerl_jax.cli plot x"),
+        (None, False, "bin/python -m qerl_jax plot x"),
     ],
 )
 def test_the_commands_name_the_program_as_it_can_be_called_from_here(script, on_path, expected, tmp_path, monkeypatch):

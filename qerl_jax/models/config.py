@@ -14,7 +14,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Family(NamedTuple):
-    """What distinguishes one family of networks from another. All else is a number of its `config.json`."""
+    """What distinguishes one family of networks from another. All else is a number of its `config.json`, or the same
+    in all: SwiGLU, RMSNorm by x / rms(x) times a scale, embeddings as they are."""
 
     architecture: str
     attention_biases: tuple[str, ...]  # projections that have a bias where attention_bias is true

@@ -18,9 +18,9 @@ from qerl_jax.models.params import (
     Layer,
     LoRA,
     Model,
-    TrainedNorms,
     check_lora,
     lora_scaling,
+    norms_to_train,
     projection_shape,
     small_shapes,
 )
@@ -192,11 +192,4 @@ def init_adapter(
         {name: pair(jax.random.fold_in(jax.random.fold_in(key, i), PROJECTIONS.index(name)), name) for name in names}
         for i in range(len(model.base.layers))
     )
-    norms = None
-    if train_norms:
-        layers = model.base.layers
-        norms = TrainedNorms(
-            tuple(layer.input_norm.copy() for layer in layers),
-            tuple(layer.post_attention_norm.copy() for layer in layers),
-        )
-    return Adapter(lora, norms)
+    return Adapter(lora, norms_to_train(model) if train_norms else None)

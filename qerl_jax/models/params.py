@@ -217,6 +217,15 @@ def norms_of(model: Model, adapter: Adapter | None) -> Norms:
     )
 
 
+def norms_to_train(model: Model) -> TrainedNorms:
+    """The base's scales as an adapter begins with them. Copies: an update donates the adapter, and the base must
+    outlive it."""
+    layers = model.base.layers
+    return TrainedNorms(
+        tuple(layer.input_norm.copy() for layer in layers), tuple(layer.post_attention_norm.copy() for layer in layers)
+    )
+
+
 def check_norms(model: Model, norms: Norms) -> None:
     """Raises TypeError for what are no norm scales, ValueError for those of another network: they would be broadcast,
     or left out."""

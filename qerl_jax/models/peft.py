@@ -31,7 +31,7 @@ from qerl_jax.models.params import (
     TrainedNorms,
     check_single,
     lora_alpha,
-    norms_of,
+    norms_to_train,
     projection_shape,
 )
 from qerl_jax.models.peft_options import NORMS, PeftOptions, read_options
@@ -148,8 +148,7 @@ def load_adapter(
         first, second = (tuple(array(_PREFIX + layer_name(i, field)) for i in layers) for field in NORMS.values())
         norms = TrainedNorms(input=first, post_attention=second)
     elif train_norms:
-        # Copies: an update donates the adapter, and the base must outlive it.
-        norms = jax.tree.map(jnp.copy, norms_of(model, None).replace(final=None))
+        norms = norms_to_train(model)
     return Adapter(lora, norms)
 
 
@@ -207,8 +206,14 @@ def save_adapter(
     if not pairs:
         raise ValueError("the adapter has no LoRA pair, without which PEFT reads none")
     modules = tuple(adapter.lora[0])
+    other = next((i for i, layer in enumerate(adapter.lora) if sorted(layer) != sorted(modules)), None)
+    if other is not None:
+        raise ValueError(
+            f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(modules)} in layer 0 "
+            f"and {sorted(adapter.lora[other])} in layer {other}"
+        )
     ranks = {(pair.a.shape[0], pair.scaling, pair.rank_stabilised) for pair in pairs}
-    if len(ranks) != 1 or any(tuple(sorted(layer)) != tuple(sorted(modules)) for layer in adapter.lora):
+    if len(ranks) != 1:
         raise ValueError(f"a PEFT folder has one rank, one scaling and one list of modules; got {sorted(ranks)}")
     [(rank, scaling, stabilised)] = ranks
     arrays: dict[str, jax.Array] = {}

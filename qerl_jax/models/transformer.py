@@ -24,7 +24,7 @@ from qerl_jax.models.attention import causal_attention, packed_attention
 from qerl_jax.models.config import MLP, QKV, ModelConfig
 from qerl_jax.models.linear import gated_mlp, linears, matmul
 from qerl_jax.models.packed_rows import PackedRows
-from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, check_kinds, norms_of
+from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms, bias_name, check_kinds, check_norms, norms_of
 from qerl_jax.models.rope import rotated, rotation
 
 KV = tuple[jax.Array, jax.Array]
@@ -246,7 +246,12 @@ def head(model: Model, hidden_MD: jax.Array) -> jax.Array:
 
 
 def logits(
-    model: Model, tokens_BT: jax.Array, *, adapter: Adapter | None = None, attention_mask: jax.Array | None = None
+    model: Model,
+    tokens_BT: jax.Array,
+    *,
+    adapter: Adapter | None = None,
+    norms: Norms | None = None,
+    attention_mask: jax.Array | None = None,
 ) -> jax.Array:
     """float32 logits [B, T, V] of every position.
 
@@ -258,13 +263,30 @@ def logits(
       tokens_BT: int32 from 0 to V - 1, of one row and one token at least. Ids outside are refused where they are known;
         in a trace the nearest one is taken.
       adapter: LoRA and trained norms; None is the base alone.
+      norms: norm scales to use instead, such as `perturb_norms` gives.
       attention_mask: [B, T], 1 where a token is real; needed for left-padded rows only.
 
     Raises:
       TypeError: an argument of another kind. ValueError: tokens or a mask of another shape, an id that the vocabulary
         does not have, or an adapter that does not belong to the network.
     """
+    mask_BT = check_tokens(model, tokens_BT, adapter, norms, attention_mask)
+    hidden_BTD, _ = forward(model, adapter, tokens_BT, norms=norms, attention_mask_BT=mask_BT)
+    B, T, D = hidden_BTD.shape
+    return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)
+
+
+def check_tokens(
+    model: Model,
+    tokens_BT: jax.Array,
+    adapter: Adapter | None,
+    norms: Norms | None,
+    attention_mask: jax.Array | None,
+) -> jax.Array | None:
+    """The mask as an array, once all is as `logits` says; raises what it names."""
     check_kinds(model, adapter)
+    if norms is not None:
+        check_norms(model, norms)
     if not hasattr(tokens_BT, "dtype"):
         raise TypeError(f"tokens are of type {type(tokens_BT).__name__}; expected an array [B, T] of whole numbers")
     if tokens_BT.ndim != 2 or 0 in tokens_BT.shape or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
@@ -276,6 +298,4 @@ def logits(
     mask_BT = None if attention_mask is None else jnp.asarray(attention_mask)
     if mask_BT is not None and mask_BT.shape != tokens_BT.shape:
         raise ValueError(f"attention_mask is {list(mask_BT.shape)}; expected {list(tokens_BT.shape)}, as tokens are")
-    hidden_BTD, _ = forward(model, adapter, tokens_BT, attention_mask_BT=mask_BT)
-    B, T, D = hidden_BTD.shape
-    return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)
+    return mask_BT

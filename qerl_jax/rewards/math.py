@@ -9,6 +9,7 @@ answer was scored 0 for that reason), and `reward.timeout` bounds the whole call
 """
 
 import functools
+import re
 import threading
 from collections.abc import Sequence
 from decimal import Decimal
@@ -26,6 +27,9 @@ _BOX = "\\boxed{"
 # Boxes alone: without them the first number of any text would be an answer.
 _BOXES = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 _SECONDS = 2  # for one text, or one comparison
+# 12\,345: LaTeX's spaces between thousands, which math-verify takes for a sum or a product.
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~|\s)+\d{3})+(?![\d/])")
+_SPACES = re.compile(r"\\[,;:! ]|~|\s")
 
 
 def accuracy(
@@ -34,9 +38,10 @@ def accuracy(
     """1 where the completion's last \\boxed{} holds what is mathematically equal to column `answer`, else 0.
 
     `answer` is LaTeX or a number: alone, between $ signs, in a text's last \\boxed{}, or behind the last `####` of one.
-    Where it is None the function does not apply. Two plain numbers (`1,200`, `-3/4`, `1e-5`) are compared exactly,
-    other ones by math-verify, decimals to 6 places; to it 50\\% is 0.5 and 50. What it cannot read, or not within 2
-    seconds, equals the same text only. A call with many different ones of these needs a longer reward.timeout.
+    Where it is None the function does not apply. Two plain numbers (`1,200`, `1\\,200`, `-3/4`, `1e-5`) are compared
+    exactly, other ones by math-verify, decimals to 6 places; to it 50\\% is 0.5 and 50. A full stop at the end counts
+    for nothing. What it cannot read, or not within 2 seconds, equals the same text only. A call with many different
+    ones of these needs a longer reward.timeout.
 
     Raises:
       UserError: an entry of `answer` that is neither a text nor a finite number, or is empty; or another thread than
@@ -49,9 +54,15 @@ def accuracy(
         if expected is None:
             scores.append(None)
             continue
-        wanted, found = _expected(expected, row), _last_box(completion_text(completion))
+        wanted, found = _plain(_expected(expected, row)), _last_box(completion_text(completion))
+        found = None if found is None else _plain(found)
         scores.append(float(found is not None and (found == wanted or _equal(wanted, found))))
     return scores
+
+
+def _plain(latex: str) -> str:
+    """Without spaces between thousands, and without the full stop of a sentence."""
+    return _THOUSANDS.sub(lambda found: _SPACES.sub("", found.group()), latex).rstrip(".").rstrip()
 
 
 def _expected(answer: Any, row: int) -> str:

@@ -33,16 +33,23 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     """
     rewards_NG = jnp.asarray(rewards_NG).astype(jnp.float32)
     _refuse_other_shapes("rewards", rewards_NG)
-    centred_NG = rewards_NG - jnp.nanmean(rewards_NG, 1, keepdims=True)
+    # From the group's smallest on, which is all but exact: a mean of large rewards is rounded by more than they differ.
+    above_NG = rewards_NG - jnp.nanmin(rewards_NG, 1, keepdims=True)
+    centred_NG = above_NG - jnp.nanmean(above_NG, 1, keepdims=True)
     if scale_rewards == "group":
-        centred_NG /= jnp.nanstd(rewards_NG, 1, ddof=1, keepdims=True) + _EPSILON
+        centred_NG /= jnp.nanstd(above_NG, 1, ddof=1, keepdims=True) + _EPSILON
     elif scale_rewards == "batch":
-        centred_NG /= jnp.nanstd(rewards_NG, ddof=1) + _EPSILON
+        centred_NG /= deviation(rewards_NG) + _EPSILON
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards is {scale_rewards!r}; allowed: {', '.join(get_args(ScaleRewards))}")
     # A mean of equal numbers may be off by an ulp, and a division by 1e-4 would make a signal of it.
     signal_NG = informative_groups(rewards_NG)[:, None] & ~jnp.isnan(rewards_NG)
     return jnp.where(signal_NG, centred_NG, 0.0)
+
+
+def deviation(rewards_NG: jax.Array) -> jax.Array:
+    """The unbiased standard deviation of all rewards that are not NaN, float32."""
+    return jnp.nanstd(rewards_NG - jnp.nanmin(rewards_NG), ddof=1)
 
 
 def advantages_of(advantage_fn: AdvantageFn, rewards_NG: jax.Array, slots: int) -> jax.Array:

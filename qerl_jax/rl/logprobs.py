@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.models.packed_rows import in_a_row, moved, packed_rows
-from qerl_jax.models.params import Adapter, Model
-from qerl_jax.models.transformer import forward, head
+from qerl_jax.models.params import Adapter, Model, Norms
+from qerl_jax.models.transformer import check_tokens, forward, head
 
 _MULTIPLE = 16  # of the longest row, so that packs have as many slots as products of 16-bit numbers are fast with
 # About so many float32 logits are held at a time (256 MB); a whole batch's would not fit at 152k tokens. With chunks of
@@ -109,6 +109,45 @@ def _for_each(
     zeros = tuple(jnp.zeros((targets.shape[0], *kind.shape), kind.dtype) for kind in kinds)
     every: tuple[jax.Array, ...] = jax.lax.fori_loop(0, used, one, zeros)
     return every
+
+
+def per_token_logps(
+    model: Model,
+    tokens_BT: jax.Array,
+    *,
+    adapter: Adapter | None = None,
+    norms: Norms | None = None,
+    attention_mask: jax.Array | None = None,
+    temperature: float = 1.0,
+    gradient_checkpointing: bool = False,
+) -> jax.Array:
+    """The log-probability of every token but the first, each given those before it, float32 [B, T - 1].
+
+    Differentiable as `logits` is, once. The logits exist for one chunk of tokens at a time, in the forward pass alone.
+
+    Args:
+      model, tokens_BT, adapter, norms, attention_mask: as `logits` takes them; two tokens at least. What stands where
+        a token or the one before it is padding has no meaning.
+      temperature: that logits are divided by.
+      gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+
+    Raises:
+      TypeError, ValueError: as `logits` does; and for one token, which none precedes.
+    """
+    mask_BT = check_tokens(model, tokens_BT, adapter, norms, attention_mask)
+    B, T = tokens_BT.shape
+    if T < 2:
+        raise ValueError("tokens are of one place; the first token, which none precedes, has no log-probability")
+    hidden_BTD, _ = forward(
+        model,
+        adapter,
+        tokens_BT,
+        norms=norms,
+        attention_mask_BT=mask_BT,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    before = hidden_BTD[:, :-1].reshape(B * (T - 1), -1)
+    return token_logps(model, before, tokens_BT[:, 1:].reshape(-1), temperature)[0].reshape(B, T - 1)
 
 
 def longest_row(prompt_slots: int, completion_slots: int) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import check_fields, settle_fields
-from qerl_jax.option_names import ImportanceSamplingLevel, LossType
+from qerl_jax.option_names import ImportanceSamplingLevel, LossType, clashing_bounds
 
 _LARGEST_LOG_RATIO = 80.0  # exp of it is 5.5e34: above any bound, and finite in float32
 
@@ -62,17 +62,10 @@ class LossSpec:
             ("epsilon", 0 < self.epsilon <= 1, "above 0, to 1"),
             ("epsilon_high", 0 < self.epsilon_high < math.inf, "above 0"),
         )
-        cispo = self.loss_type == "cispo"
-        if cispo and not self.epsilon_high >= 1:
-            raise ValueError(
-                f"epsilon_high is {self.epsilon_high}; allowed with loss_type cispo: a number >= 1, the largest ratio "
-                "itself (5 is usual)"
-            )
-        if cispo and self.delta is not None:
+        if clash := clashing_bounds(self.loss_type, self.epsilon_high, self.delta):
+            raise ValueError(clash)
+        if self.loss_type == "cispo" and self.delta is not None:
             raise ValueError(f"delta is {self.delta}; allowed with loss_type cispo: None, its bound is epsilon_high")
-        if self.delta is not None and not self.delta > 1 + self.epsilon_high:
-            bound = 1 + self.epsilon_high
-            raise ValueError(f"delta is {self.delta}; allowed: above 1 + epsilon_high, which is {bound:g}, or None")
 
 
 def token_weights(mask_BC: jax.Array, loss_type: LossType) -> jax.Array:
@@ -100,7 +93,7 @@ def policy_loss(
     With r the ratio exp(logp - old_logp) of a token, or of its row (see `LossSpec`), and A the token's advantage, the
     loss of a token is
 
-        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)    (r is at most exp(80) in any case)
+        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)    (infinite where -r A is beyond -exp(80) A)
         -min(r, epsilon_high) A logp, with a constant r                     for cispo
 
     Args:
@@ -134,6 +127,9 @@ def policy_loss(
     # of a token that is clipped, or has no advantage, would be 0 * inf.
     largest = _LARGEST_LOG_RATIO if spec.delta is None else min(math.log(spec.delta), _LARGEST_LOG_RATIO)
     ratio_BC = jnp.exp(jnp.minimum(log_ratio_BC, largest))
+    if spec.delta is None:  # nothing bounds a loss there: it is no gradient of 0
+        beyond_BC = mask_BC & (log_ratio_BC > _LARGEST_LOG_RATIO) & (advantages_BC < 0)
+        ratio_BC = jnp.where(beyond_BC, jnp.inf, ratio_BC)
 
     def mean(values_BC: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(mask_BC, values_BC, 0.0)) / jnp.maximum(mask_BC.sum(), 1)

@@ -23,7 +23,7 @@ import numpy as np
 from qerl_jax.config import Config, GrpoOptions
 from qerl_jax.errors import UserError
 from qerl_jax.rl.advantages import AdvantageFn
-from qerl_jax.rl.losses import LossFn
+from qerl_jax.rl.losses import LossFn, LossSpec
 from qerl_jax.run_folder import NO_OWN_FUNCTIONS
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class OwnFunctions(NamedTuple):
 
 
 NO_FUNCTIONS = OwnFunctions()
-_OF_LOSS = "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level"
+# But for beta, which says whether a loss of one's own is given the reference.
+_OF_LOSS = [field.name for field in dataclasses.fields(LossSpec) if field.name != "beta"]
 _RULES = "fwd", "bwd", "jvp"  # of jax.custom_vjp and jax.custom_jvp
 
 

@@ -93,6 +93,12 @@ class UpdateSettings:
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
-    """Step 0 of training `adapter`."""
+    """Step 0 of training `adapter`, whose arrays the state has: an update that is donated the state takes them too.
+
+    Raises:
+      ValueError: the adapter has no array to train.
+    """
+    if not jax.tree.leaves(adapter):
+        raise ValueError("the adapter has no LoRA pair and no norms, so there is nothing to train")
     # Copies, since some optimizers keep the parameters that they begin with, and no array can be donated twice.
     return TrainState(jnp.int32(0), adapter, jax.tree.map(jnp.copy, optimizer.init(adapter)))

@@ -20,7 +20,7 @@ from qerl_jax.keys import check_key
 from qerl_jax.models.params import Adapter, Model, Norms, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rewards.calling import LARGEST
-from qerl_jax.rl.advantages import AdvantageFn, advantages_of, informative_groups
+from qerl_jax.rl.advantages import AdvantageFn, advantages_of, deviation, informative_groups
 from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 from qerl_jax.rl.update import joined_metrics, score, update_step
@@ -203,12 +203,12 @@ def with_policies(
 def reward_metrics(rewards_NG: jax.Array, completions: Rollout) -> Metrics:
     """TRL's metrics of a rollout: the reward, its standard deviation over all completions whatever `scale_rewards` is,
     the share of groups whose rewards are all equal (groups of one completion are), and the completions' lengths. A
-    reward that is NaN counts for none of them."""
+    reward that is NaN counts for none of them, so a group with one other reward or none is one of equal rewards."""
     lengths_B, terminated_B = completions.lengths, completions.terminated
     ended = jnp.maximum(terminated_B.sum(), 1)
     return {
         "reward": jnp.nanmean(rewards_NG),
-        "reward_std": jnp.nanstd(rewards_NG, ddof=1),
+        "reward_std": deviation(rewards_NG),
         "frac_reward_zero_std": jnp.mean(~informative_groups(rewards_NG)) if rewards_NG.shape[1] > 1 else jnp.ones(()),
         "completions/mean_length": lengths_B.mean(),
         "completions/min_length": lengths_B.min(),

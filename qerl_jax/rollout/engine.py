@@ -189,11 +189,11 @@ class Engine:
         yield programs().finished.lower(slots, model, adapter, norms, C, leave, self.settings, group=G)
 
     def lowered_requests(
-        self, adapter: Adapter | None, requests: Sequence[Request], key: jax.Array, norms: Norms | None = None
+        self, adapter: Adapter | None, requests: Sequence[Request], key: jax.Array
     ) -> Iterator[jax.stages.Lowered]:
-        """`lowered` for `generate`, of requests that can all run."""
+        """`lowered` for `generate` with clean norms, of requests that can all run."""
         plan = self.plan(sum(request.n for request in requests), len(requests), adapter)
-        return self._lowered_queue(adapter, plan, key, norms)
+        return self._lowered_queue(adapter, plan, key, None)
 
     def _lowered_queue(
         self, adapter: Adapter | None, plan: Plan, key: jax.Array, norms: Norms | None

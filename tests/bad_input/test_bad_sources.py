@@ -133,7 +133,7 @@ def test_a_platform_that_is_not_there_is_told(command, platform):
     if platform == "cuda" and jax.default_backend() != "cpu":
         pytest.skip("it is there")
     env = os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "qerl_jax.cli", *command], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "qerl_jax", *command], env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"JAX_PLATFORMS is '{platform}', and JAX finds no such device here" in done.stderr.splitlines()[-1]
     assert not os.path.exists("run")
