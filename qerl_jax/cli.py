@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.formatwarning = _as_logged
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # JSON is UTF-8, and texts have characters that a locale may lack
+        # JSON is UTF-8, and texts have characters that a locale may lack; a folder's name may have other bytes
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = _parsers()
     if not words:

@@ -140,5 +140,8 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of so many digits
+        return "a whole number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -76,8 +76,14 @@ def _without_effect(option: str, why: str) -> str:
 def _output_dir(config: Config, recipe: Recipe) -> str:
     given = recipe.sources.get("run.output_dir")
     if recipe.run is not None and not (given is not None and given.override):
-        return str(recipe.run)
-    return config.run.output_dir or str(Path("runs") / recipe.name)
+        folder = str(recipe.run)
+    else:
+        folder = config.run.output_dir or str(Path("runs") / recipe.name)
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{folder!a}: a run's folder has a name in UTF-8; rename this one, or name another") from None
+    return folder
 
 
 def config_from_dict(values: dict[str, Any], sources: dict[str, Source] | None = None) -> Config:

@@ -67,7 +67,7 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
     """Cuts metrics.jsonl and completions.jsonl back to the rows with row["rollout"] < rollout.
 
     The first rollout to be made again is `rollout`. A torn last line goes too; a damaged line further up is reported
-    and dropped. Each file is replaced whole, so a kill meanwhile leaves the old or the new one.
+    and moved to a file beside it. Each file is replaced whole, so a kill meanwhile leaves the old or the new one.
 
     Returns:
       The steps of the rows left in metrics.jsonl, and the rollouts of those in completions.jsonl, by the files' names.
@@ -81,13 +81,22 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
             for place, line, row in _parsed(source):
                 if row is None or not isinstance(row.get("rollout"), int):
                     if line.endswith(b"\n"):
-                        _log.warning("%s, line %d: not a JSON object with `rollout`; dropped", path, place)
+                        _set_aside(path, place, line)
                 elif row["rollout"] < rollout:
                     target.write(line)
                     # an evaluation's row has the step of the update before it
                     if (name == COMPLETIONS or "loss" in row) and isinstance(number := row.get(_COUNTED[name]), int):
                         numbers.add(number)
     return left
+
+
+def _set_aside(path: Path, place: int, line: bytes) -> None:
+    kept = path.with_name(f"{path.name}.damaged")
+    with kept.open("ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    _log.warning("%s, line %d: not a JSON object with `rollout`; moved to %s", path, place, kept)
 
 
 def warn_of_missing_rows(run_dir: Path, left: Mapping[str, set[int]], steps: int, rollouts: int) -> None:
@@ -201,7 +210,7 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes, dict[str, Any]
     """(line number, line, its object, or None where it is torn or no object)."""
     for number, line in enumerate(lines, start=1):
         try:
-            row = json_value(line) if line.endswith(b"\n") else None
+            row = json_value(line.decode()) if line.endswith(b"\n") else None  # or it would guess the encoding
         except ValueError:
             row = None
         yield number, line, row if isinstance(row, dict) else None

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,7 +42,8 @@ class _Run:
     @property
     def label(self) -> str:
         """The name for matplotlib, which reads what is between two $ as mathematics and hides what begins with _."""
-        return ("\u200b" if self.name.startswith("_") else "") + self.name.replace("$", r"\$")
+        name = self.name.encode(errors="replace").decode()  # a folder's may have bytes that are no text
+        return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, values) of the rows that have the key; null is NaN, a gap in the curve."""
@@ -126,8 +126,8 @@ def _measured(summary: dict[str, Any], where: str) -> dict[tuple[str, str], floa
 
 
 def _is_number(value: Any) -> bool:
-    # json reads NaN and Infinity, which no run writes, and whole numbers that no float holds.
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    # json reads NaN and Infinity, which no run writes, and numbers that no float holds, or no axis.
+    return type(value) in (int, float) and abs(value) <= 1e300
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -22,6 +22,7 @@ from qerl_jax.run_files import CONFIG, is_run
 # What reading a text as YAML raises: ValueError for a date that is none, RecursionError for brackets without an end.
 _UNREADABLE = YAMLError, ValueError, RecursionError
 _MERGE = "tag:yaml.org,2002:merge"
+_MOST_VALUES = 100_000  # of a file with its aliases written out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,22 +138,29 @@ def _read_yaml(text: str) -> tuple[Node | None, Any]:
 
 def _refuse_repeats(node: Node | None) -> None:
     """Raises MarkedYAMLError where a mapping has a key twice (ruamel does not say where the first one is), or where
-    something holds itself by an alias (ruamel accepts it)."""
-    seen: set[Node] = set()
+    something holds itself by an alias (ruamel accepts it) or more values than anybody means."""
+    sizes: dict[Node, int] = {}
 
-    def look(node: Node | None, mark: Any, around: tuple[Node, ...]) -> None:
-        """`mark` is where the key or the list stands that holds the node: an alias is the anchor's own node."""
+    def look(node: Node | None, mark: Any, around: tuple[Node, ...]) -> int:
+        """How many values a node is with its aliases written out. `mark` is where the key or the list stands that holds
+        the node: an alias is the anchor's own node."""
         if node in around:
             place, name = f"line {node.start_mark.line + 1}", node.anchor
             problem = f"*{name} is in what &{name} in {place} names, which would never end; write out what is meant"
             raise MarkedYAMLError(problem=problem, problem_mark=mark)
-        if node in seen or not isinstance(node, SequenceNode | MappingNode):
-            return
-        seen.add(node)
+        if not isinstance(node, SequenceNode | MappingNode):
+            return 1
+        if node not in sizes:
+            sizes[node] = 1 + parts(node, (*around, node))
+        if sizes[node] > _MOST_VALUES:
+            problem = f"it is {sizes[node]} values with all aliases written out; allowed: {_MOST_VALUES}"
+            raise MarkedYAMLError(problem=problem, problem_mark=mark or node.start_mark)
+        return sizes[node]
+
+    def parts(node: SequenceNode | MappingNode, around: tuple[Node, ...]) -> int:
         if isinstance(node, SequenceNode):
-            for item in node.value:
-                look(item, node.start_mark, (*around, node))
-            return
+            return sum(look(item, node.start_mark, around) for item in node.value)
+        size = 0
         lines: dict[tuple[str | None, str], int] = {}
         for key, value in node.value:
             if isinstance(key, ScalarNode):
@@ -160,7 +168,8 @@ def _refuse_repeats(node: Node | None) -> None:
                     problem = f'found duplicate key "{key.value}", also in line {lines[name]}; keep one, for all of it'
                     raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
                 lines[name] = key.start_mark.line + 1
-            look(value, key.start_mark, (*around, node))
+            size += look(value, key.start_mark, around)
+        return size
 
     look(node, None, ())
 

@@ -170,14 +170,14 @@ def test_output_in_a_locale_of_ascii_and_to_a_closed_terminal(closed):
 import os, sys
 from qerl_jax import cli
 from qerl_jax.commands import plot
-plot.run = lambda arguments: print("é")
+plot.run = lambda arguments: print("é" + os.fsdecode(b"\\xff"))
 sys.exit(cli.main(["plot", "x"]))
 """
     command = [sys.executable, "-c", code]
     if closed:
         command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"" if closed else "é\n".encode(), b"")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"" if closed else "é".encode() + b"\xff\n", b"")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

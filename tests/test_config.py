@@ -498,3 +498,16 @@ def test_scripts_get_a_value_error_at_once():
         OptimizerOptions(max_steps=0)
     with pytest.raises(ValueError, match="exactly one of them"):
         Config()
+
+
+def test_numbers_that_python_does_not_write_are_told():
+    assert message(f"run.seed=0x{'f' * 5000}").startswith(
+        "command line: run.seed is a whole number of thousands of digits"
+    )
+    assert "command line: data.chat_template_kwargs" in message(f"data.chat_template_kwargs={{a: 0x{'f' * 5000}}}")
+
+
+def test_a_folder_whose_name_is_no_text_is_told(tmp_path):
+    recipe = tmp_path / "a\udcff.yaml"
+    recipe.write_text("optimizer: {max_steps: 10}\n")
+    assert message(recipe=str(recipe)).startswith(r"'runs/a\udcff': a run's folder has a name in UTF-8; rename")

@@ -6,7 +6,14 @@ import sys
 import pytest
 import transformers
 
-from qerl_jax.data.prompts import check_prompts, encode_prompts, prompt_ids, prompt_text, templated
+from qerl_jax.data.prompts import (
+    check_prompts,
+    check_template_kwargs,
+    encode_prompts,
+    prompt_ids,
+    prompt_text,
+    templated,
+)
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.policies.tokenizer import save_tokenizer
@@ -73,6 +80,33 @@ def test_a_template_that_refuses(tokenizer, monkeypatch):
         encode_prompts(tokenizer, ["Ann", talk], 6)
     with pytest.raises(UserError, match=r"^mine\.jsonl, line 1: .*roles must alternate"):
         check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": talk}], "mine.jsonl, line {}".format, 6)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ '{0} {1}'.format(messages[0].content) }}", "IndexError: "),
+        ("{{ '{a}'.format() }}", "KeyError: 'a'"),
+        ("{{ 'a'.encode('foo') }}", "LookupError: unknown encoding"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError: "),
+        ("{% break %}", "SyntaxError: "),
+        ("{{ 'x' * 10**18 }}", "(MemoryError|OverflowError): "),
+        ("{{ raise_exception('two\nlines') }}", r"two\\nlines$"),
+        (-2.5, "TypeError: "),
+    ],
+)
+def test_a_template_that_fails(tokenizer, monkeypatch, template, told):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(UserError, match=r"^prompt 0 .*: the tokenizer's chat template refuses .*" + told):
+        encode_prompts(tokenizer, [[{"role": "user", "content": "a"}]], 6)
+
+
+@pytest.mark.parametrize("template", ["{% break %}", "(" * 3000, -2.5])
+def test_a_template_that_cannot_be_read_for_its_variables(tokenizer, monkeypatch, template):
+    template = f"{{{{ {template}1{')' * 3000} }}}}" if template == "(" * 3000 else template
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(UserError, match="the tokenizer's chat template cannot be read: "):
+        check_template_kwargs(tokenizer, {"a": 1})
 
 
 def test_a_row_with_too_many_tokens_is_named(tokenizer):

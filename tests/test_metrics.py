@@ -57,12 +57,18 @@ def test_truncate_cuts_both_files_back_and_drops_a_torn_line(tmp_path, caplog):
     assert truncate_after(tmp_path, 2) == {"metrics.jsonl": {1, 2, 3}, "completions.jsonl": {0}}
     assert metrics.read_text() == kept
     assert completions.read_text() == '{"rollout": 0, "completion": "é"}\n'
-    assert "completions.jsonl, line 2: not a JSON object with `rollout`; dropped" in caplog.text
+    damaged = tmp_path / "completions.jsonl.damaged"
+    assert f"completions.jsonl, line 2: not a JSON object with `rollout`; moved to {damaged}" in caplog.text
     metrics.write_text(kept + '{"step": 4, "rollout": 1}')  # what is appended next must begin a line
     completions.write_text('{"completion": "a"}\n{"rollout": null}\n{"rollout": 1}\n')
     truncate_after(tmp_path, 2)
     assert metrics.read_text() == kept and completions.read_text() == '{"rollout": 1}\n'
-    assert "completions.jsonl, line 1: not a JSON object with `rollout`; dropped" in caplog.text
+    assert "completions.jsonl, line 1: not a JSON object with `rollout`; moved to" in caplog.text
+    assert damaged.read_text() == 'damaged\n{"completion": "a"}\n{"rollout": null}\n'  # nothing is lost
+    damaged.unlink()
+    completions.write_bytes(b'{"rollout": 1}\n' + '{"rollout": 0} '.encode("utf-16") + b"\n")
+    assert truncate_after(tmp_path, 2)["completions.jsonl"] == {1}  # of UTF-8 alone, as what is appended
+    damaged.unlink()
     truncate_after(tmp_path, 0)
     assert metrics.read_text() == completions.read_text() == ""
     assert truncate_after(tmp_path / "nothing_here", 5) == {"metrics.jsonl": set(), "completions.jsonl": set()}

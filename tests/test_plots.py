@@ -121,6 +121,7 @@ def test_a_damaged_summary_is_told_before_anything_is_drawn(tmp_path, text, mess
         ('{"step": true}', r"`step` is true; expected a number or null"),
         ('{"step": 2, "reward": "much"}', r'`reward` is "much"; expected a number or null; correct or remove the line'),
         ('{"step": 2, "eval/greedy/accuracy": [0.5]}', r"`eval/greedy/accuracy` is \[0\.5\]; expected a number"),
+        ('{"step": 2, "reward": 1e308}', r"`reward` is 1e\+308; expected a number or null"),
         ('{"step": 2, "reward": 1e999}', r"`reward` is Infinity; expected a number or null"),
         ('{"step": 1' + 400 * "0" + "}", r"`step` is 10{199}\.\.\.; expected a number or null"),
         ("nonsense", r"found nonsense; expected a JSON object; correct or remove the line"),
@@ -165,3 +166,8 @@ def test_characters_that_the_font_lacks_are_told_in_one_line(tmp_path, caplog, r
     assert {record.message.split(": ")[1] for record in caplog.records} == {
         "matplotlib's font lacks characters of a run's name, which are boxes there"
     }
+
+
+def test_a_folder_whose_name_is_no_text_has_a_picture(tmp_path, drawn):
+    plot_runs([make_run(tmp_path / "r\udcff")], tmp_path / "out")
+    assert drawn["overview"].get_suptitle() == "r?"

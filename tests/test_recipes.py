@@ -1,5 +1,7 @@
 """Reading YAML files: every way in which one can be unreadable, and where options come from."""
 
+import itertools
+
 import pytest
 
 from qerl_jax.errors import UserError
@@ -33,6 +35,15 @@ def test_a_section_may_be_empty(tmp_path):
     [
         ("a: [1", "line 1, column 6: not readable as YAML: expected ',' or ']'"),
         ("a:\n  b: 1\n c: 2\n", "line 3, column 2: not readable as YAML"),
+        (
+            "\n".join(
+                [
+                    "a: &a [x,x,x,x,x,x,x,x,x]",
+                    *(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]" for a, b in itertools.pairwise("abcdefgh")),
+                ]
+            ),
+            "line 6, column 1: not readable as YAML: it is 597871 values with all aliases written out; allowed: 100000",
+        ),
         ("a: 1\na: 2", 'line 2, column 1: not readable as YAML: found duplicate key "a", also in line 1; keep'),
         (
             "b:\n  x: {c: 1}\n\n  x: {d: 2}\n",

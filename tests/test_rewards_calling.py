@@ -137,6 +137,9 @@ def test_numbers_of_any_kind(values):
         ([1, "1"], "returned '1' (str) for a completion of the prompt that begins 'q'"),
         ([[1], [2]], "returned [1] (list) for a completion of the prompt that begins 'p'"),
         ([1, 10**400], "that begins 'q'"),
+        (np.array([1 + 5j, 2], np.complex64), "(complex64) for a completion of the prompt that begins 'p'"),
+        ([1, np.complex128(2)], "(complex128) for a completion of the prompt that begins 'q'"),
+        ([1j, 1], "returned 1j (complex)"),
         (
             np.zeros((2, 1)),
             "returned an array of shape (2, 1); expected a list of 2 numbers or None, or an array of shape (2,); "

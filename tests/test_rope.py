@@ -133,6 +133,12 @@ def test_every_spelling_is_read_and_written(hf, theta, scaling):
         ({"rope_scaling": {"type": "mrope", "mrope_section": [2]}}, "rope_type is 'mrope'; supported"),
         ({"rope_scaling": [1]}, r"rope parameters are \[1\]; expected a mapping"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear': factor is missing"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 5e-324}},
+            "factor is 5e-324; expected a number from 1e-06 to 1e",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, r"factor is 1e\+308; expected a number from 1e-06 to 1e"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1e308}}, r"beta_fast is 1e\+308; expected"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'; expected a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor is -2.0; expected a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor is inf; expected a positive number"),

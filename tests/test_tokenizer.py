@@ -7,6 +7,7 @@ import pytest
 from folders import HF, V5, write_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from qerl_jax.data.prompts import text_ids
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_generation_config, load_tokenizer
 
@@ -96,6 +97,13 @@ def test_no_sparse_id_beyond_the_embedding(tmp_path):
         ("tokenizer.json", "{", "tokenizer.json: not valid JSON"),
         ("tokenizer.json", "{}", "tokenizer.json: not a valid tokenizer"),
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}', "tokenizer.json: not a valid tokenizer"),
+        # of a prefix longer than what is merged, at which the library panics
+        (
+            "tokenizer.json",
+            '{"added_tokens": [], "model": {"type": "BPE", "continuing_subword_prefix": "<long>", "merges": '
+            '[["a", "b"]], "vocab": {"a": 0, "b": 1, "ab": 2}}}',
+            "tokenizer.json: not a valid tokenizer",
+        ),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: expected a JSON object, found list"),
         *(
@@ -118,6 +126,30 @@ def test_broken_tokenizers(tmp_path, name, content, message):
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path, 24)
+
+
+@pytest.mark.parametrize("name", ["eos_token", "bos_token"])
+def test_an_end_that_is_no_token_is_refused_unless_a_file_gives_its_id(tmp_path, name):
+    """The embedding may have rows for it, which nothing was trained on."""
+    write_tokenizer(tmp_path, more={name: "<eso>"})
+    wrong = r"config.json: \w+ is '<eso>', which tokenizer.json does not have \(did you mean '<eos>'\?\); expected"
+    with pytest.raises(UserError, match=wrong):
+        load_tokenizer(tmp_path, 64)
+    write_config(tmp_path, vocab_size=64)
+    with pytest.raises(UserError, match=wrong):
+        load_generation_config(tmp_path)
+    decoder = {"30": {"content": "<eso>", "special": True}}
+    write_tokenizer(tmp_path, more={name: "<eso>", "added_tokens_decoder": decoder})
+    assert getattr(load_tokenizer(tmp_path, 64), name) == "<eso>"
+    write_tokenizer(tmp_path, more={name: "<eso>"})
+    (tmp_path / "added_tokens.json").write_text('{"<eso>": 22}')
+    assert load_tokenizer(tmp_path, 64).convert_tokens_to_ids("<eso>") == 22
+
+
+@pytest.mark.parametrize("length", ["128", [], {}, "", 8])
+def test_a_length_that_is_not_used_may_be_anything(tmp_path, length):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, more={"model_max_length": length}), 24)
+    assert text_ids(tokenizer, "w3 " * 20, "prompt", special=True) == [3] * 20
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qerl_jax.errors import UserError, beginning, check_kind, is_whole, nearest
+from qerl_jax.errors import UserError, beginning, check_kind, is_whole, nearest, shown
 
 if TYPE_CHECKING:
     from qerl_jax.models.tokenizer import Tokenizer
@@ -65,13 +65,11 @@ def check_template_kwargs(
             f"{option} is {dict(chat_template_kwargs)!r:.80}, and the model's tokenizer has no chat template; leave it "
             "out, or add a template (chat_template in tokenizer_config.json, or chat_template.jinja)"
         )
-    import jinja2
-
     apply = tokenizer.apply_chat_template
     try:
         known = _variables(tokenizer.get_chat_template()) - _taken(apply)
-    except (jinja2.TemplateError, ValueError) as error:
-        raise UserError(f"{option}: the tokenizer's chat template cannot be read: {error}") from error
+    except Exception as error:  # see `templated`
+        raise UserError(f"{option}: the tokenizer's chat template cannot be read: {_told(error)}") from error
     for name in chat_template_kwargs:
         if name not in known:
             why = "is an argument of apply_chat_template itself"
@@ -128,18 +126,21 @@ def templated(
     Raises:
       UserError: the template refuses them, or the variables given (see `check_template_kwargs`).
     """
-    import jinja2  # which transformers imports for a template, and nothing else here
-
     check_template_kwargs(tokenizer, chat_template_kwargs)
     try:
         text = tokenizer.apply_chat_template(
             messages, add_generation_prompt=answers, tokenize=False, **(chat_template_kwargs or {})
         )
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        # ValueError: several templates by name, none of them the default one. TypeError: content that is no text.
-        raise UserError(f"the tokenizer's chat template refuses {messages!r:.120}: {error}") from error
+    except Exception as error:  # a template is somebody else's program, which may raise anything
+        raise UserError(f"the tokenizer's chat template refuses {messages!r:.120}: {_told(error)}") from error
     assert isinstance(text, str)
     return text
+
+
+def _told(error: Exception) -> str:
+    """What a template raised, on one line: a word of its own, or Python's with its kind."""
+    own = any(kind.__module__.startswith("jinja2") for kind in type(error).__mro__)
+    return shown(error) if own else f"{type(error).__name__}: {shown(error)}"
 
 
 def prompt_ids(
@@ -171,8 +172,16 @@ def text_ids(tokenizer: "Tokenizer", text: str, what: str, special: bool) -> lis
             f"the {what} that begins {beginning(text)} is no text: character {error.start} is half of a surrogate "
             "pair, or a byte that is not UTF-8"
         ) from None
-    # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
-    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    try:
+        # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except BaseException as error:
+        from qerl_jax.models.tokenizer import raised_by_tokenizers  # imports transformers, as the tokenizer has
+
+        if not raised_by_tokenizers(error):
+            raise
+        found = f"the {what} that begins {beginning(text)}: {shown(error)}"
+        raise UserError(f"the model's tokenizer fails at {found}; is its tokenizer.json damaged?") from error
     return ids
 
 

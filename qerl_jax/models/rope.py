@@ -88,6 +88,7 @@ class YarnScaling:
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 _SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+_LARGEST = 1e6  # of a scaling's numbers, and the least is its inverse: beyond, angles overflow
 _KINDS: dict[Any, type] = {int: int, float: float, bool: bool, float | None: float}
 
 
@@ -135,6 +136,9 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
         for name, field in fields.items()
         if field.default is dataclasses.MISSING or name in parameters
     }
+    for name, value in read.items():
+        if isinstance(value, float) and not 1 / _LARGEST <= value <= _LARGEST:
+            raise UserError(f"{where}: {name} is {value}; expected a number from {1 / _LARGEST:g} to {_LARGEST:g}")
     if scaling is Llama3Scaling and read["high_freq_factor"] <= read["low_freq_factor"]:
         raise UserError(
             f"{where}: high_freq_factor is {read['high_freq_factor']}; expected more than low_freq_factor, "

@@ -11,7 +11,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from qerl_jax.errors import UserError, is_whole
+from qerl_jax.errors import UserError, is_whole, nearest, shown
 from qerl_jax.input_files import files_fingerprint, read_json
 from qerl_jax.json_fields import Fields
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
@@ -19,6 +19,8 @@ from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, r
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer", "tokenizer_fingerprint"]
 
 _WITHOUT_JSON = ("vocab.json", "merges.txt")  # all that is there where a slow tokenizer was saved
+# Tokens that begin and end texts. What the tokenizer lacks transformers adds, with an id that nothing was trained on.
+_NAMED = ("bos_token", "eos_token")
 _PADDING_OF_LLAMA_3 = "<|finetune_right_pad_id|>"
 
 
@@ -42,7 +44,7 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
 
     Raises:
       UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks; tokenizer_config.json
-        has values of which no tokenizer can be made; a vocab_size below 1.
+        has values of which no tokenizer can be made, or an EOS or BOS that is no token; a vocab_size below 1.
     """
     if vocab_size is not None and not (is_whole(vocab_size) and vocab_size >= 1):
         raise UserError(f"vocab_size is {vocab_size!r}; allowed: a whole number >= 1, or None for that of {CONFIG}")
@@ -57,22 +59,25 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
         )
     if "added_tokens" not in read_json(file):
         raise UserError(f"{file}: not a valid tokenizer (added_tokens is missing)")
-    for extra in optional:
-        if extra.exists():
-            read_json(extra)
+    beside = {extra: read_json(extra) for extra in optional if extra.exists()}
     try:
-        tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:
-        if type(error) is not Exception:
+        own = tokenizers.Tokenizer.from_file(str(file))
+    except BaseException as error:
+        if not raised_by_tokenizers(error):
             raise
-        # What the tokenizers library raises for a malformed file is of no narrower class.
-        raise UserError(f"{file}: not a valid tokenizer ({error})") from error
+        raise UserError(f"{file}: not a valid tokenizer ({shown(error)})") from error
     try:
-        # Llama 3's files ask for a clean-up meant for WordPiece: it takes spaces out of what byte-level BPE gives.
-        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # Llama 3's files ask for a clean-up meant for WordPiece: it takes spaces out of what byte-level BPE gives. What
+        # they say of lengths is not asked for, and may be of any type.
+        without: dict[str, Any] = {"clean_up_tokenization_spaces": False, "model_max_length": 10**30}
+        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, **without)
+    except BaseException as error:
         # What transformers raises for values of another type than it expects.
-        raise UserError(f"{folder / TOKENIZER_FILES[1]}: no tokenizer can be made with it ({error})") from error
+        of_values = isinstance(error, AttributeError | KeyError | TypeError | ValueError)
+        if not (of_values or raised_by_tokenizers(error)):
+            raise
+        raise UserError(f"{folder / TOKENIZER_FILES[1]}: no tokenizer can be made with it ({shown(error)})") from error
+    _check_named(tokenizer, own, file, beside)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and max(len(tokenizer), largest + 1) > vocab_size:
         raise UserError(
@@ -81,6 +86,38 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
             f"below {vocab_size}"
         )
     return tokenizer
+
+
+def raised_by_tokenizers(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it, of a malformed file: it has no narrower class, and Rust's panics are no
+    Exception."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+def _check_named(
+    tokenizer: Tokenizer, own: tokenizers.Tokenizer, file: Path, beside: dict[Path, dict[str, Any]]
+) -> None:
+    """Raises UserError for an EOS or BOS that no file gives an id: no completion would ever end there."""
+    for name in _NAMED:
+        token = getattr(tokenizer, name)
+        if token is None or own.token_to_id(token) is not None:
+            continue
+        if any(_gives_an_id(values, token) for values in beside.values()):
+            continue
+        where = next((path for path, values in beside.items() if values.get(name) is not None), file)
+        known = [added.content for added in own.get_added_tokens_decoder().values()]
+        raise UserError(
+            f"{where}: {name} is {shown(repr(token))}, which {file.name} does not have{nearest(token, known)}; "
+            f"expected one of its tokens, such as {', '.join(map(repr, known[:5])) or 'those of its vocabulary'}"
+        )
+
+
+def _gives_an_id(values: dict[str, Any], token: str) -> bool:
+    """Whether a file beside tokenizer.json has the token with its id: as added_tokens.json, or as added_tokens_decoder
+    in tokenizer_config.json."""
+    decoder = values.get("added_tokens_decoder")
+    entries = decoder.values() if isinstance(decoder, dict) else ()
+    return type(values.get(token)) is int or any(isinstance(e, dict) and e.get("content") == token for e in entries)
 
 
 def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str:

@@ -126,7 +126,7 @@ def _number(spec: str, value: Any, prompt: Any) -> float | None:
     if value is None:
         return None
     number = None
-    if not isinstance(value, (str, bytes)):
+    if not isinstance(value, (str, bytes, complex, np.complexfloating)):  # NumPy drops imaginary parts
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
