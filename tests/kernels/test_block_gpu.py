@@ -63,7 +63,7 @@ def inputs(rng, m, layer):
     ("7B", 32, 8, 0), ("32B", 32, 8, 0), ("small", 0, 1, 0), ("small", 128, 3, 0), ("few tiles", 16, 5, 0),
     ("7B", 32, 16, 0), ("14B", 128, 9, 0), ("32B", 32, 13, 0), ("small", 0, 16, 0), ("small", 128, 11, 0),
     ("7B", 32, 1, 28), ("7B", 32, 8, 28), ("32B", 32, 7, 40), ("small", 128, 3, 16), ("few tiles", 16, 5, 4),
-    ("14B", 32, 16, 40), ("small", 128, 11, 8),
+    ("14B", 32, 16, 40), ("small", 128, 11, 8), ("7B", 128, 8, 0), ("7B", 96, 16, 0), ("32B", 128, 5, 0),
 ])  # fmt: skip
 def test_against_the_reference(rng, programs, name, rank, m, given):
     x, residual = inputs(rng, m, layer_of(name, rank)[0])
