@@ -132,11 +132,11 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Source]]:
 def _read_yaml(text: str) -> tuple[Node | None, Any]:
     """A text's nodes, which know their lines, and its value; raises what `_UNREADABLE` names."""
     node = YAML(typ="safe", pure=True).compose(text)
-    _refuse_repeats(node)
+    _check_nodes(node)
     return node, YAML(typ="safe", pure=True).load(text)
 
 
-def _refuse_repeats(node: Node | None) -> None:
+def _check_nodes(node: Node | None) -> None:
     """Raises MarkedYAMLError where a mapping has a key twice (ruamel does not say where the first one is), or where
     something holds itself by an alias (ruamel accepts it) or more values than anybody means."""
     sizes: dict[Node, int] = {}
