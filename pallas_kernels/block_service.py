@@ -193,6 +193,15 @@ class ServiceWarps:
             return []
 
         p.for_range(p.add(start, step), end, step, [], next_unit)
+        if self.has_several_units(i):  # one fence for all of them
+            made = p.div(p.add(p.sub(end, start), step - 1), step)
+            is_one = arith.andi(arith.andi(self.is_first, self.is_lane_0), p.lt(start, end))
+            p.when(is_one, lambda: self.tell(self.counter(self.plan.multiplied(i)), made))
+
+    def has_several_units(self, i: int) -> bool:
+        """Any CTA of part i."""
+        part = self.plan.parts[i]
+        return sum(part.rank_tiles) * part.lora_chunks > part.groups
 
     def unit(self, i: int, index, pieces):
         """One of them, of whose A the first pieces are there, by all service warps; the first one adds up what the
@@ -224,8 +233,9 @@ class ServiceWarps:
             p.when(self.is_first, lambda mine=mine, panel=panel: self.store_product(i, index, panel, mine, left))
 
         p.warp_sync()
-        is_one = arith.andi(self.is_first, self.is_lane_0)
-        p.when(is_one, lambda: self.tell(self.counter(plan.multiplied(i))))
+        if not self.has_several_units(i):
+            is_one = arith.andi(self.is_first, self.is_lane_0)
+            p.when(is_one, lambda: self.tell(self.counter(plan.multiplied(i))))
 
     def store_product(self, i: int, index, panel: int, own, left):
         """The sum of what all service warps have of a unit, K ascending."""
@@ -251,7 +261,7 @@ class ServiceWarps:
 
         if part.most_pieces > PIECES:
             rest(start, PIECES)
-        if sum(part.rank_tiles) * part.lora_chunks > part.groups:
+        if self.has_several_units(i):
             p.for_range(p.add(start, step), end, step, [], lambda index, _: rest(index, 0))
         return pieces
 

@@ -1,5 +1,7 @@
 """How Mosaic GPU compiles these kernels: their programs are written lane by lane, and place their own barriers."""
 
+import hashlib
+
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,10 +27,13 @@ def kernel(
     """
 
     def body(*refs):
+        # JAX would count the kernels of a process, and a kernel's hash would depend on what was lowered before it.
+        kinds = repr([(ref.shape, ref.dtype.name) for ref in refs])
+        name = f"{program.__name__}_{hashlib.sha256(kinds.encode()).hexdigest()[:8]}"
+
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def inline(ctx, *refs):
-            # JAX would count the kernels of a process, and a kernel's hash would depend on what was lowered before it.
-            ctx.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(program.__name__)
+            ctx.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
             with p.halves(dtype):
                 program(ctx, *refs)
 

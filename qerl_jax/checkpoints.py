@@ -269,10 +269,11 @@ def _folders(directory: Path) -> dict[int, Path]:
     """Complete checkpoints by step; one that is being replaced counts until its successor is in place."""
     refuse_no_folder(directory)
     found: dict[int, Path] = {}
+    there = list(directory.iterdir()) if directory.exists() else []  # raises where it cannot be read: it is not empty
     for prefix in ("", _OLD):
-        for path in directory.glob(f"{prefix}step_*"):
+        for path in there:
             digits = path.name.removeprefix(prefix + "step_")
-            if digits.isdecimal() and path.is_dir():
+            if path.name == f"{prefix}step_{digits}" and digits.isdecimal() and path.is_dir():
                 found.setdefault(int(digits), path)
     return found
 

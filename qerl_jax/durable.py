@@ -135,7 +135,9 @@ def _lies_at(handle: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_folder(path: str | os.PathLike[str], names: Sequence[str]) -> Iterator[Path]:
+def whole_folder(
+    path: str | os.PathLike[str], names: Sequence[str] | Callable[[Path], Sequence[str]]
+) -> Iterator[Path]:
     """Yields an empty folder beside `path` to write to; at the end it is flushed and takes `path`'s place.
 
     A folder of the same kind that stands there is replaced: for an instant between two renames `path` is absent, never
@@ -143,8 +145,9 @@ def whole_folder(path: str | os.PathLike[str], names: Sequence[str]) -> Iterator
 
     Args:
       path: the folder to appear; of a symbolic link, where it leads.
-      names: the files that such a folder may hold; the first is one that all of them have. A folder without it, or with
-        any other file, is of another kind and not replaced, unless it is empty.
+      names: the files that such a folder may hold, or what tells them of the one that is there; the first is one that
+        all of them have. A folder without it, or with any other file, is of another kind and not replaced, unless it is
+        empty.
 
     Raises:
       UserError: `path` is a file or lies in one, or is a folder with other content.
@@ -177,7 +180,8 @@ def whole_folder(path: str | os.PathLike[str], names: Sequence[str]) -> Iterator
         shutil.rmtree(old, ignore_errors=True)  # or by the next one that writes here
 
 
-def _refuse_other_content(path: Path, names: Sequence[str]) -> None:
+def _refuse_other_content(path: Path, allowed: Sequence[str] | Callable[[Path], Sequence[str]]) -> None:
+    names = allowed(path) if callable(allowed) else allowed
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; expected a folder, or a name that is free")
     there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()

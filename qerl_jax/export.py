@@ -59,7 +59,8 @@ def export_model(
         check_adapter(adapter, found.model)
         warn_of_scaled_base(adapter, found.model)
     base = resolve(found.model)
-    if where_it_leads(path).resolve() in (base.resolve(), where_it_leads(source).resolve()):
+    made_from = [base, where_it_leads(source), *([] if adapter is None else [resolve(adapter, shipped=False)])]
+    if where_it_leads(path).resolve() in [folder.resolve() for folder in made_from]:
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     folder = where_it_leads(path)
     if folder.name == run_files.ADAPTER and (folder.parent / run_files.CONFIG).is_file():

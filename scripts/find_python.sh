@@ -1,6 +1,7 @@
 # Functions for the scripts that make environments; to be read by them with `.`.
 #
 #     find_python OLDEST NAME_OF_MINOR...     such as: find_python 12 3.13 3.12
+#     pip_of_the_environment                  no setting of the user's has pip install elsewhere, or nothing
 
 usable() { # usable OLDEST PYTHON: it really runs (a pyenv shim may exist and fail), is new enough, and makes environments
     "$2" -c "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, $1))" >/dev/null 2>&1
@@ -30,4 +31,9 @@ find_python() { # prints the first usable Python: of the versions given, in thei
             return
         fi
     done
+}
+
+pip_of_the_environment() {
+    unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_DRY_RUN PIP_NO_DEPS PIP_NO_BUILD_ISOLATION PIP_PYTHON PIP_REQUIRE_HASHES
+    export PIP_USER=0
 }

@@ -10,6 +10,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 . scripts/find_python.sh
+pip_of_the_environment
 
 rm -f .venv-interop/.installed
 rm -rf .venv-interop

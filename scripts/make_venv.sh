@@ -9,6 +9,12 @@ set -eu
 cd "$(dirname "$0")/.."
 
 . scripts/find_python.sh
+pip_of_the_environment
+
+# One at a time, where there is flock: two would delete each other's work.
+if [ -z "${MAKE_VENV_ALONE:-}" ] && command -v flock >/dev/null 2>&1; then
+    MAKE_VENV_ALONE=yes exec flock . sh scripts/make_venv.sh
+fi
 
 if [ -d .venv ] && { [ -e .venv/.unfinished ] || ! usable 12 .venv/bin/python || ! .venv/bin/python -c 'import pip'; }; then
     echo "make_venv: .venv is unfinished, too old or does not run; making it anew"
@@ -35,6 +41,7 @@ fi
 touch .venv/.unfinished
 rm -f .venv/.installed
 .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+.venv/bin/python -P -c 'import importlib.metadata, pytest; importlib.metadata.version("qerl-jax")'
 rm .venv/.unfinished
 touch .venv/.installed
 echo "make_venv: .venv is ready"

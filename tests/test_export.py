@@ -213,6 +213,9 @@ def test_what_cannot_be_exported(tmp_path, base, run, capsys):
             export_model(source, base, "bf16")
     with pytest.raises(UserError, match="would replace what it is made from"):
         export_model(folder, folder, "peft")
+    save_adapter(run[2], tmp_path / "mine", "b")
+    with pytest.raises(UserError, match="would replace what it is made from"):
+        export_model(base, tmp_path / "mine", "peft", tmp_path / "mine")
     with pytest.raises(UserError, match=r"there the run in .*/r leaves what it has learned; choose another name"):
         export_model(folder, folder / "adapter", "peft")
     assert not (folder / "adapter").exists()

@@ -371,6 +371,10 @@ def byte(value, where=(3, 1)):
             "_global_scale: expected.*found nan",
         ),
         (
+            lambda a: a.update({f"{Q}_global_scale": np.full(1, 1e-40, np.float32)}),
+            "_global_scale: expected a positive number, from 1e-30 to 1e",
+        ),
+        (
             lambda a: a.update({f"{Q}_global_scale": np.ones(2, np.float32)}),
             "_global_scale: expected shape .1.*found .2.",
         ),
@@ -391,6 +395,14 @@ def test_packed_weights_that_are_wrong(tmp_path, change, message):
     folder = write_folder(tmp_path, arrays, V5 | {"quantization_config": NVFP4})
     with pytest.raises(UserError, match=message):
         load_model(folder)
+
+
+def test_shapes_that_the_packing_does_not_hold(tmp_path):
+    for packing, inputs, needs in ((NVFP4, 56, "NVFP4 needs inputs in multiples of 16"), (NVFP4, 40, "of 16")):
+        hf = V5 | {"quantization_config": packing, "intermediate_size": inputs}
+        folder = write_folder(tmp_path / str(inputs), packed_arrays(), hf)
+        with pytest.raises(UserError, match=rf"down_proj.weight \[\d+, {inputs}\] cannot be packed .*{needs}"):
+            load_model(folder)
 
 
 def test_weights_that_cannot_be_quantized(tmp_path):

@@ -103,6 +103,16 @@ def test_trained_norm_scales_are_rounded_where_a_dtype_is_asked_for_alone(tmp_pa
         assert not np.array_equal(less.input_norm, scale)
 
 
+def test_sums_that_are_not_finite_are_not_written(tmp_path):
+    model = tiny_model()
+    pairs = jax.tree.map(lambda leaf: 1e25 * leaf, tiny_adapter(model))
+    with pytest.raises(
+        UserError, match=r"tensor model\.layers\.0\.\S+ has numbers that are not finite, or that bfloat16"
+    ):
+        save_merged(model, pairs, tmp_path / "a", dtype="bfloat16")
+    assert not (tmp_path / "a").exists()
+
+
 def test_an_adapter_of_another_depth_is_refused(tmp_path):
     model = tiny_model()
     shallow = tiny_adapter(model).replace(lora=tiny_adapter(model).lora[:1])

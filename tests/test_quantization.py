@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -290,6 +291,32 @@ def test_a_second_command_that_comes_when_the_first_has_ended_leaves_nothing(tmp
     with pytest.raises(UserError, match=r"packed is there already; remove it or choose another name$"):
         quantize_folder("builtin:quickstart", tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+@pytest.mark.parametrize(("old", "new"), [('"q_proj"', '"p_proj"'), ('": 0.0', '": 0.8')])
+def test_a_record_that_is_damaged_is_made_again(tmp_path, old, new):
+    model, _ = source(tmp_path)
+    quantize_folder(model, tmp_path / "whole")
+    record = interrupted(model, tmp_path) / "layer-00000.json"
+    assert old in record.read_text()
+    record.write_text(record.read_text().replace(old, new, 1))
+    quantize_folder(model, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_source_that_changes_meanwhile_is_told(tmp_path):
+    model, _ = source(tmp_path)
+    lines = []
+
+    def say(line):
+        lines.append(line)
+        if len(lines) == 1:
+            os.utime(model / "config.json")
+
+    with pytest.raises(UserError, match="its files have changed meanwhile; run the command again"):
+        quantize_folder(model, tmp_path / "out", say=say)
+    assert lines and not (tmp_path / "out").exists()
+    quantize_folder(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("record", ["", "[]", "{}", "[" * 100_000, '{"sha256": "x", "report": 3}'])

@@ -1,6 +1,7 @@
 """Models written to folders: what comes back, what is refused, and what a failure leaves."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,9 @@ def test_saving_replaces_a_model_but_nothing_else(tmp_path):
     other = load_model(write_folder(tmp_path / "a", random_arrays(seed=1)))
     save_model(other, tmp_path / "b")
     assert_equal(load_model(tmp_path / "b"), other)
+    os.rename(tmp_path / "b", tmp_path / ".old-b")  # killed between the two renames
+    save_model(model, tmp_path / "b")
+    assert_equal(load_model(tmp_path / "b"), model)
     (tmp_path / "b" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"b holds thesis.tex, which would be lost"):
         save_model(model, tmp_path / "b")

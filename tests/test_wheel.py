@@ -46,6 +46,27 @@ def run(words, folder):
     return result.stdout
 
 
+@pytest.fixture(scope="module")
+def wheel_of_an_sdist(tmp_path_factory):
+    """Built as from a registry's archive, by the build backend."""
+    folder = tmp_path_factory.mktemp("sdist")
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    pip = [environment / "bin" / "python", "-m", "pip"]
+    subprocess.run([*pip, "install", "-q", "hatchling>=1.27"], check=True)
+    build = "import sys, hatchling.build; print(hatchling.build.build_sdist(sys.argv[1]))"
+    subprocess.run([environment / "bin" / "python", "-c", build, folder], cwd=ROOT, check=True)
+    (archive,) = folder.glob("qerl_jax-*.tar.gz")
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", folder, archive], check=True)
+    (path,) = folder.glob("qerl_jax-*.whl")
+    return path
+
+
+def test_an_sdists_wheel_holds_the_same(wheel, wheel_of_an_sdist):
+    both = (sorted(zipfile.ZipFile(path).namelist()) for path in (wheel, wheel_of_an_sdist))
+    assert next(both) == next(both)
+
+
 def test_the_wheel_holds_the_packages_with_their_data_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"qerl_jax", "pallas_kernels"}

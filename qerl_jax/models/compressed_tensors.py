@@ -6,6 +6,7 @@ of `qerl_jax.formats`. Scales are read, never recomputed: q/k/v may share a glob
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from qerl_jax.models.shards import Stored
 from qerl_jax.models.source import Tensors
 
 _MOST_REPETITIONS = 5
+_MOST_GROUPS = 6
 _LINEAR = "Linear"
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 _DTYPE_E4M3 = "torch.float8_e4m3fn"
@@ -174,7 +176,8 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
 def _refuse_others(found: dict[str, Any], known: set[str], place: str) -> None:
     for key, value in found.items():
         if key not in known and value and value != {"format": "dense"}:
-            raise UserError(f"{place} {key} ({value!r}) is not supported; expected it to be absent or null")
+            found_there = f"{shown(key)} ({shown(repr(value))})"
+            raise UserError(f"{place} {found_there} is not supported; expected it to be absent or null")
 
 
 def _check_group(group: dict[str, Any], stored_as: _Stored, place: str) -> None:
@@ -193,17 +196,20 @@ def _matcher(patterns: list[str], place: str) -> Callable[[str], bool]:
 
 
 def _expression(text: str, place: str) -> re.Pattern[str]:
-    """A compiled pattern. It comes from a file: one that repeats a group, or repeats often, may take years to match."""
+    """A compiled pattern. It comes from a file: one that repeats a group, or repeats or chooses often, may take years
+    to match."""
     # A ? behind an opening bracket is part of the group's kind.
-    if re.search(r"\)[*+{]", text) or len(re.findall(r"[*+{]|(?<!\()\?", text)) > _MOST_REPETITIONS:
+    often = len(re.findall(r"[*+{]|(?<!\()\?", text)) > _MOST_REPETITIONS
+    if re.search(r"\)[*+{]", text) or often or ("|" in text and text.count("(") > _MOST_GROUPS):
         raise UserError(
-            f"{place} is {shown(repr(text))}; supported are regular expressions without repeated groups and with at "
-            f"most {_MOST_REPETITIONS} repetitions"
+            f"{place} is {shown(repr(text))}; supported are regular expressions without repeated groups, with at most "
+            f"{_MOST_REPETITIONS} repetitions, and with | at most {_MOST_GROUPS} groups"
         )
     try:
-        return re.compile(text)
+        with warnings.catch_warnings(action="ignore"):
+            return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise UserError(f"{place}: {shown(repr(text))} is not a regular expression ({error})") from None
+        raise UserError(f"{place}: {shown(repr(text))} is not a regular expression ({shown(error)})") from None
 
 
 def quantization_config(ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:

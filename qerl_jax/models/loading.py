@@ -67,6 +67,9 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
     Args:
       config: the network.
       packing: how its projections are stored; None where they are plain.
+
+    Raises:
+      UserError: a projection of a shape that the packing does not hold.
     """
     D, V = config.hidden_size, config.vocab_size
     table = {EMBED: Slot((V, D)), NORM: Slot((D,))}
@@ -79,6 +82,8 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
             weight = layer_name(i, name)
             if packing is None or packing.is_plain(weight):
                 table[weight] = Slot((N, K))
+            elif not (kind := PACKED[packing.weight_format]).fits(N, K):
+                raise UserError(f"{weight} [{N}, {K}] cannot be packed as the folder says: {kind.needs}")
             else:
                 table |= {weight + suffix: Slot(*part) for suffix, part in packing.parts(N, K).items()}
     return table

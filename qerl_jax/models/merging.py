@@ -6,13 +6,12 @@ float32 on a GPU too, whose default would round A and B to fewer bits than the s
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_kind
+from qerl_jax.errors import UserError, check_kind
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.loading import layer_name, named_weights
@@ -63,7 +62,8 @@ def save_merged(
         norm scales that it would round. A sum is rounded once, to this.
 
     Raises:
-      UserError: as `save_model`, or another dtype. TypeError, ValueError: as `merge_adapter`.
+      UserError: as `save_model`, another dtype, or numbers that are not finite in it. TypeError, ValueError: as
+        `merge_adapter`.
     """
     check_kinds(model, adapter)
     target = model.base.embed.dtype if dtype is None else network_dtype(dtype)
@@ -75,7 +75,16 @@ def save_merged(
 
     def stored(name: str, weight: Weight) -> Stored:
         as_dtype = written_dtype(name, weight, target) if dtype is None else target
-        make: Callable[[], jax.Array] = functools.partial(_merged, weight, pairs.get(name), as_dtype)
+
+        def make() -> jax.Array:
+            made = _merged(weight, pairs.get(name), as_dtype)
+            if not jnp.isfinite(made).all():
+                raise UserError(
+                    f"tensor {name} has numbers that are not finite, or that {as_dtype} does not hold (up to "
+                    f"{float(jnp.finfo(as_dtype).max):g}); nothing was written"
+                )
+            return made
+
         return Stored(jax.ShapeDtypeStruct(weight.shape, as_dtype), make)
 
     hf = described(model, target, tokenizer_from)

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import Weight
 from qerl_jax.models.source import Tensors
 
 _log = logging.getLogger(__name__)
 
 KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8
+_LARGEST_SCALE = 1e30  # beyond, and below its inverse, weights and what is divided by leave float32's range
 # Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
 StoredParts = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
@@ -54,7 +55,8 @@ def check_options(found: object, expected: Mapping[str, tuple[object, ...]], whe
     for key, allowed in expected.items():
         actual = found.get(key) if isinstance(found, dict) else found
         if not any(type(actual) is type(value) and actual == value for value in allowed):
-            raise UserError(f"{where} {key} is {actual!r}; supported is {' or '.join(map(repr, allowed))}")
+            found_there = shown(repr(actual))
+            raise UserError(f"{where} {key} is {found_there}; supported is {' or '.join(map(repr, allowed))}")
 
 
 def names_list(value: object, where: str) -> list[str]:
@@ -66,7 +68,7 @@ def names_list(value: object, where: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UserError(f"{where} is {value!r}; expected a list of module names")
+        raise UserError(f"{where} is {shown(repr(value))}; expected a list of module names")
     return value
 
 
@@ -91,12 +93,13 @@ def positive_scale(tensors: Tensors, name: str) -> np.float32:
     """The one number of the tensor `name`.
 
     Raises:
-      UserError: it is zero, negative, infinite or NaN.
+      UserError: it is zero, negative or NaN, or so small or large that weights would be.
     """
     where, array = tensors[name]
     whole = np.float32(array.reshape(())[()])
-    if not (np.isfinite(whole) and whole > 0):
-        raise UserError(f"{where}: tensor {name}: expected a positive number, found {whole}")
+    if not 1 / _LARGEST_SCALE <= whole <= _LARGEST_SCALE:
+        allowed = f"expected a positive number, from {1 / _LARGEST_SCALE:g} to {_LARGEST_SCALE:g}"
+        raise UserError(f"{where}: tensor {name}: {allowed}, found {whole}")
     return whole
 
 

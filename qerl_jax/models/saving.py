@@ -97,7 +97,11 @@ def write_model_folder(
     """
     copied = companions(tokenizer_from)
     target = where_it_leads(path)
-    with whole_folder(target, [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, *weight_files(target)]) as folder:
+
+    def names(folder: Path) -> list[str]:
+        return [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, *weight_files(folder)]
+
+    with whole_folder(target, names) as folder:
         write_json(folder / CONFIG, dict(hf))
         write_shards(folder, tensors)
         for file in copied:

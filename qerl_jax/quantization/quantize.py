@@ -115,6 +115,8 @@ def quantize_folder(
             if other != work.path:
                 say(f"{other} is left from a command with other settings; remove it if that is not to be continued")
         report |= _layers(_job(opened, method, rows, dtype, work), say)
+        if _identity(opened) != settings["files"]:
+            raise UserError(f"{opened.folder}: its files have changed meanwhile; run the command again")
         _assemble(opened, work, target, report)
         work.remove()
     return report

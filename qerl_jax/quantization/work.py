@@ -3,9 +3,10 @@
     .quantize-NAME-DIGEST/        beside the folder NAME that is to be made; DIGEST of the settings and the source
       settings.json               what DIGEST stands for
       layer-00000.safetensors     the layer's tensors as the folder will hold them
-      layer-00000.json            its rows of the report and the SHA-256 of the file above; written last
+      layer-00000.json            its rows of the report, and the SHA-256 of these and of the file above; written last
 
-A layer counts as finished when its two files agree. Everything else that a layer hands to the next is computed again.
+A layer counts as finished when its two files are as they were written. Everything else that a layer hands to the next
+is computed again.
 """
 
 import contextlib
@@ -48,6 +49,10 @@ def alone(destination: Path) -> Iterator[None]:
         yield
 
 
+def _digest(report: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(report).encode()).hexdigest()
+
+
 class WorkFolder:
     """The layers that a work folder has."""
 
@@ -65,7 +70,8 @@ class WorkFolder:
         specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
         with whole_file(weights) as temporary:
             write_safetensors(temporary, specs, tensors.__getitem__)
-        write_whole(record, json.dumps({"sha256": file_sha256(weights), "report": report}) + "\n")
+        kept = {"sha256": file_sha256(weights), "report_sha256": _digest(report), "report": report}
+        write_whole(record, json.dumps(kept) + "\n")
 
     def report(self, layer: int) -> dict[str, Any] | None:
         """The layer's part of the report, None where the layer is not finished."""
@@ -74,10 +80,11 @@ class WorkFolder:
             return None
         try:
             kept = json_value(record.read_bytes())
-            sha256, report = kept["sha256"], dict(kept["report"])
+            sha256, report_sha256, report = kept["sha256"], kept["report_sha256"], dict(kept["report"])
         except (ValueError, KeyError, TypeError):  # no record of ours
             return None
-        return report if weights.is_file() and file_sha256(weights) == sha256 else None
+        is_whole = _digest(report) == report_sha256 and weights.is_file() and file_sha256(weights) == sha256
+        return report if is_whole else None
 
     def tensors(self, layer: int) -> dict[str, np.ndarray]:
         """A finished layer's tensors, read from the file as they are used."""

@@ -1,5 +1,7 @@
 """A program's kernels as programs of their own."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 from ahead import packed, shape
@@ -24,6 +26,8 @@ def test_each_kernel_is_found_once_whatever_program_has_it():
     assert mosaic_kernels(jax.jit(jnp.sin).lower(1.0)) == {}
     two, [(name, told)] = mosaic_kernels(lowered(1, 8, 1, 8)), mosaic_kernels(lowered(8)).items()
     assert len(two) == 2 and two[name] == told
+    dumped = {re.search(r"nvfp4_decode_matmul_[0-9a-f]{8}", str(told)).group() for told in two.values()}
+    assert len(dumped) == 2  # neither's dump replaces the other's
 
 
 def test_a_kernel_alone_is_what_its_program_has():
