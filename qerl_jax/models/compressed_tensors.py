@@ -143,17 +143,17 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
     _refuse_others(quantization, _KNOWN, place)
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
-        raise UserError(f"{place} config_groups is {groups!r}; expected an object of at least one group")
+        raise UserError(f"{place} config_groups is {shown(repr(groups))}; expected an object of at least one group")
     # A group's own format stands above the folder's, which is "mixed-precision" where those of groups differ.
     formats = [str(group.get("format") or quantization.get("format")) for group in groups.values()]
     if any(found not in _FORMATS or found != formats[0] for found in formats):
         one = "; all groups must have the same" if len(groups) > 1 else ""
         raise UserError(
-            f"{place} format is {' and '.join(map(repr, formats))}; supported is {' or '.join(_FORMATS)}{one}"
+            f"{place} format is {shown(' and '.join(map(repr, formats)))}; supported is {' or '.join(_FORMATS)}{one}"
         )
     stored_as = _FORMATS[formats[0]]
     for name, group in groups.items():
-        _check_group(group, stored_as, f"{place} {name}")
+        _check_group(group, stored_as, f"{place} {shown(name)}")
     if any(group.get("input_activations") for group in groups.values()):
         warn_of_activations(where)
     unread: tuple[str, ...] = (".input_global_scale",)
@@ -161,7 +161,7 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
         check_fp8(scheme, f"{place} kv_cache_scheme")
         warn_of_kv_cache(where)
         unread += KV_SCALES
-    targets = [t for name, g in groups.items() for t in names_list(g.get("targets"), f"{place} {name} targets")]
+    targets = [t for name, g in groups.items() for t in names_list(g.get("targets"), f"{place} {shown(name)} targets")]
     targeted = _matcher(targets, f"{place} targets")
     ignored = _matcher(names_list(quantization.get("ignore"), f"{place} ignore"), f"{place} ignore")
     return Packing(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import read_json
 from qerl_jax.models.compressed_tensors import compressed_tensors_packing
 from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
@@ -54,7 +54,7 @@ def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
         if not isinstance(method, str) or method not in _READERS:
             known = " or ".join(map(repr, _READERS))
             raise UserError(
-                f"{where}: quantization_config quant_method is {method!r}; supported is {known}; take the plain model "
+                f"{where}: quantization_config quant_method is {shown(repr(method))}; supported is {known}; take the plain model "
                 "that this one was made from"
             )
         return _READERS[method](quantization, where)
@@ -62,6 +62,6 @@ def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
         where = folder / QUANT_CONFIG
         stated = read_json(where).get("quantization")
         if not isinstance(stated, dict):
-            raise UserError(f"{where}: quantization is {stated!r}; expected an object")
+            raise UserError(f"{where}: quantization is {shown(repr(stated))}; expected an object")
         return modelopt_packing(stated, where)
     return None

@@ -85,7 +85,7 @@ def _check_options(options: dict[str, Any], where: Path) -> None:
     for key, allowed in _SUPPORTED.items():
         value = options.get(key, allowed[0])
         if value not in allowed:
-            raise UserError(f"{where}: {key} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+            raise UserError(f"{where}: {key} is {shown(repr(value))}; supported: {', '.join(map(repr, allowed))}")
     for key, value in options.items():
         # 0 is set: as layers_to_transform it is the first layer alone.
         if key not in _KNOWN and key not in _SUPPORTED and (value or type(value) is int):
@@ -116,11 +116,11 @@ def _flag(options: dict[str, Any], key: str, where: Path) -> bool:
 def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:
     names = options.get("target_modules")
     if not isinstance(names, list) or not names:
-        raise UserError(f"{where}: target_modules is {names!r}; expected a list of {', '.join(PROJECTIONS)}")
+        raise UserError(f"{where}: target_modules is {shown(repr(names))}; expected a list of {', '.join(PROJECTIONS)}")
     for name in names:
         if name not in PROJECTIONS:
             raise UserError(
-                f"{where}: target_modules: {name!r} is not supported; allowed: {', '.join(PROJECTIONS)}"
+                f"{where}: target_modules: {shown(repr(name))} is not supported; allowed: {', '.join(PROJECTIONS)}"
                 f"{nearest(str(name), PROJECTIONS)}"
             )
     return tuple(name for name in PROJECTIONS if name in names)
@@ -129,5 +129,7 @@ def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:
 def _saved_norms(options: dict[str, Any], where: Path) -> bool:
     names = options.get("modules_to_save") or []
     if names and (not isinstance(names, list) or set(map(str, names)) != set(NORMS)):
-        raise UserError(f"{where}: modules_to_save is {names!r}; supported: none, or {', '.join(NORMS)} together")
+        raise UserError(
+            f"{where}: modules_to_save is {shown(repr(names))}; supported: none, or {', '.join(NORMS)} together"
+        )
     return bool(names)

@@ -63,7 +63,7 @@ def warn_of_scaled_base(adapter: str | os.PathLike[str], base: str | os.PathLike
             "something else. Use it with its own base; or, if that is this folder under another name, correct "
             "base_model_name_or_path",
             where,
-            trained_on,
+            shown(trained_on),
             base,
         )
 
