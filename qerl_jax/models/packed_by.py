@@ -54,8 +54,8 @@ def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
         if not isinstance(method, str) or method not in _READERS:
             known = " or ".join(map(repr, _READERS))
             raise UserError(
-                f"{where}: quantization_config quant_method is {shown(repr(method))}; supported is {known}; take the plain model "
-                "that this one was made from"
+                f"{where}: quantization_config quant_method is {shown(repr(method))}; supported is {known}; take the "
+                "plain model that this one was made from"
             )
         return _READERS[method](quantization, where)
     if (folder / QUANT_CONFIG).is_file():

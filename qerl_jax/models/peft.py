@@ -99,8 +99,8 @@ def check_fit(
         raise UserError(f"{where}: auto_mapping: the adapter belongs to a {found}, the model is a {expected}")
     if base_name is not None and _last(options.base_name) != _last(base_name):
         raise UserError(
-            f"{where}: base_model_name_or_path: expected {base_name}, found {shown(options.base_name)}. The adapter was "
-            "trained on another base; if it is the same under another name, correct that entry"
+            f"{where}: base_model_name_or_path: expected {base_name}, found {shown(options.base_name)}. The adapter "
+            "was trained on another base; if it is the same under another name, correct that entry"
         )
     if options.saved_norms and train_norms is False:
         raise UserError(
