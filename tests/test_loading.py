@@ -401,7 +401,7 @@ def test_shapes_that_the_packing_does_not_hold(tmp_path):
     for packing, inputs, needs in ((NVFP4, 56, "NVFP4 needs inputs in multiples of 16"), (NVFP4, 40, "of 16")):
         hf = V5 | {"quantization_config": packing, "intermediate_size": inputs}
         folder = write_folder(tmp_path / str(inputs), packed_arrays(), hf)
-        with pytest.raises(UserError, match=rf"down_proj.weight \[\d+, {inputs}\] cannot be packed .*{needs}"):
+        with pytest.raises(UserError, match=rf"config.json: down_proj is \[\d+, {inputs}\] and packed .*{needs}"):
             load_model(folder)
 
 

@@ -67,9 +67,6 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
     Args:
       config: the network.
       packing: how its projections are stored; None where they are plain.
-
-    Raises:
-      UserError: a projection of a shape that the packing does not hold.
     """
     D, V = config.hidden_size, config.vocab_size
     table = {EMBED: Slot((V, D)), NORM: Slot((D,))}
@@ -82,8 +79,6 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
             weight = layer_name(i, name)
             if packing is None or packing.is_plain(weight):
                 table[weight] = Slot((N, K))
-            elif not (kind := PACKED[packing.weight_format]).fits(N, K):
-                raise UserError(f"{weight} [{N}, {K}] cannot be packed as the folder says: {kind.needs}")
             else:
                 table |= {weight + suffix: Slot(*part) for suffix, part in packing.parts(N, K).items()}
     return table
@@ -146,8 +141,19 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
             f"{folder / CONFIG}: num_hidden_layers is {config.num_hidden_layers}; the folder has {len(tensors)} "
             "tensors, and a layer several"
         )
+    if packing is not None:
+        _check_packed_shapes(config, packing, folder / CONFIG)
     check_tensors(tensors, tensor_table(config, packing), folder)
     return Opened(folder, hf, config, packing, tensors)
+
+
+def _check_packed_shapes(config: ModelConfig, packing: Packing, where: Path) -> None:
+    """Raises UserError for packed projections that are no whole blocks: their shapes in the folder would be cut off."""
+    kind, layers = PACKED[packing.weight_format], range(config.num_hidden_layers)
+    for name in PROJECTIONS:
+        N, K = projection_shape(config, name)
+        if not kind.fits(N, K) and not all(packing.is_plain(layer_name(i, name)) for i in layers):
+            raise UserError(f"{where}: {name} is [{N}, {K}] and packed by quantization_config; {kind.needs}")
 
 
 def _refuse_run_or_adapter(folder: Path, name: str) -> None:

@@ -93,7 +93,7 @@ def policy_loss(
     With r the ratio exp(logp - old_logp) of a token, or of its row (see `LossSpec`), and A the token's advantage, the
     loss of a token is
 
-        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)    (infinite where -r A is beyond -exp(80) A)
+        -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)    (infinite for A < 0 and an r above exp(80))
         -min(r, epsilon_high) A logp, with a constant r                     for cispo
 
     Args:
