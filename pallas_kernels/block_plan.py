@@ -141,6 +141,11 @@ class Part:
         return self.given or self.slices * self.cuts * self.lora_chunks
 
     @property
+    def half_parts(self) -> int:
+        """Of LoRA's first product, that a lane adds: the others belong to the other half of its warp."""
+        return -(-self.lora_parts // 2)
+
+    @property
     def lora_units(self) -> int:
         """CTAs' work in all of LoRA's first product, each 16 ranks and one part of K."""
         return 0 if self.given else self.lora_parts * sum(self.rank_tiles)

@@ -323,7 +323,7 @@ class ServiceWarps:
 
             def add(first=2 * first_rank_tile, count=2 * rank_tiles):
                 start = p.and_(p.sub(p.add(self.mine, 4 * (first + 1)), first), SERVICE_WARPS - 1)
-                together = part.together(count // 2, -(-part.lora_parts // 2))
+                together = part.together(count // 2, part.half_parts)
 
                 def halves(n, _):
                     self.add_halves(i, [p.add(n, first + SERVICE_WARPS * more) for more in range(together)], stride)
@@ -339,7 +339,7 @@ class ServiceWarps:
         """Adds the parts of K of halves of fragments' lanes, by the halves' numbers. The lower half of the warp adds
         the first half of the parts, the upper half the others: so all of them are under way together."""
         part, upper = self.plan.parts[i], p.shr(self.lane, 4)
-        half = -(-part.lora_parts // 2)
+        half = part.half_parts
         places = [self.half_of_fragment(which) for which in halves]
         sources = [self.products_at(i, tile, lane) for tile, lane in places]
         of_half = [mem.offset(source, p.mul(upper, half * stride)) for source in sources]

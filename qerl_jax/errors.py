@@ -21,6 +21,12 @@ def shown(value: object, length: int = 200) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
+def raised_by_tokenizers(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it, of a malformed file: it has no narrower class, and Rust's panics are no
+    Exception."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
 def check_fields(settings: object, *checks: tuple[str, bool, str]) -> None:
     """Raises UserError for the first field that is not as it should be: (its name, whether it is, what is allowed)."""
     for name, fine, allowed in checks:

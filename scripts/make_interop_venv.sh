@@ -9,7 +9,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-. scripts/find_python.sh
+. scripts/environments.sh
 pip_of_the_environment
 
 rm -f .venv-interop/.installed

@@ -8,7 +8,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-. scripts/find_python.sh
+. scripts/environments.sh
 pip_of_the_environment
 
 # One at a time, where there is flock: two would delete each other's work.

@@ -48,7 +48,7 @@ def run(repository, *words):
 
 
 def found(repository, *words):
-    done = run(repository, "-euc", f". scripts/find_python.sh; find_python {' '.join(words)}")
+    done = run(repository, "-euc", f". scripts/environments.sh; find_python {' '.join(words)}")
     return str(Path(done.stdout.strip()).relative_to(repository)) if done.stdout else ""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qerl_jax.errors import UserError, beginning, check_kind, is_whole, nearest, shown
+from qerl_jax.errors import UserError, beginning, check_kind, is_whole, nearest, raised_by_tokenizers, shown
 
 if TYPE_CHECKING:
     from qerl_jax.models.tokenizer import Tokenizer
@@ -176,8 +176,6 @@ def text_ids(tokenizer: "Tokenizer", text: str, what: str, special: bool) -> lis
         # Not verbose: transformers would warn of prompts beyond model_max_length, which callers refuse by name.
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     except BaseException as error:
-        from qerl_jax.models.tokenizer import raised_by_tokenizers  # imports transformers, as the tokenizer has
-
         if not raised_by_tokenizers(error):
             raise
         found = f"the {what} that begins {beginning(text)}: {shown(error)}"

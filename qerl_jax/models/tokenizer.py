@@ -11,7 +11,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from qerl_jax.errors import UserError, is_whole, nearest, shown
+from qerl_jax.errors import UserError, is_whole, nearest, raised_by_tokenizers, shown
 from qerl_jax.input_files import files_fingerprint, read_json
 from qerl_jax.json_fields import Fields
 from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
@@ -86,12 +86,6 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
             f"below {vocab_size}"
         )
     return tokenizer
-
-
-def raised_by_tokenizers(error: BaseException) -> bool:
-    """Whether the tokenizers library raised it, of a malformed file: it has no narrower class, and Rust's panics are no
-    Exception."""
-    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def _check_named(

@@ -81,10 +81,8 @@ def test_many_ranks_are_no_more_units_than_ctas_but_in_down(name):
     """A CTA would wait for A of each further one; and for each 8 ranks that a warp adds up alone."""
     for m in (8, 16):
         for i, part in enumerate(plan_of(m, shapes_of(name, 128)).parts):
-            halves = -(-part.lora_parts // 2)
-            assert all(
-                part.together(tiles, halves) * halves <= BATCH or halves > BATCH / 2 for tiles in part.rank_tiles
-            )
+            fits = [part.together(tiles, part.half_parts) * part.half_parts <= BATCH for tiles in part.rank_tiles]
+            assert all(fits) or part.half_parts > BATCH / 2
             if i != 2:
                 assert part.lora_units <= part.groups * part.cuts * part.slices * (1 if m == 8 or i == 0 else 2)
             assert part.lora_turns(part.lora_chunks) <= (6 if i == 2 else 3)
