@@ -128,6 +128,7 @@ class ComputeWarps(OutputTiles):
         if plan.early_units:
             decoded = p.if_values(has_items, decode_early, [p.i32(0)] * (16 * plan.early_units))
         self.await_x(i)
+        self.prefetch_late_b(i)
         carry = [*first_slots, p.rem(begin, share.quads), p.div(begin, share.quads), *[p.f32(0.0)] * (4 * CHAINS)]
         if plan.early_units:
             carry, next_item = p.if_values(has_items, add_first, carry), p.add(first_item, 1)

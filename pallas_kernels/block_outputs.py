@@ -10,36 +10,26 @@ from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
+from .block_lora import LoraOutputs, OutputWeight
 from .block_plan import PANEL, BlockPlan, Part
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
-from .pick import pick
 from .swiglu import gated
 
 FINISHED = 1  # named barrier of the compute warps; 0 is the whole CTA's
 
 
-class OutputTiles:
+class OutputTiles(LoraOutputs):
     """The part of a CTA's program that finishes tiles. The CTA's class sets the attributes before."""
 
     plan: BlockPlan
-
-    def entry_of(self, i: int, n):
-        """The n-th of the CTA's entries that it finishes: all, or, with slices, those that its turn is for."""
-        slices = self.plan.parts[i].slices
-        return n if slices == 1 else p.add(p.mul(n, slices), self.shares[i].slice)
-
-    def needs_of(self, i: int, n):
-        """`needs` of the n-th entry that this CTA finishes, or, where it has none, of any."""
-        part, share = self.plan.parts[i], self.shares[i]
-        return self.needs(i, p.minimum(p.add(share.first, self.entry_of(i, n)), part.entries - 1))
 
     def finish(self, i: int, early):
         """Tiles' sums to outputs, and a word to the CTAs that read them when this one's are stored. `early` are the
         `needs_of` this warp's first entry."""
         plan, part, share = self.plan, self.plan.parts[i], self.shares[i]
-        count = p.div(p.sub(p.add(share.entries, part.slices - 1), share.slice), part.slices)
-        most = -(-part.most_entries // part.slices)
-        needs = [early, *(self.needs_of(i, p.add(self.warp, first)) for first in range(plan.warps, most, plan.warps))]
+        following = range(plan.warps, part.most_finished, plan.warps)
+        needs = [early, *(self.needs_of(i, p.add(self.warp, first)) for first in following)]
+        late = self.late_b(i, self.warp)
         if plan.panels > 1:
             mem.barrier_wait_for_cluster(self.sums_full, p.i32(i % 2))
         else:
@@ -48,7 +38,14 @@ class OutputTiles:
             self.each(share.tiles, part.most_tiles, lambda tile, _: self.leave_slice(i, tile))
             self.await_slices(i)
         mem.barrier_wait(self.h_full, p.i32(i % 2))
-        self.each(count, most, lambda n, turn: self.entry(i, self.entry_of(i, n), needs[turn]))
+
+        def entry(n, turn):
+            weights, flow = needs[turn]
+            for weight, words in zip(weights, self.late_b(i, n) if turn else late, strict=False):
+                weight.b += words
+            self.entry(i, self.entry_of(i, n), weights, flow)
+
+        self.each(self.finished_by(i), part.most_finished, entry)
         if i + 1 < len(plan.parts):
             p.named_sync(FINISHED, 32 * plan.warps)
             if plan.parts[i + 1].slices > 1:
@@ -74,12 +71,6 @@ class OutputTiles:
             return []
 
         p.for_range(self.lane, following.slices, 32, [], of_slice)
-
-    def each(self, count, most: int, body):
-        """body(n, which of this warp's it is) for n < count, warp after warp."""
-        for turn, first in enumerate(range(0, most, self.plan.warps)):
-            n = p.add(self.warp, first)
-            p.when(p.lt(n, count), lambda n=n, turn=turn: body(n, turn))
 
     def sum_at(self, cut, tile, warp):
         """Where a warp's sum of a tile lies in the CTA that finishes it; `cut` says which CTA of the pair the warp is
@@ -156,52 +147,28 @@ class OutputTiles:
         size = self.plan.panels * part.entries * 512
         return p.total([mem.load_fresh_f32x4(at, n * size) for n in range(part.slices)])
 
-    def needs(self, i: int, at):
-        """What the outputs of tile (or pair of tiles) `at` need besides sums: of each of its weights, and in the
-        residual stream."""
-        part, weights = self.plan.parts[i], self.weights[i]
-        if part.paired:
-            chosen = [(self.values(i, w), at) for w in range(2)]
-        else:
-            chosen = [pick(part.tiles_of, at, [self.values(i, w) for w in range(len(weights))])]
-        flow = None
-        if part.joins:
+    def needs_of(self, i: int, n):
+        """What the n-th entry that this CTA finishes needs besides sums: of each of its weights, and in the residual
+        stream. Where it has none, that of any."""
+        at, flow = self.place_of(i, n), None
+        if self.plan.parts[i].joins:
             flow = types.SimpleNamespace(**self.flow_at(i, at))
-        return [self.loaded(part, values, tile) for values, tile in chosen], flow
+        return [self.loaded(i, n, weight, tile) for weight, tile in self.weights_at(i, at)], flow
 
-    def values(self, i: int, w: int):
-        """A weight's scale, bias, B, LoRA's scaling (or anything where it has none), place of its x A^T, and number of
-        its 16 ranks; its outputs and their number."""
-        part, weight = self.plan.parts[i], self.weights[i][w]
-        out = self.outs.get(f"y{w}" if i + 1 == len(self.plan.parts) and not part.joins else f"x{i + 1}", weight.scale)
-        optional = [weight.scale if v is None else v for v in (weight.bias, weight.b, weight.lora_scale)]
-        numbers = sum(part.rank_tiles[:w]) * PANEL * ROWS * 2, part.rank_tiles[w], int(part.biased[w]), part.n[w]
-        return [weight.scale, *optional, out, *map(p.i32, numbers)]
-
-    def loaded(self, part: Part, values, tile):
-        scale, bias, b, scaling, out, h, rank_tiles, is_biased, n = values
-        row = p.add(p.mul(tile, ROWS), self.g)
-        found = types.SimpleNamespace(tile=tile, out=out, n=n, h=p.add(self.h_base, h), rank_tiles=rank_tiles)
-        found.scale, found.bias, found.b = mem.load_global_f32(scale), None, []
+    def loaded(self, i: int, n, weight: OutputWeight, tile):
+        part, row = self.plan.parts[i], p.add(p.mul(tile, ROWS), self.g)
+        found = types.SimpleNamespace(tile=tile, out=weight.out, n=weight.n, rank_tiles=weight.rank_tiles)
+        found.h = p.add(self.h_base, weight.h)
+        found.scale, found.bias = mem.load_global_f32(weight.scale), None
         if any(part.biased):
-            at = p.select(p.eq(is_biased, 1), p.mul(row, 4), 0)
-            low = mem.load_global_f32(mem.offset(bias, at))
-            high = mem.load_global_f32(mem.offset(bias, p.select(p.eq(is_biased, 1), p.mul(p.add(row, 8), 4), 0)))
-            has = p.eq(is_biased, 1)
+            has = p.eq(weight.is_biased, 1)
+            low, high = (
+                mem.load_global_f32(mem.offset(weight.bias, p.select(has, p.mul(p.add(row, below), 4), 0)))
+                for below in (0, 8)
+            )
             found.bias = [arith.select(has, v, p.f32(0.0)) for v in (low, low, high, high)]
         if any(part.ranks):
-            found.scaling = mem.load_global_f32(scaling)
-            stride = p.mul(rank_tiles, 32)
-            low = mem.offset(b, p.add(p.mul(row, stride), p.mul(self.t, 8)))
-            high = mem.offset(low, p.mul(stride, 8))
-            zeros = [p.i32(0)] * 4
-            for j in range(max(part.rank_tiles)):
-
-                def load(j=j):
-                    a, c = mem.load_global_v2(low, j * 32), mem.load_global_v2(high, j * 32)
-                    return [a[0], c[0], a[1], c[1]]
-
-                found.b.append(p.if_values(p.lt(j, rank_tiles), load, zeros))
+            found.scaling, found.b = mem.load_global_f32(weight.lora_scale), self.held_b(i, n, weight, tile)
         return found
 
     def flow_at(self, i: int, tile):
@@ -221,8 +188,8 @@ class OutputTiles:
         pairs = zip(rows, columns, strict=True)
         return [p.mul(p.add(p.mul(row, self.plan.hidden), column), 4) for row, column in pairs]
 
-    def entry(self, i: int, entry, needs):
-        part, share, (weights, flow) = self.plan.parts[i], self.shares[i], needs
+    def entry(self, i: int, entry, weights, flow):
+        part, share = self.plan.parts[i], self.shares[i]
         if part.paired:
             tiles = entry, p.add(entry, share.entries)
             gate, up = (self.output(part, w, self.tile_sum(i, tile)) for w, tile in zip(weights, tiles, strict=True))

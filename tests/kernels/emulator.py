@@ -28,6 +28,7 @@ from pallas_kernels import (
     attention_tiles,
     block_compute,
     block_kernel,
+    block_lora,
     block_outputs,
     block_service,
     fragment_order,
@@ -171,7 +172,7 @@ def _emulated(m):
     names |= make_decoding(m)
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_outputs, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, swiglu
-    block = block_compute, block_kernel, block_outputs, block_service
+    block = block_compute, block_kernel, block_lora, block_outputs, block_service
     attention = attention_cache, attention_inputs, attention_kernel, attention_outputs, attention_tiles
     return replaced((*stream, *inputs, *block, *attention, pick), names)
 
