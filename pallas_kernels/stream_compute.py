@@ -8,7 +8,7 @@ from .fragments import decode_codes, decode_scales
 from .layout import CODE_BYTES, QUAD_BYTES
 from .pick import of_tile
 from .stream_lora import LoraWarps
-from .stream_outputs import OutputTiles
+from .stream_outputs import FINISHED, OutputTiles
 
 PREPARED = 2  # a named barrier; see stream_outputs.py and stream_slices.py for others, 0 is the whole CTA's
 
@@ -63,7 +63,10 @@ class ComputeWarps(LoraWarps, OutputTiles):
         adds_lora = arith.andi(p.eq(warp_k, 0), p.eq(self.rank, 0))
         if plan.ranks:
             adds_lora = arith.andi(adds_lora, self.is_used)
-            self.fetch_b(adds_lora)
+            if c.late_b:
+                self.prefetch_b(adds_lora)
+            else:
+                self.fetch_b(adds_lora, self.first_tile)
         for d in range(c.depth - 1):
             p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d * plan.slot)))
             mem.copy_commit()
@@ -121,6 +124,11 @@ class ComputeWarps(LoraWarps, OutputTiles):
             acc = p.for_range(0, self.quads, 1, state + acc, step)[len(state) :]
             acc = p.total([acc[n : n + plan.sums_warp] for n in range(0, len(acc), plan.sums_warp)])
         if plan.ranks:
+            if c.late_b:
+                p.named_sync(FINISHED, c.warps * 32)  # every warp has read its last slot
+                self.fetch_b(adds_lora, p.opaque(self.first_tile))
+                mem.copy_wait_all()
+                p.warp_sync()
             acc = self.add_lora(acc, adds_lora, g, t)
         if c.wgmma and c.promote:
             acc = self.add_totals(acc)

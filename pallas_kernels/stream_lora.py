@@ -2,7 +2,7 @@
 
 h comes from the kernel before this one, or is computed beside the stream of weights (stream_slices.py); either way it
 lies in shared memory. After the last quad the compute warps multiply it by their rows of B, which they fetched first of
-all.
+all, or, where there was no room, fetch then.
 """
 
 from jaxlib.mlir.dialects import arith
@@ -63,20 +63,37 @@ class LoraWarps:
         (b, h, count, n), local = of_tile(plan, p.add(first_tile, self.local_tiles[r]), values)
         return (b, h, p.select(arith.andi(adds_lora, self.valid[r]), count, 0), n), local
 
-    def fetch_b(self, adds_lora):
+    def fetch_b(self, adds_lora, first_tile):
         """Start the copy of B's rows for this warp's row tiles, if it is one of those of K's first part."""
         plan, c = self.plan, self.plan.config
         b_warp = p.add(self.b_base, p.mul(self.place_n, plan.b_warp))
+        row, half = self.row_and_half()
         for r in range(c.tiles):
-            (b, _, count, n), local = self.adapter_of(r, self.first_tile, adds_lora)
             # 16 rows of `count` x 32 bytes: each lane takes one row's half of every 32 bytes
-            row, half = p.shr(self.lane, 1), p.and_(self.lane, 1)
-            known = p.minimum(p.add(p.mul(local, ROWS), row), p.sub(n, 1))
-            source = mem.offset(b, p.add(p.mul(p.mul(known, count), 32), p.mul(half, 16)))
+            source, count = self.row_of_b(r, first_tile, adds_lora, 16)
             to = p.add(b_warp, p.add(p.mul(row, max(plan.ranks) * 2), p.mul(half, 16)))
             for j in range(max(plan.rank_tiles)):
                 at = r * ROWS * max(plan.ranks) * 2 + j * 32
                 p.when(p.lt(j, count), lambda at=at, j=j, to=to, s=source: mem.copy_async_16(to, s, at, j * 32))
+
+    def prefetch_b(self, adds_lora):
+        """Has the L2 fetch what `fetch_b` will copy: each lane asks for half of a row, 16 ranks at a time."""
+        _, half = self.row_and_half()
+        for r in range(self.plan.config.tiles):
+            source, count = self.row_of_b(r, self.first_tile, adds_lora, 32)
+            for j in range(0, max(self.plan.rank_tiles), 2):
+                p.when(p.lt(p.add(half, j), count), lambda j=j, s=source: mem.prefetch(s, j * 32))
+
+    def row_and_half(self):
+        """Which row of a tile's B a lane fetches, and which half of it."""
+        return p.shr(self.lane, 1), p.and_(self.lane, 1)
+
+    def row_of_b(self, r: int, first_tile, adds_lora, piece: int):
+        """Where this lane's pieces, of so many bytes, begin in B of row tile `r`, and how many 16 ranks there are."""
+        (b, _, count, n), local = self.adapter_of(r, first_tile, adds_lora)
+        row, half = self.row_and_half()
+        known = p.minimum(p.add(p.mul(local, ROWS), row), p.sub(n, 1))
+        return mem.offset(b, p.add(p.mul(p.mul(known, count), 32), p.mul(half, piece))), count
 
     def add_lora(self, acc, adds_lora, g, t):
         """acc + (x A^T) B^T in the warps of K's first part; the others multiply by zeros."""

@@ -29,6 +29,8 @@ class StreamConfig:
       promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside: in
         registers, with wgmma in shared memory. 0: never; with mma.sync a warp's units of a quad, if they are several,
         then take turns in two sums.
+      late_b: B of LoRA, for which there is no room beside the rings, comes in their place when all of K is multiplied;
+        the L2 fetches it before.
     """
 
     cluster: int = 1
@@ -40,6 +42,7 @@ class StreamConfig:
     wgmma: bool = False
     waves: int = 1
     promote: int = 32
+    late_b: bool = False
 
     @property
     def warps(self) -> int:
@@ -218,12 +221,20 @@ class Plan:
         return self.config.tiles * ROWS * max(self.ranks, default=0) * 2
 
     @property
-    def b_at(self) -> int:
+    def b_size(self) -> int:
+        return self.used_warps // self.config.warps_k * self.b_warp
+
+    @property
+    def x_end(self) -> int:
         return self.x_at + self.config.x_depth * self.x_slot
 
     @property
+    def b_at(self) -> int:
+        return self.ring_at if self.config.late_b else self.x_end
+
+    @property
     def h_at(self) -> int:
-        return self.b_at + self.used_warps // self.config.warps_k * self.b_warp
+        return self.x_end if self.config.late_b else self.b_at + self.b_size
 
     @property
     def h_tile(self) -> int:
@@ -319,6 +330,8 @@ def make_plan(
     if plan.most_tiles > slots:
         tiles = f"{plan.all_tiles} row tiles" + ", two by two" * swiglu
         raise ValueError(f"N = {n} is {tiles}; {plan.clusters} clusters of {slots} do not hold them")
+    if config.late_b and plan.b_size > plan.totals_at - plan.ring_at:
+        raise ValueError(f"B of {plan.b_size} bytes does not fit in rings of {plan.totals_at - plan.ring_at}: {config}")
     if plan.warpgroups * 128 > 1024:
         raise ValueError(f"{config} has more than 1024 threads")
     if plan.total > SMEM_LIMIT:

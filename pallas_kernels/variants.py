@@ -225,21 +225,22 @@ def choose_prepared(
 ) -> StreamConfig | WideConfig:
     """The kernel for rows whose inputs another kernel has made (inputs_kernel.py), unless the wide kernel makes x A^T
     itself: x A^T costs the streaming kernel nothing then, so what is fastest without adapters is, with shorter rings
-    where it must; or for shapes outside the table the next best that has room. Raises ValueError naming the constraint
-    when none takes the shape."""
+    where it must, or for shapes outside the table the next best that has room; and where none has, with B late. Raises
+    ValueError naming the constraint when none takes the shape."""
     if m > STREAM_ROWS:
         return _wide("forward", m, k, n)
     with contextlib.suppress(ValueError):
         return few_rows_config(m, k, n, ranks, prepared=True)
     entry = config_for(m, k, n, swiglu=swiglu)
     is_measured = entry == TABLE.get((k, sum(n), _range(m), False))
-    for config in (entry,) if is_measured else by_rule(_range(m), k, n, swiglu=swiglu):
+    configs = (entry,) if is_measured else by_rule(_range(m), k, n, swiglu=swiglu)
+    for late_b, config in itertools.product((False, True), configs):
         rings = itertools.product(range(config.depth, 1, -1), range(config.x_depth, 1, -1))
         for depth, x_depth in rings:  # which have the room that B and x A^T need
             with contextlib.suppress(ValueError):
-                shorter = dataclasses.replace(config, depth=depth, x_depth=x_depth)
-                make_plan(_range(m), k, n, shorter, ranks, prepared=True, swiglu=swiglu)
-                return shorter
+                fitting = dataclasses.replace(config, depth=depth, x_depth=x_depth, late_b=late_b)
+                make_plan(_range(m), k, n, fitting, ranks, prepared=True, swiglu=swiglu)
+                return fitting
     raise ValueError(f"no configuration has room for adapters of the ranks {ranks} at M = {m}, K = {k}, N = {n}")
 
 

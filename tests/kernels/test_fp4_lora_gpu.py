@@ -150,6 +150,8 @@ def _start_swiglu(programs, m, k, n, ranks, config):
     (33, 3584, 18944, (32, 32), StreamConfig(1, 20, 1, 1, 2, 2, True, promote=0)),
     (64, 5120, 13824, (32, 16), StreamConfig(1, 16, 1, 1, 2, 2, True, promote=0)),
     (48, 1024, 27648, (0, 0), StreamConfig(1, 16, 1, 1, 3, 3, True, waves=2, promote=0)),
+    (64, 3584, 18944, (128, 128), StreamConfig(1, 20, 1, 1, 2, 3, True, promote=0, late_b=True)),
+    (12, 1024, 2001, (96, 0), StreamConfig(2, 4, 2, 1, 3, 3, late_b=True)),
 ])  # fmt: skip
 def test_swiglu(rng, programs, m, k, n, ranks, config):
     x, matrices, loras, _ = _call(rng, m, k, (n, n), ranks, (200, 700))

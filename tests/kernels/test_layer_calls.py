@@ -44,6 +44,21 @@ def test_takes_the_models_shapes(name, rows):
         assert not any(takes_between_attentions(m, jnp.bfloat16, shapes_of(name, 32)) for m in (0, 257))
 
 
+# hidden and inner size, outputs of q and of k and v: Qwen3 1.7B, 4B, 8B, 14B, 32B; Llama 3 1B, 8B
+OTHERS = [(2048, 6144, 2048, 1024), (2560, 9728, 4096, 1024), (4096, 12288, 4096, 1024), (5120, 17408, 5120, 1024)]
+OTHERS += [(5120, 25600, 8192, 1024), (2048, 8192, 2048, 512), (4096, 14336, 4096, 1024)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *OTHERS])
+def test_takes_all_ranks_up_to_128(monkeypatch, shape):
+    monkeypatch.setitem(SHAPES, "this", shape)
+    with compiling_for(90):
+        for rank in (16, 64, 96, 128):
+            layer = shapes_of("this", rank)
+            taken = [takes_between_attentions(rows, jnp.bfloat16, layer) for rows in (8, 16, 32, 64, 128, 256)]
+            assert all(taken), (rank, taken)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
     with compiling_for(90):
@@ -55,11 +70,10 @@ def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rings_make_room_for_adapters(name):
-    """Up to rank 64 at 33-64 rows; beyond, the plain way is taken."""
+    """Up to rank 64 at 33-64 rows; beyond, B is late."""
     with compiling_for(90):
         without, given = (layer_calls.calls_of(48, shapes_of(name, rank)) for rank in (0, 64))
-        assert not takes_between_attentions(48, jnp.bfloat16, shapes_of(name, 128))
-        assert takes_between_attentions(100, jnp.bfloat16, shapes_of(name, 128))
+        assert layer_calls.calls_of(48, shapes_of(name, 128))[1].config.late_b
     shorter = 0
     for a, b in zip(without, given, strict=True):
         if isinstance(b.config, StreamConfig):
@@ -232,6 +246,8 @@ def start(programs, name, rank, rows):
         ("7B", 0, 64),
         ("7B", 128, 100),
         ("14B", 64, 48),
+        ("7B", 128, 64),
+        ("14B", 96, 32),
         ("14B", 32, 17),
         ("32B", 32, 64),
         ("32B", 32, 130),

@@ -167,6 +167,8 @@ def test_lora_inside_and_its_counters_after_a_call(config, m, k, n, ranks):
     (StreamConfig(2, 4, 1, 1, 2, 2, True), 33, 768, (64, 31), (0, 32), False),
     (StreamConfig(4, 4, 1, 1, 2, 2, True, promote=0), 17, 1024, (60,), (32,), False),
     (StreamConfig(1, 4, 1, 1, 3, 2, True), 9, 512, (48,), (), True),  # x alone
+    (StreamConfig(1, 4, 1, 1, 2, 2, True, late_b=True), 64, 768, (96, 31), (128, 16), True),
+    (StreamConfig(2, 2, 2, 2, 2, 2, late_b=True), 9, 512, (40, 33), (96, 0), False),
 ])  # fmt: skip
 def test_prepared_operands(config, m, k, n, ranks, bias):
     case = Case(m, k, n, config, ranks, bias)
@@ -182,6 +184,8 @@ def test_prepared_operands(config, m, k, n, ranks, bias):
     (StreamConfig(2, 4, 1, 2, 2, 2, True, promote=0), 17, 768, 79, (32, 16), False, 2, 6),
     (StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2), 9, 512, 65, (16, 32), True, 4, 4),
     (StreamConfig(1, 4, 1, 4, 2, 2, True), 12, 512, 76, (), False, 2, 6),  # two of four warps are used
+    (StreamConfig(1, 4, 1, 4, 2, 2, True, late_b=True), 12, 512, 76, (48, 128), False, 2, 6),
+    (StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2, late_b=True), 9, 512, 65, (16, 32), True, 4, 4),
 ])  # fmt: skip
 def test_swiglu(config, m, k, n, ranks, bias, clusters, most):
     case = Joined(m, k, n, config, ranks, bias)
