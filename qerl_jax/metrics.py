@@ -136,16 +136,24 @@ class MetricsWriter:
       run_dir: the run folder; made if missing.
       report_to: the services.
       step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
+      options: the run's, for W&B.
 
     Raises:
       UserError: the folder is a file or lies in one, or a service's package is not installed or failed, then or later.
     """
 
-    def __init__(self, run_dir: Path, report_to: Sequence[Service] = (), step: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        report_to: Sequence[Service] = (),
+        step: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         make_folder(run_dir)
         with contextlib.ExitStack() as opened:
             self._services = [
-                opened.enter_context(contextlib.closing(Reporter(name, run_dir, step))) for name in report_to
+                opened.enter_context(contextlib.closing(Reporter(name, run_dir, step, options or {})))
+                for name in report_to
             ]
             self._metrics, self._completions = (
                 opened.enter_context((run_dir / name).open("ab", buffering=0)) for name in ROWS

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from qerl_jax.durable import make_folder, named, write_whole
 from qerl_jax.errors import UserError
@@ -34,15 +35,16 @@ class Reporter:
       name: the service.
       run_dir: the run folder.
       step: optimizer steps already done; TensorBoard hides what an earlier process has written beyond them.
+      options: the run's, which W&B compares runs by.
 
     Raises:
       UserError: its package is not installed, or failed, here as in the methods.
     """
 
-    def __init__(self, name: Service, run_dir: Path, step: int) -> None:
+    def __init__(self, name: Service, run_dir: Path, step: int, options: Mapping[str, Any]) -> None:
         self._name = name
         with _failures_told(name):
-            self._service = _SERVICES[name](run_dir, step)
+            self._service = _SERVICES[name](run_dir, step, options)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Shows the numbers of a step."""
@@ -74,7 +76,7 @@ class _TensorBoard:
 
     package = "tensorboardX"
 
-    def __init__(self, run_dir: Path, step: int) -> None:
+    def __init__(self, run_dir: Path, step: int, options: Mapping[str, Any]) -> None:
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -106,7 +108,7 @@ class _TensorBoard:
 class _WeightsAndBiases:
     package = "wandb"
 
-    def __init__(self, run_dir: Path, step: int) -> None:
+    def __init__(self, run_dir: Path, step: int, options: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError:
@@ -117,7 +119,10 @@ class _WeightsAndBiases:
         # W&B reads these variables itself only where init is given neither.
         project = os.environ.get("WANDB_PROJECT") or "qerl-jax"
         name = os.environ.get("WANDB_NAME") or named(run_dir).name
-        self._run = wandb.init(project=project, name=name, id=kept.read_text(), resume="allow", dir=str(run_dir))
+        self._run = wandb.init(
+            project=project, name=name, id=kept.read_text(), resume="allow", dir=str(run_dir),
+            config=dict(options), allow_val_change=True,  # of what may differ when a run is continued
+        )  # fmt: skip
         self._newest = step
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:

@@ -26,7 +26,7 @@ def test_a_service_that_cannot_be_opened_leaves_none_open(tmp_path, monkeypatch)
     closed = []
 
     class Opened:
-        def __init__(self, run_dir, step):
+        def __init__(self, run_dir, step, options):
             self.close = lambda: closed.append(run_dir)
 
     monkeypatch.setitem(services._SERVICES, "tensorboard", Opened)
@@ -158,8 +158,9 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     stand_in = types.ModuleType("wandb")
     stand_in.init = lambda **options: (started.append(options), run)[1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    options = {"run": {"seed": 3}}
     for step in (1, 2):
-        with MetricsWriter(tmp_path, ["wandb"], step=step - 1) as writer:
+        with MetricsWriter(tmp_path, ["wandb"], step - 1, options) as writer:
             writer.log({"step": step, "rollout": 0, "reward": 0.5, "note": "text"})
     assert logged == [
         (1, {"step": 1, "rollout": 0, "reward": 0.5}),
@@ -167,10 +168,10 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         (2, {"step": 2, "rollout": 0, "reward": 0.5}),
         "end",
     ]
-    assert started[0] == started[1]
+    assert started[0] == started[1] and started[0]["config"] == options
     assert (started[0]["resume"], started[0]["project"], started[0]["name"]) == ("allow", "qerl-jax", tmp_path.name)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_NAME", "")
     monkeypatch.chdir(tmp_path)
-    with MetricsWriter(Path("."), ["wandb"]):
+    with MetricsWriter(Path("."), ["wandb"], 0, options):
         assert started[2] == started[0] | {"project": "mine", "dir": "."}

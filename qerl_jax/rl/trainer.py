@@ -21,6 +21,7 @@ from qerl_jax import run_folder, run_options
 from qerl_jax.checkpoints import remove_partial, restore_checkpoint, save_checkpoint
 from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.config import Config
+from qerl_jax.config_files import effective_options
 from qerl_jax.durable import make_folder, refuse_no_folder, write_whole
 from qerl_jax.errors import UserError, check_kind
 from qerl_jax.evaluation import evaluate
@@ -153,7 +154,9 @@ class _Run:
         config, total = self.config, self.experiment.total_steps
         self.check_folder()
         with (
-            MetricsWriter(self.folder, config.run.report_to, step=int(self.state.step)) as writer,
+            MetricsWriter(
+                self.folder, config.run.report_to, step=int(self.state.step), options=effective_options(config)
+            ) as writer,
             contextlib.closing(LiveLine(total)) as live,
         ):
             self.writer, self.live = writer, live

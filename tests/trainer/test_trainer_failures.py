@@ -105,6 +105,8 @@ def test_what_was_learned_before_completions_could_not_be_written_is_saved(confi
 
 
 def test_what_was_learned_before_a_service_failed_is_saved(config, finished, tmp_path, monkeypatch):
+    started = []
+
     def log(numbers, step):
         if step == 3:
             raise BrokenPipeError(32, "Broken pipe")
@@ -112,10 +114,12 @@ def test_what_was_learned_before_a_service_failed_is_saved(config, finished, tmp
     stand_in = types.ModuleType("wandb")
     stand_in.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="here")
     run = types.SimpleNamespace(log=log, finish=lambda: None)
-    stand_in.init = lambda **options: run  # type: ignore[attr-defined]
+    stand_in.init = lambda **options: (started.append(options["config"]), run)[1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     with pytest.raises(UserError, match=r"(?s)wandb failed, BrokenPipeError: .*\nsaved at step \d of 6; "):
         train(config, tmp_path / "run", "run.save_steps=null", "run.report_to=[wandb]")
     assert checkpoints(tmp_path / "run")[-1] >= 3
+    (options,) = started
+    assert (options["optimizer"]["max_steps"], options["run"]["report_to"]) == (6, ["wandb"])
     train(config, tmp_path / "run", "run.save_steps=null")
     assert differences(tmp_path / "run", finished) == []
