@@ -5,23 +5,60 @@ A tile's outputs of a panel are held as a product leaves them: lane (g, t) has r
 """
 
 import types
+from typing import Any, NamedTuple
 
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
 from . import ptx_memory as mem
-from .block_lora import LoraOutputs, OutputWeight
+from .block_lora import LoraWarps
 from .block_plan import PANEL, BlockPlan, Part
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
+from .pick import pick
 from .swiglu import gated
 
 FINISHED = 1  # named barrier of the compute warps; 0 is the whole CTA's
 
 
-class OutputTiles(LoraOutputs):
+class OutputWeight(NamedTuple):
+    """What outputs need of their weight: its scale, bias, B and LoRA's scaling (or anything where it has none); where
+    they are stored; place of its x A^T, number of its 16 ranks, whether it is biased, and number of its outputs."""
+
+    scale: Any
+    bias: Any
+    b: Any
+    lora_scale: Any
+    out: Any
+    h: Any
+    rank_tiles: Any
+    is_biased: Any
+    n: Any
+
+
+class OutputTiles(LoraWarps):
     """The part of a CTA's program that finishes tiles. The CTA's class sets the attributes before."""
 
     plan: BlockPlan
+
+    def entry_of(self, i: int, n):
+        """The n-th of the CTA's entries that it finishes: all, or, with slices, those that its turn is for."""
+        slices = self.plan.parts[i].slices
+        return n if slices == 1 else p.add(p.mul(n, slices), self.shares[i].slice)
+
+    def finished_by(self, i: int):
+        """How many entries this CTA finishes."""
+        part, share = self.plan.parts[i], self.shares[i]
+        return p.div(p.sub(p.add(share.entries, part.slices - 1), share.slice), part.slices)
+
+    def each(self, count, most: int, body):
+        """body(n, which of this warp's it is) for n < count, warp after warp."""
+        for turn, first in enumerate(range(0, most, self.plan.warps)):
+            n = p.add(self.warp, first)
+            p.when(p.lt(n, count), lambda n=n, turn=turn: body(n, turn))
+
+    def place_of(self, i: int, n):
+        """Of the n-th entry that this CTA finishes among all CTAs' entries, or, where there is none, of any."""
+        return p.minimum(p.add(self.shares[i].first, self.entry_of(i, n)), self.plan.parts[i].entries - 1)
 
     def finish(self, i: int, early):
         """Tiles' sums to outputs, and a word to the CTAs that read them when this one's are stored. `early` are the
@@ -154,6 +191,22 @@ class OutputTiles(LoraOutputs):
         if self.plan.parts[i].joins:
             flow = types.SimpleNamespace(**self.flow_at(i, at))
         return [self.loaded(i, n, weight, tile) for weight, tile in self.weights_at(i, at)], flow
+
+    def weights_at(self, i: int, at):
+        """The weights that have outputs of tile (or pair of tiles) `at`, and the tile in each."""
+        part = self.plan.parts[i]
+        weights = [self.output_weight(i, w) for w in range(len(self.weights[i]))]
+        if part.paired:
+            return [(weight, at) for weight in weights]
+        values, tile = pick(part.tiles_of, at, weights)
+        return [(OutputWeight(*values), tile)]
+
+    def output_weight(self, i: int, w: int):
+        part, weight = self.plan.parts[i], self.weights[i][w]
+        out = self.outs.get(f"y{w}" if i + 1 == len(self.plan.parts) and not part.joins else f"x{i + 1}", weight.scale)
+        optional = [weight.scale if v is None else v for v in (weight.bias, weight.b, weight.lora_scale)]
+        numbers = sum(part.rank_tiles[:w]) * PANEL * ROWS * 2, part.rank_tiles[w], int(part.biased[w]), part.n[w]
+        return OutputWeight(weight.scale, *optional, out, *map(p.i32, numbers))
 
     def loaded(self, i: int, n, weight: OutputWeight, tile):
         part, row = self.plan.parts[i], p.add(p.mul(tile, ROWS), self.g)
