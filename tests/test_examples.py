@@ -17,7 +17,7 @@ from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rewards.combine import RewardFunctions
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("train", "new_loss", "several_updates", "resume", "four_seeds")
+NAMES = ("train", "sampling", "new_loss", "several_updates", "resume", "four_seeds")
 WITH_FILES = ("gsm8k_rows",)
 
 
@@ -58,6 +58,13 @@ def test_the_training_script_raises_its_reward_under_noise(tmp_path):
     rewards, sigmas = steps[:, 1], steps[:, 3]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
     np.testing.assert_allclose(sigmas, np.repeat([0, 1e-2, 2.2e-3, 5e-4], 3))
+
+
+def test_sampling_yields_every_completion(tmp_path):
+    pattern = r"problem (\d), sample (\d), eos, logp (-[\d.]+): ' #### \d+'\n"
+    samples = numbers(pattern, printed("sampling", tmp_path))
+    assert sorted(map(tuple, samples[:, :2])) == [(problem, sample) for problem in range(4) for sample in range(2)]
+    assert (samples[:, 2] < -0.1).all()
 
 
 def test_a_new_loss_in_15_lines_learns(tmp_path):
