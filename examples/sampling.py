@@ -1,6 +1,6 @@
 """Sampling in a script: two answers to each of four problems, printed as they are done, with log-probabilities.
 
-    python examples/sampling.py [runs/quickstart/adapter]
+python examples/sampling.py [runs/quickstart/adapter]
 """
 
 import sys

@@ -301,6 +301,6 @@ def _to_device(array: np.ndarray, target: Any, prng: str | None) -> Any:
         return array
     # An array that was free to move stays so: a committed one would make jit compile again.
     device = target.sharding if getattr(target, "committed", True) else None
-    # A copy of the memory: on CPU jax may share numpy's otherwise, and the next step donates it.
-    placed = jax.device_put(array, None if prng else device, may_alias=False)
+    # jnp.array copies: on CPU device_put may share numpy's memory (with may_alias=False too), and a step donates it.
+    placed = jax.device_put(jnp.array(array), None if prng else device)
     return jax.device_put(jax.random.wrap_key_data(placed, impl=prng), device) if prng else placed

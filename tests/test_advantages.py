@@ -38,6 +38,11 @@ def test_large_rewards_are_centred_exactly(offset, step, scale):
     np.testing.assert_allclose(deviation(jnp.asarray(rewards, jnp.float32)), np.nanstd(rewards, ddof=1), rtol=1e-5)
 
 
+def test_a_deviation_does_not_depend_on_how_float32_rounds_the_mean():
+    above = 2 * jnp.arange(6.0)  # of a mean of 5, which 2^24 + 5 is not
+    np.testing.assert_allclose(deviation(2.0**24 + above[None]), np.std(above, ddof=1), rtol=1e-6)
+
+
 def test_batch_and_none():
     np.testing.assert_allclose(group_advantages(REWARDS, "none")[0], [0.5, -0.5, -0.5, 0.5])
     std = np.std(np.asarray(REWARDS), ddof=1)

@@ -9,6 +9,7 @@ from checkpoint_trees import assert_same, make_tree
 
 from qerl_jax import checkpoints
 from qerl_jax.checkpoints import (
+    checkpoint_steps,
     newest_progress,
     restore_checkpoint,
     save_checkpoint,
@@ -76,8 +77,9 @@ def test_a_file_too_many_changes_nothing(two):
     (two / "step_00000020" / "arrays" / ".DS_Store").write_bytes(b"x")
     (two / "notes.txt").write_text("step")
     (two / "step_final").mkdir()
+    (two / "step_00000030").write_text("step")
     tree, _, step = restore_checkpoint(two, make_tree())
-    assert step == 20
+    assert step == 20 and checkpoint_steps(two) == [10, 20]
     assert_same(tree, make_tree(seed=20))
 
 
@@ -145,6 +147,13 @@ def test_so_does_its_progress(two, at_the_manifest, request):
     at_the_manifest(20, lambda: save_checkpoint(two, 30, make_tree(), {"step": 30}, save_total_limit=1))
     read = 20 if "after" in request.node.callspec.id else 30
     assert newest_progress(two) == ({"step": read}, read)
+
+
+def test_a_damaged_one_is_told_once_where_an_older_one_goes_meanwhile(two, at_the_manifest):
+    (two / "step_00000020" / "manifest.json").write_bytes(b"{}")
+    at_the_manifest(10, lambda: shutil.rmtree(two / "step_00000010"))
+    with pytest.raises(UserError, match=r"every checkpoint \(20\) is damaged"):
+        restore_checkpoint(two, make_tree())
 
 
 def test_one_that_goes_without_a_newer_one_is_not_called_damaged(two, at_the_manifest):

@@ -126,6 +126,11 @@ def test_mistakes_are_one_line_and_exit_code_2(words, expected, calls, capsys, t
     assert not calls.seen
 
 
+def test_no_command_is_a_mistake_that_help_answers(capsys):
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
 def test_an_unknown_command_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["trian"])

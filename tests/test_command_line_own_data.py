@@ -49,7 +49,9 @@ def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch):
         wanted = int(row["prompt"][0]["content"].split()[2])
         assert row["rewards/near"] == pytest.approx(-abs(len(row["completion"]) - wanted) / 10, abs=1e-6)
         assert row["reward"] == pytest.approx(2 * row["rewards/near"], abs=1e-6)
-    for row in read_rows(tmp_path / "run" / "metrics.jsonl"):
+    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 3
+    for row in metrics:
         assert row["reward"] == pytest.approx(2 * row["rewards/near/mean"], abs=1e-5)
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     # All rows are checked and evaluated, before and after, twice 16 each, and 2 sampled from in each step.

@@ -69,6 +69,7 @@ def test_defaults_of_the_method():
         0.2,
     )
     assert (config.grpo.epsilon, config.grpo.epsilon_high, config.grpo.beta) == (0.2, 0.28, 0.0)
+    assert (config.run.save_steps, config.run.save_total_limit, config.run.max_nonfinite_steps) == (10, 3, 3)
     assert (config.noise.sigma_start, config.noise.sigma_end, config.noise.num_stages) == (1e-2, 5e-4, 10)
     assert hash(config) == hash(Config(optimizer=OptimizerOptions(max_steps=20)))
 
@@ -96,6 +97,18 @@ def test_total_steps_of_epochs_are_whole_rollouts():
     endless = Config(optimizer=OptimizerOptions(num_train_epochs=1e30))
     with pytest.raises(UserError, match=r"num_train_epochs is 1e\+30, which gives .*; allowed: fewer than 2\^31 steps"):
         endless.total_steps(dataset_length=8)
+    longest = Config(optimizer=OptimizerOptions(num_train_epochs=float(2**31 - 1)))
+    assert longest.total_steps(dataset_length=16) == 2**31 - 1
+    with pytest.raises(UserError, match=r"allowed: fewer than 2\^31 steps"):
+        Config(optimizer=OptimizerOptions(num_train_epochs=2.0**31)).total_steps(dataset_length=16)
+
+
+def test_stages_of_epochs_are_held_against_rollouts_not_steps():
+    optimizer, grpo = OptimizerOptions(num_train_epochs=1), GrpoOptions(num_iterations=2)
+    config = Config(optimizer=optimizer, grpo=grpo, noise=NoiseOptions(num_stages=3))
+    assert config.total_steps(dataset_length=48) == 6
+    with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 2 rollouts that"):
+        config.total_steps(dataset_length=32)
 
 
 def test_overrides_are_yaml_1_2_values():
@@ -127,6 +140,10 @@ def test_overrides_are_yaml_1_2_values():
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number from 1e-30 to 1e30"),
         ("model.dtype=fp16", "model.dtype is 'fp16'; allowed: auto, float32, bfloat16, float16"),
         ("optimizer.max_steps=2.5", "optimizer.max_steps is 2.5; allowed: a whole number >= 1 or null"),
+        ("optimizer.max_steps=2147483648", "optimizer.max_steps is 2147483648; allowed: a whole number >= 1 or null"),
+        ("run.seed=4294967296", "run.seed is 4294967296; allowed: a whole number from 0 to 2^32 - 1"),
+        ("optimizer.adam_beta2=1.0", "optimizer.adam_beta2 is 1.0; allowed: a number from 0 to below 1"),
+        ("reward.timeout=0.0", "reward.timeout is 0.0; allowed: a number of seconds above 0"),
         ("lora.train_norms=off", "lora.train_norms is 'off'; allowed: true or false"),
         ("generation.num_generations=1", "generation.num_generations is 1; allowed: a whole number >= 2"),
         ("generation.top_p=0", "generation.top_p is 0; allowed: a number from 1e-30 to 1"),
@@ -217,6 +234,10 @@ def test_one_wrong_override(override, expected):
         (["optimizer.max_steps=null"], "optimizer.max_steps is null and optimizer.num_train_epochs is null"),
         (["optimizer.per_device_train_batch_size=2147483640"], "optimizer.per_device_train_batch_size is 2147483640; "
                                                                "allowed: at most "),
+        (["optimizer.per_device_train_batch_size=24403224"], "optimizer.per_device_train_batch_size is 24403224; "
+                                                             "allowed: at most 24403223 rows of 88 tokens"),
+        (["optimizer.gradient_accumulation_steps=67108864"],
+         "optimizer.gradient_accumulation_steps is 67108864; allowed: at most 67108863 with"),
         (["data.max_prompt_length=2147483647"], "data.max_prompt_length is 2147483647 and "
                                                 "generation.max_completion_length is 48; allowed: a sum below 2^31"),
         (["generation.max_completion_length=2147483647"],

@@ -14,6 +14,7 @@ from qerl_jax.config import (
     LoraOptions,
     NoiseOptions,
     OptimizerOptions,
+    RunOptions,
 )
 from qerl_jax.config_checks import options_without_effect
 from qerl_jax.config_files import load_config, settled_config
@@ -42,6 +43,7 @@ from qerl_jax.rl.losses import LossSpec, policy_loss
         ["grpo.sampler_correction.cap=3.0"],
         ["grpo.sampler_correction.mode=mask"],
         ["grpo.sampler_correction.level=token", "grpo.old_logprobs=sampler"],
+        ["grpo.sampler_correction.level=sequence", "grpo.old_logprobs=sampler"],
         ["run.save_total_limit=2", "run.save_steps=null"],
         ["lora.lora_r=8", "lora.adapter=some/folder"],
         ["lora.use_rslora=true", "lora.adapter=some/folder"],
@@ -129,6 +131,8 @@ def test_an_override_may_silence_options_of_the_file(tmp_path):
     path.write_text("optimizer: {max_steps: 20}\nnoise: {num_stages: 5, sigma_start: 0.02}\n")
     config = load_config(str(path), ["noise.num_stages=1"])
     assert config.noise == NoiseOptions(num_stages=1)
+    path.write_text("optimizer: {max_steps: 20}\nrun: {save_total_limit: 2}\n")
+    assert load_config(str(path), ["run.save_steps=null"]).run.save_total_limit == RunOptions().save_total_limit
     path.write_text("optimizer: {max_steps: 20}\nnoise:\n  num_stages: 1\n  sigma_start: 0.02\n")
     assert f"{path}, line 4: noise.sigma_start has no effect" in message(recipe=str(path))
     path.write_text("optimizer: {max_steps: 20}\nnoise:\n  <<: {sigma_start: 0.02}\n  num_stages: 1\n")

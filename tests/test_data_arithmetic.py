@@ -26,7 +26,9 @@ def test_a_known_problem_is_spelled_and_solved():
 def test_every_step_of_every_worked_solution_is_true(problems):
     for text, answer in zip(arithmetic.texts(arithmetic.worked_pieces(problems)), problems.answers, strict=True):
         steps, final = text.split(" #### ")
-        for left, sign, right, result in re.findall(r"(\d+)([-+*])(\d+)=(\d+)", steps):
+        found = re.findall(r"(\d+)([-+*])(\d+)=(\d+)", steps)
+        assert len(found) == 3
+        for left, sign, right, result in found:
             assert {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign] == int(
                 result
             )

@@ -39,7 +39,7 @@ def test_arithmetic_seed_split_and_fingerprint():
     assert train.fingerprint == load_dataset("arithmetic", split="train", size=8).fingerprint
     assert train.fingerprint != load_dataset("arithmetic", size=8, seed=1).fingerprint
     assert train.fingerprint != load_dataset("arithmetic", split="eval", size=8).fingerprint
-    assert len(load_dataset("arithmetic")) == 16384
+    assert len(load_dataset("arithmetic")) == 16384 and len(load_dataset("arithmetic", "eval")) == 4096
 
 
 def test_jsonl_with_texts(jsonl):
@@ -58,8 +58,9 @@ def test_jsonl_keeps_dates_as_the_texts_they_are(jsonl):
 
 def test_jsonl_with_conversations(jsonl):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?", "name": "Ann"}]
-    data = load_dataset(jsonl({"prompt": messages, "answer": 4}))
+    data = load_dataset(jsonl({"prompt": messages, "answer": 4}, {"prompt": [messages[-1] | {"name": None}]}))
     assert data[0] == {"prompt": messages, "answer": 4}
+    assert data[1] == {"prompt": [{"role": "user", "content": "2+2?"}], "answer": None}
 
 
 def test_jsonl_rows_of_nested_keys_and_numbers_are_what_their_lines_say(jsonl):
@@ -81,6 +82,11 @@ def test_jsonl_rows_of_nested_keys_and_numbers_are_what_their_lines_say(jsonl):
 def test_jsonl_columns_that_some_rows_lack_are_none(jsonl):
     data = load_dataset(jsonl({"prompt": "a"}, {"prompt": "b", "answer": "1"}))
     assert data[0] == {"prompt": "a", "answer": None}
+
+
+def test_jsonl_columns_may_be_nested_64_deep(jsonl):
+    value = 64 * "[" + "1" + 64 * "]"
+    assert json.dumps(load_dataset(jsonl('{"prompt": "b", "x": ' + value + "}"))[0]["x"]) == value
 
 
 def test_jsonl_fingerprint_follows_the_contents(jsonl):
@@ -131,9 +137,14 @@ GOOD = '{"prompt": "a", "answer": 1}'
             r"line 2: column 'answer' is true or false, but a number in line 1",
         ),
         (
+            [GOOD, GOOD, '{"prompt": "b", "answer": true}'],
+            r"line 3: column 'answer' is true or false, but a number in line 1",
+        ),
+        (
             ['{"prompt": "a", "tests": [1]}', '{"prompt": "b", "tests": {}}'],
             r"line 2: column 'tests' is an object, but a list in line 1; expected one type in all rows, or null$",
         ),
+        ([GOOD, '\ufeff{"prompt": "b"}'], r"line 2: not JSON \(Unexpected UTF-8 BOM"),
         ([GOOD, '{"prompt": "\\ud800"}'], r"line 2: '\\ud800' is half of a surrogate pair"),
         ([GOOD, '{"prompt": "b", "\\ud800": 1}'], r"line 2: '\\ud800' is half of a surrogate pair"),
         (['{"prompt": "b", "x": ' + 65 * "[" + 65 * "]" + "}"], r"line 1: column 'x' is nested more than 64 deep"),

@@ -1,5 +1,6 @@
 """Prompts as token ids."""
 
+import copy
 import subprocess
 import sys
 
@@ -40,6 +41,9 @@ def test_texts_are_padded_on_the_right(tokenizer):
     assert lengths.tolist() == [7, 1]
     assert tokenizer.decode(tokens[0, :7]) == "Ann has 12 pens."
     assert (tokens[1, 1:] == tokenizer.pad_token_id).all()
+    other = copy.deepcopy(tokenizer)
+    other.pad_token = tokenizer.eos_token
+    assert (encode_prompts(other, ["Ann"], 8)[0][0, 1:] == tokenizer.eos_token_id).all() and tokenizer.eos_token_id != 0
 
 
 def test_messages_go_through_the_chat_template(tokenizer):
@@ -132,6 +136,7 @@ def test_half_of_a_surrogate_pair_is_named():
         ([1, 2, 3], "1 is not a message"),
         ([{"role": "robot", "content": "x"}], "the role is 'robot'; allowed: system, user, assistant, tool"),
         ([{"role": "assistant", "content": "x"}], "the prompt ends with the assistant's message; expected the user's"),
+        ([TALK[0], {"role": "assistant", "content": "x"}], "the prompt ends with the assistant's message"),
     ],
 )
 def test_what_is_no_prompt_is_named_with_its_number_or_its_row(tokenizer, prompt, message):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from full_disk import full_disk
 
-from qerl_jax.durable import locked, make_folder, staying, whole_folder, with_home, write_whole, writing
+from qerl_jax.durable import locked, make_folder, named, staying, whole_folder, with_home, write_whole, writing
 from qerl_jax.errors import UserError
 
 
@@ -42,6 +42,14 @@ def test_what_a_killed_process_left_is_cleared_or_brought_back(tmp_path):
     with pytest.raises(RuntimeError), whole_folder(tmp_path / "x", ["a.txt"]):
         raise RuntimeError
     assert (tmp_path / "x" / "a.txt").read_text() == "1"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_what_a_process_killed_behind_its_renames_left_is_cleared(tmp_path):
+    put(tmp_path / "x", "1")
+    shutil.copytree(tmp_path / "x", tmp_path / ".old-x")
+    put(tmp_path / "x", "2")
+    assert (tmp_path / "x" / "a.txt").read_text() == "2"
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -86,6 +94,12 @@ def test_where_the_disk_is_full_what_was_to_be_written_is_named_and_stays_as_it_
 def test_an_error_that_names_its_file_keeps_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="No such file or directory: 'missing'"), writing(tmp_path):
         os.stat("missing")
+
+
+def test_a_folder_is_named_by_a_path_that_ends_in_its_name(tmp_path, monkeypatch):
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "x" / "y")
+    assert [named(Path(path)) for path in (".", "..", "a")] == [tmp_path / "x" / "y", tmp_path / "x", Path("a")]
 
 
 def test_two_that_write_one_folder_are_kept_apart(tmp_path):

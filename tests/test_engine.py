@@ -147,7 +147,9 @@ def test_log_probabilities_behind_prompts_prefilled_in_chunks_are_the_learners(m
     chunks = functools.partial(prefill, tokens_at_once=4)
     monkeypatch.setattr("qerl_jax.rollout.queued.prefill", chunks)
     wider = Engine(MODEL, SETTINGS, max_prompt_length=P + 1, max_slots=3)
-    for name, done in finished(wider.generate(ADAPTER, requests(), KEY)).items():
+    found = finished(wider.generate(ADAPTER, requests(), KEY))
+    assert found.keys() == with_slots(3).keys()
+    for name, done in found.items():
         assert done.ids == with_slots(3)[name].ids
         row = name[0] * G + name[1]
         np.testing.assert_allclose(done.logps, learned()[row, : len(done.ids)], atol=1e-4)
@@ -200,10 +202,25 @@ def test_until_ends_a_sample_early_and_changes_no_other():
             assert same(found[name], done)
 
 
-def test_until_may_end_a_sample_with_its_last_token():
+def test_progress_comes_only_where_it_is_asked_for():
+    found = list(engine(max_slots=3).generate(ADAPTER, requests(), KEY, until=lambda ids: None))
+    assert all(done.finish_reason is not None for done in found)
+    assert_same(finished(found), with_slots(3))
+
+
+def test_a_place_of_0_is_one_wherever_the_request_stands():
+    request = Request([20, 21, 22], 1, 0)
+    (alone,) = engine(max_slots=3).generate(ADAPTER, [request], KEY)
+    behind = finished(engine(max_slots=3).generate(ADAPTER, [Request([20], 1, 7), request], KEY))
+    assert same(behind[1, 0], alone)
+
+
+def test_until_may_end_a_sample_with_its_last_token_or_with_none():
     """A stop string that the last allowed token completes."""
     (done,) = engine(max_slots=3).generate(ADAPTER, [Request([5, 9], 1, 0, 3)], KEY, until=lambda ids: 3)
     assert len(done.ids) == 3 and done.finish_reason == "stop"
+    (done,) = engine(max_slots=3).generate(ADAPTER, [Request([5, 9], 1, 0, 3)], KEY, until=lambda ids: 0)
+    assert done.ids == done.logps.tolist() == [] and done.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("told", [-1, True, 2.0, "3"])
@@ -313,5 +330,4 @@ def test_more_samples_than_memory_run_in_turn():
     small = engine(cache_bytes=3 * 10**4)
     slots = small.plan(N * G, N).slots
     assert 1 < slots < 8
-    for name, done in finished(small.generate(ADAPTER, requests(), KEY)).items():
-        assert same(done, with_slots(3)[name])
+    assert_same(finished(small.generate(ADAPTER, requests(), KEY)), with_slots(3))

@@ -21,7 +21,7 @@ def test_pass_at_k_by_hand():
     scores = np.array([[0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]], np.float32)
     found = pass_at_k(scores)
     assert found == {"pass@2": pytest.approx((3 + 0 + 6 + 5) / 24), "pass@4": pytest.approx(3 / 4)}
-    with_gap = np.concatenate([scores, np.full((1, 4), np.nan, np.float32)])
+    with_gap = np.concatenate([scores, np.array([[1, 1, 1, np.nan], [np.nan] * 4], np.float32)])
     assert pass_at_k(with_gap) == found
     assert pass_at_k(with_gap[-1:]) == {}
 

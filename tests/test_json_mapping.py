@@ -27,7 +27,7 @@ def test_nothing_changes_it():
     values["z"].append(2)
     found["z"].append(3)
     assert found == VALUES
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="item assignment"):
         found["z"] = 1
 
 
@@ -40,5 +40,5 @@ def test_equal_numbers_of_other_kinds_are_other_values():
     "value", [{"x": {1: 2}}, {1: 2}, {1: 2, "x": 3}, {"x": (1,)}, {"x": b"y"}, {"x": float("nan")}]
 )
 def test_what_json_cannot_give_back_is_refused(value):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="JSON"):
         JsonMapping(value)

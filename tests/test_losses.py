@@ -109,9 +109,9 @@ def test_a_ratio_that_overflows_spoils_no_gradient(loss_type):
 @pytest.mark.parametrize("log_ratio", [79.0, 81.0, 1e4])
 def test_a_loss_that_nothing_bounds_grows_until_it_is_infinite(log_ratio, level):
     """An update that is refused for its gradient at one ratio is not taken at a larger one."""
-    logp, mask = jnp.full((1, 2), log_ratio), jnp.array([[True, level == "sequence"]])
+    logp, mask = jnp.full((1, 3), log_ratio), jnp.array([[True, level == "sequence", False]])
     spec = LossSpec("dapo", importance_sampling_level=level)
-    value, metrics, gradient = loss_and_gradient(spec, logp, jnp.zeros((1, 2)), None, jnp.array([[-1.0]]), mask)
+    value, metrics, gradient = loss_and_gradient(spec, logp, jnp.zeros((1, 3)), None, jnp.array([[-1.0]]), mask)
     assert np.isfinite(value) == (log_ratio < 80) and value > 1e34
     assert np.isfinite(gradient).all() and all(map(np.isfinite, metrics.values()))
     for bounded in (LossSpec("dapo", importance_sampling_level=level, delta=4.0), LossSpec("cispo", 0.0, 0.2, 5.0)):
@@ -181,6 +181,13 @@ def test_clipped_tokens_are_counted_by_side():
     assert "kl" not in metrics
 
 
+def test_a_token_without_an_advantage_is_not_clipped():
+    parts = jnp.log(jnp.array([[0.5, 9.0]])), jnp.zeros((1, 2)), None, jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    for spec in (LossSpec(), LossSpec("cispo", epsilon_high=5.0)):
+        metrics = policy_loss(spec, *parts)[1]
+        assert metrics and not any(metrics.values())
+
+
 def test_a_row_is_clipped_once_by_the_mean_of_its_active_tokens():
     """Rows of ratios 2, 2, 0.5, 1 and 2 with tokens far beyond; the correction has dropped the second's first token,
     all of the fourth's and, with its gain, the fifth's."""
@@ -234,6 +241,8 @@ def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
     square = jnp.zeros((3, 3))
     with pytest.raises(ValueError, match=r"advantages have the shape \(3,\); allowed: \(3, 3\) or \(3, 1\)"):
         policy_loss(LossSpec(), square, square, None, jnp.array([1.0, 2.0, 3.0]), square == 0)
+    with pytest.raises(ValueError, match=r"advantages have the shape \(1, 3\); allowed"):
+        policy_loss(LossSpec(), square, square, None, jnp.array([[1.0, 2.0, 3.0]]), square == 0)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +258,7 @@ def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
         ({"epsilon_high": -0.5}, "epsilon_high is -0.5; allowed: above 0"),
         ({"beta": -1.0}, "beta is -1.0; allowed: 0 or more"),
         ({"beta": float("nan")}, "beta is nan; allowed: 0 or more"),
+        ({"beta": float("inf")}, "beta is inf; allowed: 0 or more"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 9.0}, "delta is 9.0; allowed with loss_type cispo: None"),
         ({"delta": 1.28}, "delta is 1.28; allowed: above 1 + epsilon_high, which is 1.28, or None"),
         ({"delta": -1.0, "epsilon_high": 0.5}, "delta is -1.0; allowed: above 1 + epsilon_high, which is 1.5, or None"),
@@ -263,6 +273,13 @@ def test_a_spec_names_what_is_not_allowed(options, expected):
 def test_the_least_bounds_are_allowed():
     assert LossSpec("cispo", epsilon_high=1.0).epsilon_high == 1.0
     assert LossSpec(delta=float(np.nextafter(1.28, 2))).delta > 1.28
+
+
+def test_an_epsilon_of_one_bounds_nothing_below():
+    """Not even a ratio of 0, which exp(-200) is."""
+    one = jnp.ones((1, 1))
+    _, metrics = policy_loss(LossSpec(epsilon=1.0), -200 * one, 0 * one, None, -one, one > 0)
+    assert metrics["clip_ratio/low_mean"] == 0
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

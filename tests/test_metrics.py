@@ -80,9 +80,14 @@ def test_rows_that_are_missing_are_named_in_spans(tmp_path, caplog):
     warn_of_missing_rows(tmp_path, left, steps=9, rollouts=2)
     (record,) = caplog.records
     assert record.message.startswith(f"{tmp_path}/metrics.jsonl: the rows of steps 1 to 2, 4, 6 to 8 are missing: they")
+    assert "log_completions" not in record.message
     caplog.clear()
     warn_of_missing_rows(tmp_path, left, steps=0, rollouts=0)
     assert not caplog.records
+    warn_of_missing_rows(tmp_path, left | {"completions.jsonl": {1}}, steps=0, rollouts=2)
+    (record,) = caplog.records
+    assert "completions.jsonl: the rows of rollout 0 are missing" in record.message
+    assert "since, or run.log_completions was false;" in record.message
 
 
 def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):

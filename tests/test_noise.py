@@ -142,9 +142,11 @@ def test_noise_of_1e_4_acts_on_a_bfloat16_model():
     assert float(changed.mean()) > 0.01
 
 
-def test_sixteen_bit_scales_are_refused():
+@pytest.mark.parametrize("narrow", range(3))
+def test_sixteen_bit_scales_are_refused(narrow):
+    first, second, final = (jnp.ones(4, jnp.bfloat16 if i == narrow else jnp.float32) for i in range(3))
     with pytest.raises(TypeError, match="float32"):
-        perturb_norms(Norms((jnp.ones(4, jnp.bfloat16),), (), jnp.ones(4)), 1e-3, jax.random.key(0))
+        perturb_norms(Norms((first,), (second,), final), 1e-3, jax.random.key(0))
 
 
 def test_trained_norms_are_the_ones_perturbed():

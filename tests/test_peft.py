@@ -14,8 +14,8 @@ from tiny import tiny_adapter, tiny_model
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.loading import load_model
-from qerl_jax.models.params import Adapter, TrainedNorms, lora_alpha, lora_scaling
-from qerl_jax.models.peft import adapter_fingerprint, load_adapter, save_adapter
+from qerl_jax.models.params import PROJECTIONS, Adapter, TrainedNorms, lora_alpha, lora_scaling
+from qerl_jax.models.peft import adapter_fingerprint, load_adapter, open_adapter, save_adapter
 
 ORACLES = Path(__file__).parent / "oracles"
 
@@ -149,6 +149,10 @@ def test_what_cannot_be_written(tmp_path, model):
         ValueError, match=r"one list of modules; got \['down_proj'.* in layer 0 and \['q_proj'\] in layer 1"
     ):
         save_adapter(Adapter((adapter.lora[0], other.lora[1])), tmp_path / "a", "b")
+    with pytest.raises(ValueError, match=r"got \['k_proj'\] in layer 0 and \['q_proj'\] in layer 1"):
+        save_adapter(
+            Adapter((tiny_adapter(model, target_modules=["k_proj"]).lora[0], other.lora[1])), tmp_path / "a", "b"
+        )
     pair = adapter.lora[0]["q_proj"]
     scaled = {**adapter.lora[0], "q_proj": pair.replace(scaling=3.0)}
     with pytest.raises(ValueError, match="one rank, one scaling"):
@@ -203,6 +207,7 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             r"modules_to_save is \['lm_head'\]; supported: none, or input_layern",
         ),
         (edit_options(modules_to_save=["norm"]), r"modules_to_save is \['norm'\]"),
+        (edit_options(modules_to_save=["input_layernorm"]), r"modules_to_save is \['input_layernorm'\]; supported: "),
         (
             edit_options(modules_to_save=["input_layernorm", "post_attention_layernorm"]),
             "layers.0.input_layernorm.weight is missing",
@@ -226,6 +231,7 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             r"the adapter has 1 layers, the model \(Qwen2ForCausalLM, hidden_size 32\) has 2: it belongs to another",
         ),
         (edit_arrays(lambda a: a[A].__setitem__((0, 3), np.nan)), f"{A} has numbers that are not finite"),
+        (edit_arrays(lambda a: a[A].__setitem__((0, 3), np.inf)), f"{A} has numbers that are not finite"),
         (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json: not valid JSON"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing$"),
@@ -257,6 +263,7 @@ def test_folder_that_does_not_fit(tmp_path, model, damage, message):
         {"rank_pattern": {}, "use_dora": False, "layers_to_transform": None},
         {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
         {"base_model_name_or_path": "/elsewhere/base/"},
+        {"target_modules": ["up_proj", *reversed(PROJECTIONS)]},
     ],
     ids=str,
 )
@@ -264,6 +271,7 @@ def test_options_that_change_nothing_are_accepted(tmp_path, model, options):
     adapter = tiny_adapter(model)
     save_adapter(adapter, tmp_path / "a", "some/base")
     edit_options(**options)(tmp_path / "a")
+    assert open_adapter(tmp_path / "a").options.modules == PROJECTIONS
     assert_same(load_adapter(tmp_path / "a", model, base_name="some/base"), adapter)
 
 

@@ -21,6 +21,7 @@ def test_the_weighted_sum_leaves_none_out():
     np.testing.assert_array_equal(scores.each["a"], [1.0, np.nan, 0.0])
     assert scores.means == {"a": 0.5, "b": 1.5}
     assert scores.row(1) == {"reward": 1.0, "rewards/a": None, "rewards/b": 2.0}
+    assert combine({"a": [2.0**24, 1.0, 1.0]}, [1.0]).means == {"a": (2**24 + 2) / 3}  # which float32 cannot add
 
 
 def test_a_function_that_applies_nowhere_has_no_mean():

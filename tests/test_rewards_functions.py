@@ -110,6 +110,7 @@ def test_accuracy(completion, answer, expected):
         ("10^-3", None),
         ("1/2^3", None),
         ("1e5^2", None),
+        ("1e-1001", None),
     ],
 )
 def test_what_a_final_number_stands_beside(answer, expected):

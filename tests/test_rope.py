@@ -57,6 +57,9 @@ def test_scalings_by_hand():
     yarn, factor = rope_frequencies(4, 100.0, YarnScaling(4.0, 200))
     np.testing.assert_allclose(yarn, [1, 0.1 * (0.5 + 0.5 / 4)], rtol=1e-6)
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
+    # Where both ends of the ramp are one place, not quite pair 1, it is a step.
+    step, _ = rope_frequencies(4, 100.0, YarnScaling(4.0, 60, beta_fast=1.0, truncate=False))
+    np.testing.assert_allclose(step, [1, 0.1 / 4], rtol=1e-6)
     assert rope_frequencies(4, 100.0, YarnScaling(4.0, 200, attention_factor=2.0))[1] == 2
     assert rope_frequencies(4, 100.0, YarnScaling(0.5, 200))[1] == 1
 

@@ -190,6 +190,9 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "run" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is no run"):
         open_once(config(tmp_path))
+    (tmp_path / "run" / "thesis.tex").rename(tmp_path / "run" / "completions.jsonl")  # not empty: nor left by a kill
+    with pytest.raises(UserError, match="is no run"):
+        open_once(config(tmp_path))
     (tmp_path / "run" / "config.yaml").write_text("# another program's\nlearning_rate: 1\n")
     (tmp_path / "run" / "completions.jsonl").write_text('{"answer": 1}\n')
     before = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}

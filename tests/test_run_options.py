@@ -93,6 +93,17 @@ def test_a_file_edited_amid_the_run_is_refused_with_both_values(tmp_path):
     assert load_config(str(folder / "config.yaml")).run.seed == 0
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["run.save_steps=4", "run.save_total_limit=2", "run.log_completions=false", "run.report_to=[tensorboard]",
+     "run.max_nonfinite_steps=9", "reward.timeout=9.0", "evaluation.eval_steps=4", "evaluation.batch_size=9"],
+)  # fmt: skip
+def test_what_a_runs_course_does_not_depend_on_may_change(tmp_path, change):
+    stored = config(tmp_path)
+    given = config(tmp_path, change)
+    assert given != stored and run_options.changes(stored, run_options.options_to_keep(stored), given) == []
+
+
 def test_other_variables_of_the_chat_template_are_refused_with_both_values(tmp_path):
     lie_in(tmp_path)
     words, name = [f"data.train_dataset={tmp_path / 'rows.jsonl'}"], "data.chat_template_kwargs"

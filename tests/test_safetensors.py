@@ -1,6 +1,7 @@
 """Against the safetensors library, and against files that lie."""
 
 import json
+import os
 import pickle
 
 import jax
@@ -39,10 +40,11 @@ def test_reads_what_the_library_writes(tmp_path):
         found["tensor.F32"][0] = 0
 
 
-def test_the_library_reads_what_is_written(tmp_path):
+@pytest.mark.parametrize("more", range(8))  # headers of any length
+def test_the_library_reads_what_is_written(tmp_path, more):
     arrays = examples()
     specs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
-    write_safetensors(tmp_path / "y.safetensors", specs, arrays.__getitem__, {"format": "pt"})
+    write_safetensors(tmp_path / "y.safetensors", specs, arrays.__getitem__, {"format": "pt" + more * "x"})
     read = dict(safetensors.deserialize((tmp_path / "y.safetensors").read_bytes()))
     assert read.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -81,7 +83,8 @@ def with_a(**changes):
         (with_a(shape=[True, 2]), r"tensor a: shape is \[True, 2\]"),
         (with_a(shape=[2**62, 2**62]), "tensor a: F32.* needs .* bytes; data_offsets give 8"),
         (with_a(shape=[0, 2**62], data_offsets=[0, 0]), "tensor a: shape is .* whose product has 63 bits"),
-        (with_a(shape=[1] * 40), "tensor a: shape is"),
+        (with_a(shape=[0, 2**61], data_offsets=[0, 0]), "tensor a: shape is .* whose product has 63 bits"),
+        (with_a(shape=[2] + [1] * 32), r"tensor a: shape is \[2, 1"),
         (with_a(shape="2"), "tensor a: shape is 2"),
         (with_a(data_offsets=[0, 2**60]), "tensor a: data_offsets are .* expected two within the 12 bytes"),
         (with_a(data_offsets=[8, 0]), "tensor a: data_offsets are"),
@@ -125,6 +128,21 @@ def test_file_that_is_something_else(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"x.safetensors: not a valid safetensors file: .*{message}"):
         read_safetensors(path)
+
+
+def test_a_header_beyond_the_formats_limit_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((100_000_001).to_bytes(8, "little"))
+    os.truncate(path, 100_000_009)
+    with pytest.raises(UserError, match=r"its header claims 100000001 bytes; .* a header at most 100000000"):
+        read_safetensors(path)
+
+
+def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path):
+    text = b"{}".ljust(0x280)
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"1")
+    with pytest.raises(UserError, match=r"the file has 1 for them$"):
+        read_safetensors(tmp_path / "x.safetensors")
 
 
 def test_every_truncation_is_refused(tmp_path):

@@ -29,6 +29,7 @@ def test_eos_ids_may_be_a_list():
 
 def test_truncation_by_hand():
     assert allowed(top_k=2) == [0, 1]
+    assert allowed(top_k=4) == [0, 1, 2, 3]
     assert allowed(top_k=99) == [0, 1, 2, 3, 4]
     assert allowed(top_p=0.69) == [0, 1]
     assert allowed(top_p=0.71) == [0, 1, 2]

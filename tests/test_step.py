@@ -126,6 +126,16 @@ def test_rewards_that_are_no_numbers_or_too_large_are_refused(rewards, message):
         make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
 
 
+def test_a_batch_outlives_the_state_whose_step_it_is_of():
+    step, completions = (
+        jnp.int32(3),
+        Rollout(jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None),
+    )
+    batch = make_batch(PROMPTS, completions, jnp.arange(12.0), step, SETTINGS)
+    step.delete()  # as an update does that is donated the state
+    assert batch.rollout_step == 3
+
+
 def test_rewards_of_any_kind_of_number_are_taken():
     completions = Rollout(
         jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None

@@ -4,6 +4,7 @@
 class a folder names: AutoTokenizer builds the class of Qwen2 from vocabulary and merges anew.
 """
 
+import copy
 import datetime
 import json
 import subprocess
@@ -70,6 +71,9 @@ def test_llama_3_begins_texts_and_chats_with_one_bos(tokenizers, name):
         ids = prompt_ids(tokenizer, prompt)
         assert ids[0] == bos and ids.count(bos) == 1
     assert prompt_ids(tokenizer, "What is 7?") == prompt_ids(tokenizer, "<|begin_of_text|>What is 7?")
+    twice = copy.deepcopy(tokenizer)
+    twice.chat_template = "{{ bos_token }}{{ bos_token }}{{ messages[0].content }}"  # a template's own are left to it
+    assert prompt_ids(twice, chat)[:2] == [bos, bos]
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def _check_columns(row: dict[str, Any], where: str) -> None:
     if "prompt" not in row:
         found = ", ".join(map(repr, row)) or "none"
         raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
-    for part, _ in _parts(row):
-        if len(part) > _DEEPEST:
+    for part, value in _parts(row):
+        if isinstance(value, list | dict) and len(part) > _DEEPEST:
             raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
     _check_text(row, where)
 

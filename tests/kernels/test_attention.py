@@ -131,6 +131,7 @@ def test_choice(samples, kv_heads, group, prompt, completion, bytes_of, expected
     ((6, 6, 2, 64), AttentionConfig(2, units=2), "divide the samples"),
     ((6, 6, 2, 64), AttentionConfig(units=3), "as many warps"),
     ((4, 6, 2, 64), AttentionConfig(warps=6), "warps must be"),
+    ((4, 6, 2, 64), AttentionConfig(warps=36, depth=2), "warps must be"),
     ((4, 6, 2, 128), AttentionConfig(warps=16, depth=4), "shared memory"),
 ])  # fmt: skip
 def test_shapes_that_the_kernel_does_not_take(shape, config, message):

@@ -175,6 +175,19 @@ def test_a_configuration_exists(m, k, n):
     assert holds(make_plan(m, k, (n,), config_for(m, k, (n,))), k, n)
 
 
+@pytest.mark.parametrize("config, n, more, message", [
+    (StreamConfig(x_depth=9), (32,), {}, r"x_depth 2\.\.8, got 3, 9"),
+    (StreamConfig(warps_n=6, wgmma=True), (32,), {}, "warps_n must be a multiple of 4, got 6"),
+    (StreamConfig(cluster=2), (32,), {}, "1 quads of 256, too few for a cluster of 2"),
+    (StreamConfig(warps_n=32, warps_k=1, depth=2), (32,), {}, "more than 1024 threads"),
+    (StreamConfig(), (32, 64), {"swiglu": True}, "two weights of equal N"),
+    (StreamConfig(), (80, 80), {"swiglu": True, "gives_units": True}, "unit order, N in multiples of 64"),
+])  # fmt: skip
+def test_what_a_plan_refuses(config, n, more, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(8, 256, n, config, **more)
+
+
 def test_a_plan_names_what_does_not_fit():
     with pytest.raises(ValueError, match="M must be in"):
         make_plan(65, 256, (32,), StreamConfig())

@@ -1,6 +1,7 @@
 """The streaming kernel's configurations by estimate: near the fastest of what was measured, and there for any shape."""
 
 import collections
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from pallas_kernels import compiling_for
 from pallas_kernels.stream_plan import make_plan
 from pallas_kernels.stream_variants import by_rule
-from pallas_kernels.variants import RANGES, choose_prepared
+from pallas_kernels.variants import RANGES, apart, choose_prepared, config_for, lora_inside
 
 SWEEP = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "fp4_sweep.json"
 
@@ -59,3 +60,12 @@ def test_the_smallest_and_the_largest(m, k, n):
     waves = [config.waves for config in configs if make_plan(m, k, (n,), config)]
     assert m > 16 or waves == sorted(waves)  # of more rows those that registers do not hold come last
     assert (waves[0] > 1) == (n > 60_000)
+
+
+@pytest.mark.parametrize("k, n", [(5120, 27648), (8192, 29568)])  # 32B, 72B
+def test_gate_and_up_of_more_than_one_wave_are_multiplied_apart_with_adapters(k, n):
+    with compiling_for(90):
+        config = config_for(64, k, (n, n))
+        assert config.waves == 2 and apart(64, k, (n, n), config, (32, 32)) and lora_inside(64, k, (n, n), (32, 32))
+        assert not apart(64, k, (n, n), config, (0, 0)) and not apart(64, k, (n,), config, (32,))
+        assert not apart(64, k, (n, n), dataclasses.replace(config, waves=1), (32, 32))

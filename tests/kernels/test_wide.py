@@ -12,7 +12,7 @@ from pallas_kernels import layout, repack, variants, wide, wide_fragments, wide_
 from pallas_kernels.stream_plan import StreamConfig
 from pallas_kernels.wide_plan import PLAIN, Handover, WideConfig, make_plan
 from pallas_kernels.wide_split import SplitTiles
-from pallas_kernels.wide_variants import FEW_ROWS, RANGES, TABLE, wide_config
+from pallas_kernels.wide_variants import FEW_ROWS, RANGES, TABLE, few_rows_config, wide_config
 
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -248,6 +248,11 @@ def test_few_rows_of_small_matrices_go_there_too_and_adapters_where_it_pays():
 def spare(m, k, n, *ranks, config=None):
     with variants.compiling_for(90):
         return variants.spare_ctas_make_h(m, k, n, ranks, config or wide_config("forward", m, k, n))
+
+
+def test_sums_of_few_rows_are_promoted_after_an_eighth_of_k_but_16_to_64_steps():
+    found = [few_rows_config(64, k, (1024,), prepared=True).promote for k in (1024, 4096, 16384)]
+    assert found == [16, 32, 64]
 
 
 def test_ctas_without_a_tile_make_x_at_where_they_are_in_time():

@@ -50,6 +50,7 @@ def test_the_configured_functions_given_by_hand_make_the_same_run(config, finish
 def test_a_run_of_own_functions_is_stopped_and_continued_bit_by_bit_with_them_alone(config, tmp_path, monkeypatch):
     own = {"loss_fn": winners, "advantage_fn": of_tokens}
     whole, run = train(config, tmp_path / "whole", **own), tmp_path / "run"
+    assert len(rows(whole)) == 6
     for row in rows(whole):
         assert 0 < row["winners"] < 1 and row["reference"] == 0 and row["nonfinite"] == 0
         assert "clip_ratio/region_mean" not in row

@@ -40,6 +40,12 @@ def test_every_step_has_a_row_with_every_metric(finished):
         assert row["grad_norm"] > 0 and row["nonfinite"] == 0
 
 
+def test_a_multiple_is_reached_also_by_a_rollout_that_steps_over_it():
+    """As where an update was refused."""
+    assert trainer._reached(4, 3, 5) and trainer._reached(4, 2, 4) and not trainer._reached(4, 4, 7)
+    assert not trainer._reached(4, 4, 4) and not trainer._reached(None, 0, 8)
+
+
 def test_two_reward_functions_are_summed_with_their_weights(finished):
     for row in rows(finished):
         assert row["reward"] == pytest.approx(row["rewards/digits/mean"] + 0.2 * row["rewards/format/mean"], abs=1e-6)
