@@ -70,11 +70,12 @@ class NoiseSchedule:
 
 
 def sigma_at(schedule: NoiseSchedule, step: jax.Array) -> jax.Array:
-    """float32 sigma [] of 0-based optimizer step `step` (traced): stage min(K - 1, floor(step * K / T))."""
+    """float32 sigma of 0-based optimizer step `step` (traced), of several their shape: stage
+    min(K - 1, floor(step * K / T))."""
     # Integer boundaries instead of step * K, which overflows int32 on long runs: stage k begins at ceil(k T / K).
     K, T = schedule.num_stages, schedule.total_steps
     starts = jnp.asarray([-(-k * T // K) for k in range(1, K)], jnp.int32)
-    stage = jnp.sum(jnp.asarray(step, jnp.int32) >= starts)
+    stage = jnp.sum(jnp.asarray(step, jnp.int32)[..., None] >= starts, axis=-1)
     return jnp.asarray(schedule.stage_sigmas(), jnp.float32)[stage]
 
 

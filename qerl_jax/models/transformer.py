@@ -270,20 +270,21 @@ def logits(
       TypeError: an argument of another kind. ValueError: tokens or a mask of another shape, an id that the vocabulary
         does not have, or an adapter that does not belong to the network.
     """
-    mask_BT = check_tokens(model, tokens_BT, adapter, norms, attention_mask)
+    tokens_BT, mask_BT = checked_tokens(model, tokens_BT, adapter, norms, attention_mask)
     hidden_BTD, _ = forward(model, adapter, tokens_BT, norms=norms, attention_mask_BT=mask_BT)
     B, T, D = hidden_BTD.shape
     return head(model, hidden_BTD.reshape(B * T, D)).reshape(B, T, -1)
 
 
-def check_tokens(
+def checked_tokens(
     model: Model,
     tokens_BT: jax.Array,
     adapter: Adapter | None,
     norms: Norms | None,
     attention_mask: jax.Array | None,
-) -> jax.Array | None:
-    """The mask as an array, once all is as `logits` says; raises what it names."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Tokens with ids that the vocabulary has, and the mask as an array, once all is as `logits` says; raises what it
+    names."""
     check_kinds(model, adapter)
     if norms is not None:
         check_norms(model, norms)
@@ -298,4 +299,5 @@ def check_tokens(
     mask_BT = None if attention_mask is None else jnp.asarray(attention_mask)
     if mask_BT is not None and mask_BT.shape != tokens_BT.shape:
         raise ValueError(f"attention_mask is {list(mask_BT.shape)}; expected {list(tokens_BT.shape)}, as tokens are")
-    return mask_BT
+    # JAX would count an id below 0 from the vocabulary's end, and make NaN of a target beyond it.
+    return jnp.clip(tokens_BT.astype(jnp.int32), 0, model.config.vocab_size - 1), mask_BT

@@ -21,8 +21,8 @@ def group_advantages(rewards_NG: jax.Array, scale_rewards: ScaleRewards = "group
     """(r - group mean) / (std + 1e-4), [N, G] float32.
 
     Args:
-      rewards_NG: rewards of N groups of G >= 2 completions; NaN, where one cannot be scored, is in no mean and no
-        deviation.
+      rewards_NG: rewards, up to 1e15, of N groups of G >= 2 completions; NaN, where one cannot be scored, is in no mean
+        and no deviation.
       scale_rewards: divide by the group's unbiased standard deviation, by that of all N * G, or not at all (Dr. GRPO).
 
     Returns:
@@ -85,9 +85,7 @@ def informative_groups(scores_NG: jax.Array) -> jax.Array:
     """
     scores_NG = jnp.asarray(scores_NG)
     _refuse_other_shapes("scores", scores_NG)
-    left_out_NG = jnp.isnan(scores_NG)
-    highest_N = jnp.where(left_out_NG, -jnp.inf, scores_NG).max(1)
-    return highest_N > jnp.where(left_out_NG, jnp.inf, scores_NG).min(1)
+    return jnp.nanmax(scores_NG, 1) > jnp.nanmin(scores_NG, 1)  # of NaN alone both are NaN
 
 
 def _refuse_other_shapes(what: str, numbers_NG: jax.Array) -> None:

@@ -39,7 +39,7 @@ def gap_metrics(learner_BC: jax.Array, sampled_BC: jax.Array, mask_BC: jax.Array
     """How far the learner's log-probabilities [B, C] are from the recorded ones, in nats, over active tokens."""
     gap_BC = jnp.abs(jnp.where(mask_BC, learner_BC - sampled_BC, 0.0))
     return {
-        "sampling/sampling_logp_difference/mean": gap_BC.sum() / jnp.maximum(mask_BC.sum(), 1),
+        "sampling/sampling_logp_difference/mean": gap_BC.sum() / jnp.maximum(jnp.sum(mask_BC, dtype=gap_BC.dtype), 1),
         "sampling/sampling_logp_difference/max": gap_BC.max(),
     }
 
@@ -71,9 +71,10 @@ def correction_weights(
     ratio = "sampling/importance_sampling_ratio"
     any_counted = counted_BC.any()
     return weights_BC, {
-        f"{ratio}/mean": jnp.where(counted_BC, weights_BC, 0.0).sum() / jnp.maximum(counted_BC.sum(), 1),
+        f"{ratio}/mean": jnp.where(counted_BC, weights_BC, 0.0).sum()
+        / jnp.maximum(jnp.sum(counted_BC, dtype=gap_BC.dtype), 1),
         f"{ratio}/min": jnp.where(any_counted, jnp.where(counted_BC, weights_BC, jnp.inf).min(), 0.0),
         f"{ratio}/max": jnp.where(counted_BC, weights_BC, 0.0).max(),
-        f"sampling/{'masked' if masks else 'truncated'}_fraction": (above_BC & mask_BC).sum()
-        / jnp.maximum(mask_BC.sum(), 1),
+        f"sampling/{'masked' if masks else 'truncated'}_fraction": jnp.sum(above_BC & mask_BC, dtype=gap_BC.dtype)
+        / jnp.maximum(jnp.sum(mask_BC, dtype=gap_BC.dtype), 1),
     }

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from qerl_jax.models.packed_rows import in_a_row, moved, packed_rows
 from qerl_jax.models.params import Adapter, Model, Norms
-from qerl_jax.models.transformer import check_tokens, forward, head
+from qerl_jax.models.transformer import checked_tokens, forward, head
 
 _MULTIPLE = 16  # of the longest row, so that packs have as many slots as products of 16-bit numbers are fast with
 # About so many float32 logits are held at a time (256 MB); a whole batch's would not fit at 152k tokens. With chunks of
@@ -24,10 +24,14 @@ _SLOPES_SCALE = 2.0**4
 
 
 def token_logps(
-    model: Model, hidden_MD: jax.Array, targets_M: jax.Array, temperature: float, wanted: jax.Array | int | None = None
+    model: Model,
+    hidden_MD: jax.Array,
+    targets_M: jax.Array,
+    temperature: jax.Array | float,
+    wanted: jax.Array | int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """log_softmax(logits / temperature)[target] and the entropy of that distribution, float32 [M]; only the former have
-    a gradient, with respect to `hidden_MD` alone.
+    a gradient, with respect to `hidden_MD` and the temperature.
 
     The vocabulary's logits exist for one chunk of tokens at a time, in the forward pass alone; where there are several
     chunks, those behind the first `wanted` tokens are left out, and zeros.
@@ -39,13 +43,13 @@ def token_logps(
     hidden = jnp.pad(hidden_MD, ((0, padding), (0, 0))).reshape(-1, rows, hidden_MD.shape[1])
     targets = jnp.pad(targets_M, (0, padding)).reshape(-1, rows)
     used = -(-jnp.int32(M if wanted is None else wanted) // rows)
-    logps, entropies = _of_chunks(model, temperature, hidden, targets, used)
+    logps, entropies = _of_chunks(model, jnp.asarray(temperature, jnp.float32), hidden, targets, used)
     return logps.reshape(-1)[:M], entropies.reshape(-1)[:M]
 
 
 @jax.custom_vjp
 def _of_chunks(
-    model: Model, temperature: float, hidden: jax.Array, targets: jax.Array, used: jax.Array
+    model: Model, temperature: jax.Array, hidden: jax.Array, targets: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies of the first `used` chunks.
 
@@ -57,24 +61,26 @@ def _of_chunks(
 
 
 def _of_chunks_forward(
-    model: Model, temperature: float, hidden: jax.Array, targets: jax.Array, used: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, float]]:
+    model: Model, temperature: jax.Array, hidden: jax.Array, targets: jax.Array, used: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     found = _for_each(functools.partial(_of_chunk, True, model, temperature), hidden, targets, used)
     logps, entropies, slopes = found
-    return (logps, entropies), (slopes, temperature)
+    return (logps, entropies), (slopes, temperature, logps + entropies)
 
 
-def _of_chunks_backward(kept: tuple[jax.Array, float], gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    (slopes, temperature), (dlogps, _) = kept, gradients
+def _of_chunks_backward(kept: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    (slopes, temperature, above_mean), (dlogps, _) = kept, gradients
     dhidden = slopes * (dlogps / (_SLOPES_SCALE * temperature))[..., None]
-    return None, None, dhidden.astype(slopes.dtype), None, None
+    # d logp / d temperature = (mean of the scores - the target's score) / temperature
+    dtemperature = -jnp.sum(dlogps * above_mean) / temperature
+    return None, dtemperature, dhidden.astype(slopes.dtype), None, None
 
 
 _of_chunks.defvjp(_of_chunks_forward, _of_chunks_backward)
 
 
 def _of_chunk(
-    with_slopes: bool, model: Model, temperature: float, hidden: jax.Array, targets: jax.Array
+    with_slopes: bool, model: Model, temperature: jax.Array, hidden: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, ...]:
     """A chunk's log-probabilities and entropies, and `with_slopes` the former's gradients [M, D], each token's own, in
     units of 1 / (_SLOPES_SCALE temperature)."""
@@ -89,7 +95,7 @@ def _of_chunk(
     if not with_slopes:
         return found
     is_target = jnp.arange(scores.shape[-1]) == targets[:, None]
-    return *found, *back(_SLOPES_SCALE * (is_target - weights / sums[:, None]))
+    return *found, *back(_SLOPES_SCALE * (is_target.astype(weights.dtype) - weights / sums[:, None]))
 
 
 def _for_each(
@@ -118,7 +124,7 @@ def per_token_logps(
     adapter: Adapter | None = None,
     norms: Norms | None = None,
     attention_mask: jax.Array | None = None,
-    temperature: float = 1.0,
+    temperature: jax.Array | float = 1.0,
     gradient_checkpointing: bool = False,
 ) -> jax.Array:
     """The log-probability of every token but the first, each given those before it, float32 [B, T - 1].
@@ -128,13 +134,15 @@ def per_token_logps(
     Args:
       model, tokens_BT, adapter, norms, attention_mask: as `logits` takes them; two tokens at least. What stands where
         a token or the one before it is padding has no meaning.
-      temperature: that logits are divided by.
+      temperature: above 0, that logits are divided by.
       gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
 
     Raises:
-      TypeError, ValueError: as `logits` does; and for one token, which none precedes.
+      TypeError, ValueError: as `logits` does; for one token, which none precedes; and for a temperature of 0 or below.
     """
-    mask_BT = check_tokens(model, tokens_BT, adapter, norms, attention_mask)
+    if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; allowed: a number above 0")
+    tokens_BT, mask_BT = checked_tokens(model, tokens_BT, adapter, norms, attention_mask)
     B, T = tokens_BT.shape
     if T < 2:
         raise ValueError("tokens are of one place; the first token, which none precedes, has no log-probability")

@@ -121,7 +121,8 @@ def policy_loss(
     # Padding may hold anything, and 0 * inf is NaN: it is selected away, here and in the gradient.
     log_ratio_BC = jnp.where(mask_BC, logp_BC - old_logp_BC, 0.0)
     if by_row:
-        means_B1 = log_ratio_BC.sum(1, keepdims=True) / jnp.maximum(mask_BC.sum(1, keepdims=True), 1)
+        counts_B1 = jnp.sum(mask_BC, 1, keepdims=True, dtype=log_ratio_BC.dtype)
+        means_B1 = log_ratio_BC.sum(1, keepdims=True) / jnp.maximum(counts_B1, 1)
         log_ratio_BC = jnp.broadcast_to(means_B1, (B, C))
     # Above 1 + epsilon_high a cut changes nothing of the clipped term. It also keeps exp from overflowing: the gradient
     # of a token that is clipped, or has no advantage, would be 0 * inf.
@@ -132,7 +133,8 @@ def policy_loss(
         ratio_BC = jnp.where(beyond_BC, jnp.inf, ratio_BC)
 
     def mean(values_BC: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(mask_BC, values_BC, 0.0)) / jnp.maximum(mask_BC.sum(), 1)
+        values_BC = values_BC.astype(log_ratio_BC.dtype)  # or shares, which are bool
+        return jnp.sum(jnp.where(mask_BC, values_BC, 0.0)) / jnp.maximum(jnp.sum(mask_BC, dtype=values_BC.dtype), 1)
 
     def share(of_BC: jax.Array) -> jax.Array:
         return jnp.mean(jnp.any(of_BC & mask_BC, 1)) if by_row else mean(of_BC)

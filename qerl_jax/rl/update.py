@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from qerl_jax.errors import UserError, check_kind
+from qerl_jax.jitted import jitted_unless_traced
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
@@ -107,7 +108,13 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
-    batch = _of_arrays(batch)
+    return _scored(model, adapter, _of_arrays(batch), settings)
+
+
+@jitted_unless_traced("settings")
+def _scored(
+    model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings
+) -> tuple[jax.Array, jax.Array]:
     B = batch.completion.shape[0]
 
     def run(found: Any, rows: Rows, places: jax.Array) -> Any:
@@ -308,7 +315,7 @@ def _applied(
     sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)]).all()
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & sound & drawn.all()
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-    active = jnp.maximum(mask_BC.sum(), 1)
+    active = jnp.maximum(jnp.sum(mask_BC, dtype=entropy_BC.dtype), 1)
     own = {
         "loss": loss,
         "grad_norm": grad_norm,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, is_whole
+from qerl_jax.jitted import jitted_unless_traced
 from qerl_jax.keys import of_threefry
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
 from qerl_jax.rollout.attention import KVCache, empty_kv
@@ -67,6 +68,21 @@ def generate(
     settings.check_ids(model.config.vocab_size)
     _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)
+    limits_N = None if limits_N is None else jnp.asarray(limits_N)
+    return _generated(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
+
+
+@jitted_unless_traced("settings", "num_generations")
+def _generated(
+    model: Model,
+    adapter: Adapter | None,
+    prompts: Prompts,
+    key: jax.Array,
+    settings: SamplingSettings,
+    num_generations: int,
+    norms: Norms | None,
+    limits_N: jax.Array | None,
+) -> Rollout:
     # A while loop has no gradient, and JAX says so by an error of its inner parts.
     model, adapter, norms = jax.lax.stop_gradient((model, adapter, norms))
     slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
