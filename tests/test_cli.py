@@ -287,6 +287,7 @@ def test_generate_tells_of_prompts_that_failed_in_their_rows_and_by_its_exit_cod
     assert rows[1].items() >= {"completion": "b -> 0", "ids": [5, 6], "logprobs": [-0.5, -1.25]}.items()
     printed = capsys.readouterr()
     assert printed.out == "" and "1 of 2 prompts not answered" in printed.err
+    assert printed.err.startswith("1 completions, ")
     assert main(["generate", "some/model", "--prompt", ""]) == 2
     assert "qerl generate: the prompt is empty" in capsys.readouterr().err
 

@@ -79,18 +79,18 @@ def test_ids_beyond_the_vocabulary_are_refused_before_anything_is_sampled():
 
 def test_metrics_of_a_rollout_by_hand():
     """Rewards whose squared deviations sum up to 10, one group without any; lengths of which the last two are cut."""
-    lengths, terminated = jnp.array([2, 5, 1, 3, 6, 6]), jnp.array([True] * 4 + [False] * 2)
+    lengths, terminated = jnp.array([2, 5, 3, 3, 1, 6]), jnp.array([True] * 4 + [False] * 2)
     completions = Rollout(jnp.zeros((6, 6), jnp.int32), lengths, terminated, jnp.zeros((6, 6)), None)
     found = reward_metrics(jnp.array([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]]), completions)
     expected = {
         "reward": 2,
         "reward_std": np.sqrt(10 / 5),
         "frac_reward_zero_std": 1 / 3,
-        "completions/mean_length": 23 / 6,
+        "completions/mean_length": 20 / 6,
         "completions/min_length": 1,
         "completions/max_length": 6,
-        "completions/mean_terminated_length": 11 / 4,
-        "completions/min_terminated_length": 1,
+        "completions/mean_terminated_length": 13 / 4,
+        "completions/min_terminated_length": 2,
         "completions/max_terminated_length": 5,
         "completions/clipped_ratio": 1 / 3,
     }

@@ -181,6 +181,7 @@ def test_a_configuration_exists(m, k, n):
     (StreamConfig(cluster=2), (32,), {}, "1 quads of 256, too few for a cluster of 2"),
     (StreamConfig(warps_n=32, warps_k=1, depth=2), (32,), {}, "more than 1024 threads"),
     (StreamConfig(), (32, 64), {"swiglu": True}, "two weights of equal N"),
+    (StreamConfig(depth=2, late_b=True), (32,), {"ranks": (160,), "prepared": True}, "B of 10240 bytes does not fit"),
     (StreamConfig(), (80, 80), {"swiglu": True, "gives_units": True}, "unit order, N in multiples of 64"),
 ])  # fmt: skip
 def test_what_a_plan_refuses(config, n, more, message):
