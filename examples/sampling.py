@@ -1,6 +1,7 @@
-"""Sampling in a script: two answers to each of four problems, printed as they are done, with log-probabilities.
+"""Sampling in a script: two answers to each of four problems, printed as they are done, with log-probabilities, by the
+shipped policy or with a run's adapter.
 
-python examples/sampling.py [runs/quickstart/adapter]
+    python examples/sampling.py [runs/quickstart/adapter]
 """
 
 import sys

@@ -42,6 +42,16 @@ def test_functions_outside_of_jit_compile_once():
     assert compiled(lambda: sampled(0)) > 0 == compiled(lambda: sampled(1))
 
 
+def test_generate_inside_of_jit_is_a_part_of_it_also_where_all_is_closed_over():
+    key = jax.random.key(0)
+    alone = qerl.generate(MODEL, ADAPTER, PROMPTS, key, SAMPLING, 2)
+    inside = jax.jit(lambda: qerl.generate(MODEL, ADAPTER, PROMPTS, key, SAMPLING, 2))()
+    np.testing.assert_array_equal(inside.tokens, alone.tokens)
+    engine = qerl.Engine(MODEL, SAMPLING, max_prompt_length=2)
+    with pytest.raises(TypeError, match=r"cannot be called inside of jax\.jit"):
+        jax.jit(lambda: engine.rollout(ADAPTER, PROMPTS, key, 2))()
+
+
 def test_the_temperature_has_a_gradient():
     def by_logits(temperature):
         logps = jax.nn.log_softmax(qerl.logits(MODEL, TOKENS, adapter=ADAPTER)[:, :-1] / temperature)

@@ -24,7 +24,6 @@ import numpy as np
 import optax
 
 from qerl_jax.errors import UserError, check_kind
-from qerl_jax.jitted import jitted_unless_traced
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
@@ -32,6 +31,7 @@ from qerl_jax.rl.logprobs import completion_logps, longest_row
 from qerl_jax.rl.losses import LossFn, Metrics, policy_loss, token_weights
 from qerl_jax.rl.packs import Body, in_packs, put
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
+from qerl_jax.tracing import is_traced
 
 # In float16 the cotangents inside a layer are float16 too, which has numbers from 2^-24 to 65504, and those of a mean
 # over 10^4 tokens are below. A backward pass is linear: so the largest of a micro-batch's begins in [2^k, 2^(k + 1)),
@@ -108,10 +108,13 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
-    return _scored(model, adapter, _of_arrays(batch), settings)
+    batch = _of_arrays(batch)
+    # A bare loop would be compiled in every call, and its program kept.
+    run = _scored if is_traced((model, adapter, batch)) else _scored_program
+    logps_BC, entropies_BC = run(model, adapter, batch, settings)
+    return logps_BC, entropies_BC
 
 
-@jitted_unless_traced("settings")
 def _scored(
     model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings
 ) -> tuple[jax.Array, jax.Array]:
@@ -123,6 +126,9 @@ def _scored(
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     logps_BC, entropies_BC = _in_packs(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
     return logps_BC, entropies_BC
+
+
+_scored_program = jax.jit(_scored, static_argnames="settings")
 
 
 def _of_arrays(batch: Batch) -> Batch:

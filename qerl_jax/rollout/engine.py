@@ -27,6 +27,7 @@ from qerl_jax.rollout.refilling import EngineCall, lowered_call
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.tail import decode_to_the_end, default_tail_sizes, worthwhile
+from qerl_jax.tracing import is_traced
 
 
 class Engine:
@@ -269,7 +270,7 @@ class Engine:
         check_kinds(self.model, adapter)
         if norms is not None:
             check_norms(self.model, norms)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((self.model, adapter, norms, arrays))):
+        if is_traced((self.model, adapter, norms, arrays)):
             raise TypeError(
                 "an Engine runs programs of its own, one by one, and cannot be called inside of jax.jit, vmap or "
                 "grad; expected a call outside of them, or qerl_jax.generate inside"

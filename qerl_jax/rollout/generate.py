@@ -12,22 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, is_whole
-from qerl_jax.jitted import jitted_unless_traced
-from qerl_jax.keys import of_threefry
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
-from qerl_jax.rollout.attention import KVCache, empty_kv
 from qerl_jax.rollout.batch import Prompts, Rollout
-from qerl_jax.rollout.decode import prefill
-from qerl_jax.rollout.prepared import Made, made, prepared
+from qerl_jax.rollout.begun import begun
+from qerl_jax.rollout.prepared import prepared
+from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.slots import Slots, decode, started
+from qerl_jax.rollout.slots import decode
+from qerl_jax.tracing import is_traced
 
 Limits = jax.Array | np.ndarray | Sequence[int]
-
-
-def sample_key(key: jax.Array, place: jax.Array, index: jax.Array) -> jax.Array:
-    """The key of sample number `index` of the prompt at `place`; its tokens' keys are folded in by position."""
-    return jax.random.fold_in(jax.random.fold_in(of_threefry(key), place), index)
 
 
 def generate(
@@ -69,27 +63,18 @@ def generate(
     _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)
     limits_N = None if limits_N is None else jnp.asarray(limits_N)
-    return _generated(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
-
-
-@jitted_unless_traced("settings", "num_generations")
-def _generated(
-    model: Model,
-    adapter: Adapter | None,
-    prompts: Prompts,
-    key: jax.Array,
-    settings: SamplingSettings,
-    num_generations: int,
-    norms: Norms | None,
-    limits_N: jax.Array | None,
-) -> Rollout:
+    if is_traced((model, adapter, prompts, key, norms, limits_N)):
+        begin, finish = begun, decode
+    else:  # a bare loop would be compiled in every call, and its program kept
+        begin, finish = programs().begun, programs().finished
     # A while loop has no gradient, and JAX says so by an error of its inner parts.
     model, adapter, norms = jax.lax.stop_gradient((model, adapter, norms))
-    slots, new = begun(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
+    slots, new = begin(model, adapter, prompts, key, settings, num_generations, norms, limits_N)
     model, adapter = prepared(model, adapter, new)
     norms = norms_of(model, adapter) if norms is None else norms
     C = settings.max_completion_length
-    return decode(slots, model, adapter, norms, C, 0, settings, group=num_generations).out
+    rollout: Rollout = finish(slots, model, adapter, norms, C, 0, settings, group=num_generations).out
+    return rollout
 
 
 def check_limits(limits_N: Limits, prompts: int, max_completion_length: int) -> None:
@@ -145,31 +130,3 @@ def _check_positions(model: Model, prompts: Prompts, settings: SamplingSettings,
             f"{of} and a completion may be {longest} tokens; the network has {positions} positions: lower "
             "max_completion_length or the limits, or give shorter prompts"
         )
-
-
-def begun(
-    model: Model,
-    adapter: Adapter | None,
-    prompts: Prompts,
-    key: jax.Array,
-    settings: SamplingSettings,
-    num_generations: int,
-    norms: Norms | None,
-    limits_N: Limits | None,
-) -> tuple[Slots, Made]:
-    """The first part of `generate`: slots with the prompts prefilled and every completion's first token drawn, and what
-    was made ready for the network, which `decode` needs too."""
-    (N, P), G, C = prompts.tokens.shape, num_generations, settings.max_completion_length
-    B = N * G
-    new = made(model, adapter)
-    model, adapter = prepared(model, adapter, new)
-    norms = norms_of(model, adapter) if norms is None else norms
-    dtype = settings.kv_cache_dtype
-    pool = jnp.zeros((N, model.config.hidden_size), model.base.embed.dtype), empty_kv(model, N, P, dtype)
-    last_ND, layers = prefill(model, adapter, prompts.tokens, prompts.lengths, norms, pool, jnp.arange(N))
-    lengths_N = jnp.copy(prompts.lengths)  # slots may be donated, and the prompts are the caller's
-    cache = KVCache(layers, empty_kv(model, B, C, dtype), lengths_N)
-    row_B, index_B = jnp.divmod(jnp.arange(B, dtype=jnp.int32), G)
-    keys_B = jax.vmap(sample_key, (None, 0, 0))(key, jnp.asarray(prompts.places)[row_B], index_B)
-    limits_N = jnp.full(N, C, jnp.int32) if limits_N is None else jnp.clip(jnp.asarray(limits_N, jnp.int32), 1, C)
-    return started(model, last_ND, cache, row_B, keys_B, limits_N[row_B], settings), new

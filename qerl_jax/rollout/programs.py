@@ -1,4 +1,4 @@
-"""The engine's compiled programs, shared by all engines of a process.
+"""The engine's compiled programs, shared by all engines of a process, and by `generate` outside of jit.
 
 On a CPU, XLA by default hands sums and matrix products to a library (YNNPACK) that adds in another order for 3 rows
 than for 32, so that a sample's numbers would depend on how many slots there are. The programs of slots that are
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from qerl_jax.models.linear import matmul_rows
-from qerl_jax.rollout.generate import begun
+from qerl_jax.rollout.begun import begun
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.queued import admit, decode_queue
 from qerl_jax.rollout.slots import decode

@@ -19,9 +19,9 @@ from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.models.transformer import KV
 from qerl_jax.rollout import log
 from qerl_jax.rollout.attention import KVCache, empty_kv
+from qerl_jax.rollout.begun import sample_key
 from qerl_jax.rollout.carried import keys_of, more_than, words_of
 from qerl_jax.rollout.decode import decode_step, prefill
-from qerl_jax.rollout.generate import sample_key
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.slots import draw, token_keys
 
