@@ -17,6 +17,7 @@ from .block import (
     takes_between_attentions,
     wanted_a,
 )
+from .float16_range import range_scale
 from .fp4_matmul import fp4_matmul, fp4_matmul_dx
 from .fp4_mlp import fp4_mlp
 from .fragment_order import in_unit_order
@@ -51,6 +52,7 @@ __all__ = [
     "lora_inside",
     "marked",
     "padded_rank",
+    "range_scale",
     "reads_units",
     "repack",
     "stored",

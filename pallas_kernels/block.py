@@ -14,6 +14,7 @@ from . import block_kernel, layer_calls
 from .attention_plan import KEYS
 from .block_plan import MAX_ROWS, PANEL, WARPS, BlockPlan, Part, make_block_plan
 from .counters import first_counters
+from .float16_range import range_scale, reading_scaled
 from .fragment_order import from_unit_order
 from .hidden import hidden_shape, sum_hidden
 from .layer_part import LayerPart, Projection, operands
@@ -74,6 +75,7 @@ def plan_of(rows: int, layer: LayerPart, given: int = 0) -> BlockPlan:
                 paired=i == 1,
                 normed=i in (1, 3),
                 joins=i in (0, 2),
+                scaled=i == 2,
                 given=given if i == 0 else 0,
             )
         )
@@ -163,8 +165,9 @@ def between_attentions_reference(
 
     residual = residual + product(x, layer.o, None if hidden is None else sum_hidden(hidden, x.shape[0]))
     h = normed(residual, norms[0])
-    inner = jax.nn.silu(product(h, layer.gate)) * product(h, layer.up)
-    residual = residual + product(inner.astype(dtype), layer.down)
+    inner = jax.nn.silu(product(h, layer.gate)) * product(h, layer.up) * range_scale(dtype)
+    scale, lora = reading_scaled(dtype, layer.down.global_scale, layer.down.lora)
+    residual = residual + product(inner.astype(dtype), layer.down._replace(global_scale=scale, lora=lora))
     if not layer.qkv:
         return residual, ()
     h = normed(residual, norms[1])

@@ -13,6 +13,7 @@ from . import ptx as p
 from . import ptx_memory as mem
 from .block_lora import LoraWarps
 from .block_plan import PANEL, BlockPlan, Part
+from .float16_range import into_range, of_scaled
 from .layout import COLS, EPILOGUE_FACTOR, ROWS
 from .pick import pick
 from .swiglu import gated
@@ -259,7 +260,8 @@ class OutputTiles(LoraWarps):
 
     def output(self, part: Part, weight, sums):
         """A weight's outputs of a tile: scaled, with LoRA and bias."""
-        factor = p.divide(p.f32(EPILOGUE_FACTOR), weight.scale)
+        scale = of_scaled(part.scaled)
+        factor = p.divide(p.f32(EPILOGUE_FACTOR * scale), weight.scale)
         y = [arith.mulf(v, factor) for v in sums]
         if part.normed:
             y = self.times_inverse(y)
@@ -270,7 +272,8 @@ class OutputTiles(LoraWarps):
                 # beyond the adapter's ranks lies another's x A^T or old bytes, which may be NaN
                 here = [p.select(p.lt(j, weight.rank_tiles), v, 0) for v in here]
                 lora = p.mma_half(lora, b, *here)
-            y = [arith.addf(v, arith.mulf(weight.scaling, more)) for v, more in zip(y, lora, strict=True)]
+            scaling = weight.scaling if scale == 1 else arith.mulf(weight.scaling, p.f32(scale))
+            y = [arith.addf(v, arith.mulf(scaling, more)) for v, more in zip(y, lora, strict=True)]
         return y if weight.bias is None else [arith.addf(v, b) for v, b in zip(y, weight.bias, strict=True)]
 
     def times_inverse(self, values):
@@ -307,7 +310,7 @@ class OutputTiles(LoraWarps):
         self.each_element(tile, lambda e, *_: mem.store_global_f32(mem.offset(flow.after, at[e]), new[e]))
         if flow.norm is None:
             return
-        normed = [arith.mulf(v, here.scale[e // 2]) for e, v in enumerate(new)]
+        normed = into_range([arith.mulf(v, here.scale[e // 2]) for e, v in enumerate(new)])
         self.store_rows(flow.normed, self.plan.hidden, tile, normed)
         squares = [arith.mulf(v, v) for v in new]
         pair = [p.over_lanes(arith.addf, arith.addf(squares[row], squares[row + 2]), (4, 8, 16)) for row in range(2)]

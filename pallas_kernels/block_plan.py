@@ -49,6 +49,7 @@ class Part:
       paired: two weights, gate and up, whose outputs are joined to silu(gate) * up.
       normed: x comes without its division by the root of the mean square, which is made up for at the end.
       joins: the output is added to the residual stream.
+      scaled: x is what a paired part gives, kept in float16's range (float16_range.py).
       given: parts of x A^T that come with x; 0 where this kernel makes them.
       groups, slices, cuts: CTAs that share the row tiles, those that share K, and those of a pair that share a slice;
         each CTA is one of groups x slices x cuts.
@@ -61,6 +62,7 @@ class Part:
     paired: bool = False
     normed: bool = False
     joins: bool = False
+    scaled: bool = False
     given: int = 0
     groups: int = 1
     slices: int = 1

@@ -13,6 +13,7 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from .block_plan import BATCH, PANEL, PIECE, PIECES, SERVICE_WARPS, BlockPlan
+from .float16_range import out_of_range
 from .hidden import add_products
 from .layout import COLS, ROWS
 from .pick import pick
@@ -176,7 +177,7 @@ class ServiceWarps:
             for warp in range(1, SERVICE_WARPS):
                 total = arith.addf(total, mem.load_shared_f32(p.add(self.squares_base, at), warp * PANEL * 4))
             mean = arith.addf(p.divide(total, p.f32(float(plan.hidden))), p.f32(self.eps))
-            mem.store_shared_f32(p.add(self.inverse_base, at), p.rsqrt(mean), 0)
+            mem.store_shared_f32(p.add(self.inverse_base, at), *out_of_range([p.rsqrt(mean)]), 0)
 
         p.when(p.lt(self.place, PANEL), row)
         self.served()

@@ -154,9 +154,9 @@ def _linear_bwd(route, _, saved, dys):
     return product_dx(route)(tuple(dys), weights, scales, more).astype(x.dtype), None, None, d_loras, None
 
 
-def lora_gradients(x, loras, dys):
+def lora_gradients(x, loras, dys, scale=1.0):
     """dh [M, R] in float32 and A [R, K] of all adapters together, whose product they add to dx, or None; and their
-    gradients."""
+    gradients, where x comes as `scale` times what it is."""
     if not any(lora is not None for lora in loras):
         return None, loras
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
@@ -168,7 +168,7 @@ def lora_gradients(x, loras, dys):
             d_loras.append(None)
             continue
         a, b, scaling = lora
-        db = scaling * dot(dy.T, h.astype(dy.dtype))
+        da, db = da / scale, scaling / scale * dot(dy.T, h.astype(dy.dtype))
         d_loras.append((da.astype(a.dtype), db.astype(b.dtype), None))
     return (dh, _all_a(loras, x.dtype)), tuple(d_loras)
 

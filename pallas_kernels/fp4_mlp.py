@@ -4,7 +4,7 @@ Where the wide kernel multiplies, SwiGLU is a part of it: forward of gate's and 
 whose sums become the gradients of gate and up on their way out. Forward, gate and up are not rounded before they are
 joined, as in the kernels of a decode step; the backward pass has them in 16 bits.
 
-Legend as in fp4_matmul.py, with F the outputs of gate and up.
+Legend as in fp4_matmul.py, with F the outputs of gate and up; `inner` is what float16_range.py says.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import variants, wide
+from .float16_range import range_scale, reading_scaled
 from .fp4_matmul import Route, all_rows, check_added, check_inputs, lora_gradients, per_weight, product, product_dx
 from .operands import padded_ranks
 from .wide_plan import WideConfig
@@ -55,7 +56,8 @@ def _mlp(route, out_dtype, x, weights, scales, loras, biases):
 
 
 def _down(route, out_dtype, inner, weights, scales, loras, biases):
-    return product(route, out_dtype)(inner, weights[2:], scales[2:], biases[2:], loras[2:])[0]
+    scale, lora = reading_scaled(inner.dtype, scales[2], loras[2])
+    return product(route, out_dtype)(inner, weights[2:], (scale,), biases[2:], (lora,))[0]
 
 
 def _mlp_fwd(route, out_dtype, x, weights, scales, loras, biases):
@@ -67,7 +69,7 @@ def _mlp_fwd(route, out_dtype, x, weights, scales, loras, biases):
 def _mlp_bwd(route, _, saved, dy):
     x, inner, gate, up, weights, scales, loras = saved
     dy = dy.astype(x.dtype)
-    more, d_down = lora_gradients(inner, loras[2:], [dy])
+    more, d_down = lora_gradients(inner, loras[2:], [dy], range_scale(inner.dtype))
     d_gate_up = _dx_through(route)(dy, weights[2], scales[2], more, gate, up)
     more, d_loras = lora_gradients(x, loras[:2], d_gate_up)
     dx = product_dx(route)(d_gate_up, weights[:2], scales[:2], more)
@@ -88,12 +90,13 @@ def _refuse(batched):
 
 @functools.cache
 def _joined(route, keeps):
-    """x, and of gate and up weights, scales, biases, loras -> silu(gate) * up [M, F] in x's dtype; if it `keeps` them
-    gate and up behind it."""
+    """x, and of gate and up weights, scales, biases, loras -> inner [M, F] in x's dtype; if it `keeps` them gate and up
+    behind it."""
 
     def apart(x, weights, scales, biases, loras):
         gate, up = product(route, jnp.dtype(jnp.float32))(x, weights, scales, biases, loras)
-        return tuple(y.astype(x.dtype) for y in ((_swiglu(gate, up), gate, up) if keeps else (_swiglu(gate, up),)))
+        inner = _swiglu(gate, up) * range_scale(x.dtype)
+        return tuple(y.astype(x.dtype) for y in ((inner, gate, up) if keeps else (inner,)))
 
     @custom_vmap
     def joined(x, weights, scales, biases, loras):

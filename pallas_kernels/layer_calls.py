@@ -91,12 +91,12 @@ def _handed_over(o: Call, gate_up: Call, down: Call, qkv: Call | None = None) ->
     but for o's, which is another kernel's; and down with the residual stream, q, k and v with a norm to be divided."""
     into_down = down.reads_given and _gains_by_units(down)
     gate_up = gate_up._replace(handover=Handover(units=_gains_by_units(gate_up), gives_units=into_down))
-    down = down._replace(handover=Handover(units=into_down))
+    down = down._replace(handover=Handover(units=into_down, scaled=True))
     if qkv is None:
         return [o, gate_up, down]
     units = _gains_by_units(qkv)
     of_qkv = qkv._replace(handover=Handover(units=units))
-    joining = down._replace(handover=Handover(units=into_down, joins=True, gives_units=units))
+    joining = down._replace(handover=Handover(units=into_down, joins=True, gives_units=units, scaled=True))
     normed = qkv._replace(source=GIVEN, handover=Handover(units=units, normed=True))
     return [o, gate_up, *((joining, normed) if _takes(joining) and _takes(normed) else (down, of_qkv))]
 
@@ -177,7 +177,8 @@ def _run(call: Call, group: Sequence[Projection], source, out_dtype, eps: float,
     else:
         wide_out = jnp.dtype(out_dtype).name != dtype
         of = call.m, call.k, call.n, call.config
-        more = {"ranks": ranks, "swiglu": call.swiglu, "gives_units": call.handover.gives_units, "dtype": dtype}
+        more = {"ranks": ranks, "swiglu": call.swiglu, "gives_units": call.handover.gives_units}
+        more |= {"scaled": call.handover.scaled, "dtype": dtype}
         multiply = stream_kernel.build(*of, bool(biases), wide_out=wide_out, prepared=True, **more)
         ys = multiply(made["x"], *data, *scales, *biases, *lora)
     return made.get("residual"), ys

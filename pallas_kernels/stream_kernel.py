@@ -24,6 +24,7 @@ from . import fragment_order, lane_level
 from . import ptx as p
 from . import ptx_memory as mem
 from .counters import first_counters
+from .float16_range import of_scaled
 from .layout import COLS, EPILOGUE_FACTOR
 from .operands import adapters
 from .stream_compute import ComputeWarps
@@ -37,8 +38,8 @@ MAX_ROWS = 64
 class _Kernel(ComputeWarps, SliceWarps):
     """One CTA's program; what all its parts share is set in __init__, in the order in which the CTA computes it."""
 
-    def __init__(self, plan: Plan, refs: Refs, pdl: bool, wide_out: bool):
-        self.plan, self.has_bias, self.pdl, self.wide_out = plan, bool(refs.bias), pdl, wide_out
+    def __init__(self, plan: Plan, refs: Refs, pdl: bool, wide_out: bool, scaled: bool = False):
+        self.plan, self.has_bias, self.pdl, self.wide_out, self.scaled = plan, bool(refs.bias), pdl, wide_out, scaled
         self.n_w = len(plan.n)
         c = plan.config
         self.x, self.x_plain = mem.global_address(refs.x[0]), mem.global_address(refs.x[-1])
@@ -138,8 +139,9 @@ class _Kernel(ComputeWarps, SliceWarps):
         mem.copy_wait_all()
 
         def keep_factors():
+            factor = EPILOGUE_FACTOR * of_scaled(self.scaled)
             for i, scale in enumerate(scales):
-                mem.store_shared_f32(self.factor_base, p.divide(p.f32(EPILOGUE_FACTOR), scale), 4 * i)
+                mem.store_shared_f32(self.factor_base, p.divide(p.f32(factor), scale), 4 * i)
             if c.cluster > 1:
                 mem.barrier_arrive(self.sums_full)
 
@@ -159,6 +161,7 @@ def build(
     prepared: bool = False,
     swiglu: bool = False,
     gives_units: bool = False,
+    scaled: bool = False,
     dtype: str = "bfloat16",
 ):
     """The kernel as a function of x [M, Q * 256] and, one for every weight, data, scale and, if `has_bias`, bias; with
@@ -172,7 +175,7 @@ def build(
     (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
 
     With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once;
-    with `gives_units` its columns are in unit order.
+    with `gives_units` its columns are in unit order. `scaled` says that x is such a result (float16_range.py).
 
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is float32 if
     `wide_out`. Ranks are multiples of 16.
@@ -180,7 +183,7 @@ def build(
     plan = make_plan(m, k, n, config, ranks, prepared, swiglu, gives_units)
 
     def nvfp4_decode_matmul(_, *refs):
-        _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out).run()
+        _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out, scaled).run()
 
     outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for n_i in plan.outs]
     call = lane_level.kernel(

@@ -3,10 +3,12 @@
 from jaxlib.mlir.dialects import arith
 
 from . import ptx as p
+from .float16_range import into_range
 
 
 def gated(gate, up):
-    return arith.mulf(arith.mulf(gate, _sigmoid(gate)), up)
+    """Kept in float16's range, see float16_range.py."""
+    return into_range([arith.mulf(arith.mulf(gate, _sigmoid(gate)), up)])[0]
 
 
 def gated_back(d, gate, up):

@@ -9,6 +9,7 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
+from .float16_range import of_scaled
 from .layout import EPILOGUE_FACTOR
 from .pick import pick
 from .swiglu import gated, gated_back
@@ -237,7 +238,8 @@ class MultiplyWarps(LoraWarps):
         column = self.column(first)
         # `share` may make tiles past the last one, of no weight
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
-        factors = [p.divide(p.f32(EPILOGUE_FACTOR), global_scale) for global_scale, _ in needs]
+        factor = EPILOGUE_FACTOR * of_scaled(plan.handover.scaled)
+        factors = [p.divide(p.f32(factor), global_scale) for global_scale, _ in needs]
         size = 4 if self.wide_out else 2
         put = pt.store_global_f32x4 if self.wide_out else pt.store_global_halfx4
 

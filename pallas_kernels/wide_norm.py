@@ -5,7 +5,7 @@ has to wait for all of a row before it is multiplied. The kernel that `joins` ad
 and writes
 
   residual  float32 [M, R]
-  x         residual * the norm's scale, 16 bits [M, R], in unit order if it is to be
+  x         residual * the norm's scale, 16 bits [M, R], in unit order if it is to be (see also float16_range.py)
   squares   the residual stream's, added up over every 64 columns, float32 [R / 64, M in 32s]
 
 The kernel whose x is `normed` multiplies that x. Its two warps that neither load nor multiply add up the squares of
@@ -20,6 +20,7 @@ from jaxlib.mlir.dialects import arith
 from . import ptx as p
 from . import ptx_memory as mem
 from . import ptx_tensor as pt
+from .float16_range import into_range, out_of_range
 from .fragment_order import unit_place
 from .wide_plan import SLICE, SLICE_ROWS, WidePlan
 
@@ -57,7 +58,8 @@ class NormWarps:
         plan = self.plan
         flow = [arith.addf(old, new) for old, new in zip(residual, values, strict=True)]
         pt.store_global_f32x4(known, self.place_in(self.outs[0], row, column, 4), flow)
-        self.put_half(known, self.x_out, row, column, [arith.mulf(v, s) for v, s in zip(flow, scale, strict=True)])
+        normed = into_range([arith.mulf(v, s) for v, s in zip(flow, scale, strict=True)])
+        self.put_half(known, self.x_out, row, column, normed)
         squares = p.total([[arith.mulf(v, v)] for v in flow])[0]
         squares = p.over_lanes(arith.addf, squares, (1, 2, 4, 8))
         place = p.mul(p.add(p.mul(p.div(column, SLICE), plan.slice_rows), row), 4)
@@ -103,7 +105,7 @@ class NormWarps:
 
             sums = p.for_range(first, slices, SLICES_AT_ONCE * AT_ONCE, [p.f32(0.0)] * 4, add)
             means = [arith.mulf(p.over_lanes(arith.addf, v, (8, 16)), p.f32(1 / plan.d)) for v in sums]
-            inverse = [p.rsqrt(arith.addf(mean, p.f32(self.eps))) for mean in means]
+            inverse = out_of_range([p.rsqrt(arith.addf(mean, p.f32(self.eps))) for mean in means])
             p.when(p.eq(first, 0), lambda: mem.store_shared_f32x4(self.inverse_of(row), inverse, 0))
             return []
 

@@ -60,12 +60,14 @@ class Handover:
       normed: x comes from a kernel that `joins`, and what it is multiplied to is divided by its root mean square here.
       joins: the result is added to the residual stream and goes out as a norm's x, not divided yet (wide_norm.py).
       gives_units: that x, or the result of `swiglu`, goes out in unit order.
+      scaled: x is such a result, kept in float16's range (float16_range.py).
     """
 
     units: bool = False
     normed: bool = False
     joins: bool = False
     gives_units: bool = False
+    scaled: bool = False
 
 
 PLAIN = Handover()

@@ -12,6 +12,7 @@ from tiny import CONFIG, tiny_adapter, tiny_model
 from qerl_jax.models import packed_rows
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.params import norms_of
+from qerl_jax.models.transformer import logits, run_layer
 from qerl_jax.rl import update as update_module
 from qerl_jax.rl.state import Batch, UpdateSettings, init_state
 from qerl_jax.rl.step import StepSettings, grpo_step, make_batch, sample_rollout
@@ -167,17 +168,29 @@ def test_weights_for_the_kernels_are_in_their_dtype():
         assert for_kernels(model(dtype)).base.layers[0].q_proj.tiles.dtype == expected
 
 
-def overflowing(token, layers):
-    """A network in which this token, and no other, leaves float16's range, in the first layer's MLP."""
+def overflowing(token, layers, size=300):
+    """A network in which this token, and no other, leaves float16's range, in the first layer's MLP; with a `size` of
+    100 not its widened range (`pallas_kernels.range_scale`)."""
     plain = tiny_model(dtype=jnp.float32, weight_format="bf16", std=0.1, layers=layers)
     first, embed = plain.base.layers[0], plain.base.embed
-    large = {name: getattr(first, name).at[5].set(0).at[5, 0].set(300) for name in ("gate_proj", "up_proj")}
+    large = {name: getattr(first, name).at[5].set(0).at[5, 0].set(size) for name in ("gate_proj", "up_proj")}
     base = plain.base.replace(
         embed=embed.at[:, 0].set(0).at[token].set(0).at[token, 0].set(100),
         lm_head=embed.at[token].set(0),
         layers=(first.replace(**large), *plain.base.layers[1:]),
     )
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float16) if leaf.ndim > 1 else leaf, plain.replace(base=base))
+
+
+def test_an_outlier_before_down_is_no_overflow():
+    half = overflowing(0, 2, 100)
+    full = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)
+    tokens, inputs = jnp.array([[7, 0, 9, 8]]), []
+    layer, x = full.base.layers[0], full.base.embed[tokens]
+    run_layer(full.config, layer, x, lambda name, x: inputs.append((name, float(jnp.abs(x).max()))))
+    assert 65504 < dict(inputs)["down_proj"] < 1e6
+    found, true = (np.asarray(logits(model, tokens)) for model in (half, full))
+    np.testing.assert_allclose(found, true, atol=5e-3 * np.abs(true).max())
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """The one entry for every linear layer: y = x W^T + bias + scaling * (x A^T) B^T, with W frozen in any format."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, lora_inside
+from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, lora_inside, range_scale
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize, format_of
 from qerl_jax.models.params import LoRA
 
@@ -122,10 +124,36 @@ def gated_mlp(
             y_MN = fp4_mlp(x_MK, *_tiles(packed), lora=_triples(loras), bias=biases, out_dtype=out_dtype)
             return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
     gate, up = linears(x, weights[:2], loras[:2], biases[:2])
-    inner = (jax.nn.silu(gate.astype(out_dtype)) * up.astype(out_dtype)).astype(x.dtype)
+    inner = jax.nn.silu(gate.astype(out_dtype)) * up.astype(out_dtype)
     if reads_down is not None:
-        reads_down(inner)
-    return linears(inner, weights[2:], loras[2:], biases[2:], unrounded=True)[0]
+        reads_down(inner.astype(x.dtype))
+    return _down(inner, x.dtype, weights[2], loras[2], biases[2])
+
+
+def _down(inner: jax.Array, dtype: jnp.dtype, weight: Weight, lora: LoRA | None, bias: jax.Array | None) -> jax.Array:
+    """The unrounded product of `inner`, which is rounded to `dtype` first, times its `range_scale`. What is carried
+    back is what there would be without that scale, and not larger, as float16 ends at 65504."""
+    scale = range_scale(dtype)
+    if scale == 1:
+        return linears(inner.astype(dtype), (weight,), (lora,), (bias,), unrounded=True)[0]
+    if lora is not None:  # whose gradients are products with what is scaled
+        a, b = _scaled(1.0, 1 / scale, (lora.a, lora.b))
+        lora = lora.replace(a=a, b=b)
+    scaled = _scaled(scale, 1.0, inner).astype(dtype)
+    y = _scaled(1 / scale, 1.0, linears(scaled, (weight,), (lora,), (None,), unrounded=True)[0])
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scaled(forward: float, backward: float, tree: Any) -> Any:
+    """All arrays times `forward`, and their cotangents times `backward`."""
+    return jax.tree.map(lambda leaf: leaf * forward, tree)
+
+
+_scaled.defvjp(
+    lambda forward, backward, tree: (_scaled(forward, backward, tree), None),
+    lambda forward, backward, _, cotangents: (jax.tree.map(lambda leaf: leaf * backward, cotangents),),
+)
 
 
 def _check_inputs(

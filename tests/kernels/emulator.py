@@ -31,6 +31,7 @@ from pallas_kernels import (
     block_lora,
     block_outputs,
     block_service,
+    float16_range,
     fragment_order,
     hidden,
     inputs_kernel,
@@ -171,7 +172,7 @@ def _emulated(m):
     names = {"p": p, "mem": make_memory(m), "fp8": make_fp8(p), "arith": ARITH}
     names |= make_decoding(m)
     stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_outputs, stream_slices
-    inputs = inputs_kernel, inputs_sources, hidden, swiglu
+    inputs = inputs_kernel, inputs_sources, hidden, float16_range, swiglu
     block = block_compute, block_kernel, block_lora, block_outputs, block_service
     attention = attention_cache, attention_inputs, attention_kernel, attention_outputs, attention_tiles
     return replaced((*stream, *inputs, *block, *attention, pick), names)
@@ -224,7 +225,7 @@ def run_inputs(plan, operands, *, eps=0.0, seed=0, dtype="bfloat16"):
     return {name: m.get(at, s.shape, s.dtype) for at, (name, s) in zip(outs, shapes.items(), strict=True)}
 
 
-def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0, calls=1):
+def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, scaled=False, seed=0, calls=1):
     """The outputs [M, n_i] of a kernel, of several calls that share their memory; `loras` are its LoRA operands."""
     m = Machine(seed, np.asarray(x).dtype.name)
     c = plan.config
@@ -241,7 +242,7 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, seed=0,
             refs = stream_kernel.Refs.of([*operands, *outs, None], plan, bool(biases))
 
             def program(refs=refs):
-                stream_kernel._Kernel(plan, refs, False, wide_out).run()
+                stream_kernel._Kernel(plan, refs, False, wide_out, scaled).run()
 
             m.launch(plan.clusters * c.cluster, c.cluster, 4 * plan.warpgroups, plan.total, program)
             results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.outs)], strict=False)])

@@ -23,16 +23,17 @@ def parts_of(D, F, heads, kv, ranks=(16, 32, 16, 48), biased=False, whole=True):
     parts = (
         Part(heads, (D,), (o,), (False,), joins=True),
         Part(D, (F, F), (gate, gate), (False, False), paired=True, normed=True),
-        Part(F, (D,), (down,), (False,), joins=True),
+        Part(F, (D,), (down,), (False,), joins=True, scaled=True),
         Part(D, (heads, kv, kv), (q, q, 0), (biased,) * 3, normed=True),
     )
     return parts if whole else parts[:3]
 
 
 class Case:
-    """Operands of a call and what it should write; `given` parts of o's x A^T come with x."""
+    """Operands of a call and what it should write; `given` parts of o's x A^T come with x, and the first norm is
+    `times` as large."""
 
-    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0, dtype="bfloat16", given=0):
+    def __init__(self, m, parts, D, ctas, warps, depth=3, seed=0, dtype="bfloat16", given=0, times=1):
         self.rng, self.parts, self.m, self.dtype = np.random.default_rng(seed), parts, m, dtype
         parts = dataclasses.replace(parts[0], given=given), *parts[1:]
         self.plan = make_block_plan(m, D, parts, ctas, warps, depth)
@@ -40,7 +41,8 @@ class Case:
         made = [[self.weight(part, w) for w in range(len(part.n))] for part in parts]
         self.dense = [[dense for dense, _ in group] for group in made]
         self.weights = tuple(tuple(weight for _, weight in group) for group in made)
-        self.norms = tuple(self.rng.uniform(0.5, 1.5, D).astype(np.float32) for part in parts[:-1] if part.joins)
+        sizes = [times, 1][: sum(part.joins for part in parts[:-1])]
+        self.norms = tuple(size * self.rng.uniform(0.5, 1.5, D).astype(np.float32) for size in sizes)
         hidden = None
         if given:
             hidden = np.array(hidden_parts(*map(jnp.asarray, (self.x, self.weights[0][0].a)), given))
@@ -83,6 +85,7 @@ class Case:
                     x = residual / np.sqrt((residual**2).mean(-1, keepdims=True) + EPS) * norms.pop(0)
             elif part.paired:
                 x = ys[0] / (1 + np.exp(-ys[0])) * ys[1]
+                self.largest = np.abs(x).max()
             else:
                 found |= {f"y{w}": y for w, y in enumerate(ys)}
         return found
@@ -168,6 +171,16 @@ def test_float16_is_eight_times_as_fine(m, D):
     case = Case(m, parts_of(D, D, D, 16, biased=True), D, 2, 2, dtype="float16")
     (written,) = case.run()
     assert case.error(written) < 0.04 / 8
+
+
+@pytest.mark.parametrize("times", [1 / 32, 80])
+def test_float16_holds_what_may_be_beyond_its_range(times):
+    """silu(gate) * up, and then the residual stream, of which the next norm's x is not divided yet."""
+    case = Case(3, parts_of(256, 256, 256, 16), 256, 2, 2, dtype="float16", times=times)
+    (written,) = case.run()
+    assert case.error(written) < 0.04 / 8
+    largest = np.abs(written["residual2"]).max()
+    assert (min(case.largest, largest) > 65504) == (times > 1)
 
 
 def test_behind_the_last_layer_and_the_order_of_the_warps():

@@ -102,13 +102,19 @@ def _start_between(programs, rank, m):
     return keys
 
 
-@ahead(_start_between)
-@pytest.mark.parametrize("rank, m", [(32, 1), (32, 8), (0, 3), (32, 16), (32, 32), (32, 64), (0, 128), (32, 256)])
-def test_between_attentions(rng, programs, rank, m):
+@ahead(lambda programs, rank, m, size: _start_between(programs, rank, m))
+@pytest.mark.parametrize("rank, m, size", [
+    (32, 1, 1), (32, 8, 1), (0, 3, 1), (32, 16, 1), (32, 32, 1), (32, 64, 1), (0, 128, 1), (32, 256, 1),
+    (32, 8, 200), (32, 16, 200), (32, 32, 200), (32, 64, 200), (0, 128, 200), (32, 256, 200),
+])  # fmt: skip
+def test_between_attentions(rng, programs, rank, m, size):
+    """`size` is that of gate and up; at 200 their product and then the residual stream are beyond float16's range."""
     layer, norms = _layer(rank)
+    norms = size * norms[0], norms[1]
     x = jnp.asarray(rng.standard_normal((m, layer.o.weight.k)), F16)
     residual = jnp.asarray(rng.standard_normal((m, layer.o.weight.n)), jnp.float32)
     made, true = (programs.get(key)(x, residual, layer, norms) for key in _start_between(programs, rank, m))
+    assert (np.abs(true[0]).max() > 65504) == (size > 1)
     for a, b in zip(made, true, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         # an eighth of what bfloat16's may differ by (test_block_gpu.py)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_linear_kernel import dots, kernels, lowered
 
-from qerl_jax.formats import quantize_nvfp4, repacked
+from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
 from qerl_jax.models import linear
 from qerl_jax.models.params import LoRA
 
@@ -50,6 +50,44 @@ def test_values_and_gradients_beside_those_without_kernels(monkeypatch, has):
 
     for with_, without in zip(*map(jax.tree.leaves, (results(True), results(False))), strict=True):
         np.testing.assert_allclose(with_, without, rtol=2e-4, atol=2e-5 * np.abs(without).max())
+
+
+@pytest.mark.parametrize("has", PATTERNS[::3])
+@pytest.mark.parametrize("way", ["kernels", "products of packed weights", "plain weights"])
+@pytest.mark.parametrize("size", [0.1, 1.0, 400.0])
+def test_float16_holds_what_is_beyond_its_range_between_the_products(monkeypatch, size, way, has):
+    """Values and gradients where gate and up are about `size`, so silu(gate) * up up to a million."""
+    shapes, times = _shapes(64, 96, 48), (size, size, 1.0)
+    matrices = [
+        t * _normal(i, *shape) / shape[1] ** 0.5 for i, (t, shape) in enumerate(zip(times, shapes, strict=True))
+    ]
+    packed = [repacked(quantize_nvfp4(matrix), jnp.float16) for matrix in matrices]
+    exact = [dequantize(weight, jnp.float32) for weight in packed]
+    pairs = [pair and (t * pair[0] / 8, pair[1]) for t, pair in zip(times, _pairs(shapes, has), strict=True)]
+    bias, x, dy = (
+        _normal(9, 48),
+        _normal(3, 5, 64, dtype=jnp.float16),
+        _normal(4, 5, 48, dtype=jnp.float16) / max(1, size),
+    )
+    monkeypatch.setattr(linear, "_kernel_takes", lambda *_: way == "kernels")
+    weights = [w.astype(jnp.float16) for w in exact] if way == "plain weights" else packed
+
+    def ours(x, pairs):
+        return (linear.gated_mlp(x, weights, _loras(pairs), [None, None, bias]) * dy.astype(jnp.float32)).sum()
+
+    def dense(x, pairs):
+        def product(x, i):
+            return x @ exact[i].T + (0.5 * (x @ pairs[i][0].T) @ pairs[i][1].T if pairs[i] else 0)
+
+        inner = jax.nn.silu(product(x, 0)) * product(x, 1)
+        return ((product(inner, 2) + bias) * dy.astype(jnp.float32)).sum(), jnp.abs(inner).max()
+
+    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, pairs)
+    (value, largest), gradients = jax.jit(jax.value_and_grad(dense, (0, 1), has_aux=True))(x.astype(jnp.float32), pairs)
+    assert (65504 < largest < 4e6) == (size == 400)
+    for g, t in zip(jax.tree.leaves(got), jax.tree.leaves((value, gradients)), strict=True):
+        # where silu bends, at gates near 0 among those of 400, one's rounding is felt
+        assert np.linalg.norm(np.float32(g) - t) < 1e-2 * np.linalg.norm(t)
 
 
 @pytest.mark.parametrize("has", PATTERNS)

@@ -119,8 +119,8 @@ def products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, gives_u
     return [(in_unit_order(y) if gives_units else y).astype(out_dtype) for y in ys]
 
 
-def stream_reference(m, k, n, config, has_bias, *, wide_out, prepared, ranks, swiglu, gives_units, dtype):
-    assert prepared
+def stream_reference(m, k, n, config, has_bias, *, wide_out, prepared, ranks, swiglu, gives_units, scaled, dtype):
+    assert prepared and dtype == "bfloat16", "in which nothing is scaled"
 
     def run(x, *operands):
         data, scales, rest = operands[: len(n)], operands[len(n) : 2 * len(n)], operands[2 * len(n) :]
@@ -208,6 +208,7 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kern
     assert all(isinstance(call.config, kernel) for call in calls)
     assert all(call.makes_h == makes_h != bool(call.before) for call in calls)
     ways = [call.handover for call in calls]
+    assert [way.scaled for way in ways] == [False, False, True, False][: len(ways)]
     assert any(way.units for way in ways) == (kernel is WideConfig)
     for before, behind in itertools.pairwise(ways):
         assert before.joins == behind.normed == (makes_h and before is ways[2])

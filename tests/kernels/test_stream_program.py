@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from random_weights import swiglu
 
-from pallas_kernels import layout, ptx, repack, stream_compute, stream_kernel, stream_plan
+from pallas_kernels import layout, ptx, range_scale, repack, stream_compute, stream_kernel, stream_plan
 from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.layout import EPILOGUE_FACTOR
 from pallas_kernels.operands import number, padded_ranks
@@ -143,6 +143,12 @@ def test_a_chain_does_not_see_the_sums_before_it(promote, seen):
 def test_float16(config, m, k, n, ranks):
     case = Case(m, k, n, config, ranks, bias=True, dtype="float16")
     assert case.is_right(case.run()[0])
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_x_that_is_kept_in_float16s_range(prepared):
+    case = Case(8, 512, (9, 33), StreamConfig(1, 2, 2, 1, 3, 3), (32, 16), dtype="float16")
+    assert case.is_right([range_scale("float16") * y for y in case.run(prepared, scaled=True)[0]])
 
 
 @pytest.mark.parametrize("config, m, k, n, ranks", [

@@ -10,7 +10,7 @@ import wide_emulator
 from emulated_products import Overwritten, Products
 from random_weights import random_matrix
 
-from pallas_kernels import inputs_kernel, repack, wide, wide_plan, wide_spare
+from pallas_kernels import inputs_kernel, range_scale, repack, wide, wide_plan, wide_spare
 from pallas_kernels.fragment_order import in_unit_order
 from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.operands import padded_rank
@@ -100,6 +100,13 @@ def test_swiglu(plain_inputs, config, m, k, n, ranks, bias):
     (again, *kept), *_ = products(*of, swiglu=True, keeps=True)
     np.testing.assert_array_equal(again, y)
     assert_near(kept, (gate, up), (of_gate + 1e-6 * np.abs(gate), of_up + 1e-6 * np.abs(up)))
+
+
+def test_swiglu_in_float16s_range(plain_inputs):
+    of = WideConfig(32, 1, 1, 3, 2), 20, 512, (128, 128), (16, 16), False
+    (y,), (gate, up), _ = products(*of, swiglu=True, dtype="float16")
+    true = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(y / range_scale("float16"), true, atol=5e-3 * np.abs(true).max())
 
 
 @pytest.mark.parametrize("config, m, k, n, rank, resident", [
@@ -223,15 +230,15 @@ def test_swiglu_gives_unit_order():
     (WideConfig(160, 1, 3, 3, 2), 150, 1024, 128, (), True),  # parts of more rows than go out together
     (WideConfig(32, 2, 2, 3, 2), 32, 512, 256, (32,), True),
 ])  # fmt: skip
-def test_outputs_join_the_residual_stream(plain_inputs, config, m, k, n, ranks, gives_units):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_outputs_join_the_residual_stream(plain_inputs, config, m, k, n, ranks, gives_units, dtype):
     rng = np.random.default_rng(1)
-    residual, scale = (1000 * rng.standard_normal(s).astype(np.float32) for s in ((m, n), n))
-    way = Handover(joins=True, gives_units=gives_units)
-    (flow, x, squares), (true,), (bound,) = products(
-        config, m, k, (n,), ranks, True, handover=way, handed=(residual, scale)
-    )
+    residual, scale = (300 * rng.standard_normal(s).astype(np.float32) for s in ((m, n), n))
+    of = {"handover": Handover(joins=True, gives_units=gives_units), "handed": (residual, scale), "dtype": dtype}
+    (flow, x, squares), (true,), (bound,) = products(config, m, k, (n,), ranks, True, **of)
     assert (np.abs(flow - residual - true) <= bound + 1e-7 * np.abs(true + residual)).all()
-    of_norm = (flow * scale).astype(ml_dtypes.bfloat16)
+    assert np.abs(flow * scale).max() > 65504
+    of_norm = (flow * scale * range_scale(dtype)).astype(dtype)
     np.testing.assert_array_equal(x, in_unit_order(of_norm) if gives_units else of_norm)
     parts = (flow.astype(np.float64) ** 2).reshape(m, n // 64, 64).sum(-1)
     np.testing.assert_allclose(squares[:, :m].T, parts, rtol=1e-6)
@@ -242,15 +249,17 @@ def test_outputs_join_the_residual_stream(plain_inputs, config, m, k, n, ranks, 
     (WideConfig(32, 1, 3, 3, 2), 100, 768, (136, 64), (32, 16), False),
     (WideConfig(64, 1, 2, 3, 2, promote=16), 50, 704, (128,), (16,), True),
 ])  # fmt: skip
-def test_x_of_a_norm_that_is_to_be_divided(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_x_of_a_norm_that_is_to_be_divided(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h, dtype):
     """Rows of sizes far apart, as if `squares` had been those of a stream twice as large."""
     if makes_h:
         monkeypatch.setattr(wide_plan, "RESIDENT", {1: 5})
     eps, sizes = 1e-2, np.float32(2.0) ** (np.arange(m) % 7)
     squares = np.full((k // 64, -(-m // 32) * 32), np.nan, np.float32)
     squares[:, :m] = np.random.default_rng(2).uniform(0.5, 1.5, (k // 64, m)) * sizes**2
-    inverse = 1 / np.sqrt(squares[:, :m].astype(np.float64).sum(0) / k + eps)[:, None]
-    of = {"makes_h": makes_h, "handover": Handover(normed=True, units=makes_h), "eps": eps, "handed": (squares,)}
+    inverse = 1 / np.sqrt(squares[:, :m].astype(np.float64).sum(0) / k + eps)[:, None] / range_scale(dtype)
+    way = Handover(normed=True, units=makes_h)
+    of = {"makes_h": makes_h, "handover": way, "eps": eps, "handed": (squares,), "dtype": dtype}
     ys, true, bounds = products(config, m, k, n, ranks, False, **of)
     for y, y_true, bound in zip(ys, true, bounds, strict=True):
         assert (np.abs(y - y_true * inverse) <= bound * inverse * 1.5).all()
@@ -266,6 +275,12 @@ def test_float16(monkeypatch, plain_inputs, config, m, k, n, ranks, makes_h, han
     of = {"makes_h": makes_h, "handover": handover, "dtype": "float16"}
     (y,), (true,), (bound,) = products(config, m, k, n, ranks, True, **of)
     assert (np.abs(y - true) <= bound).all()
+
+
+def test_x_that_is_kept_in_float16s_range(plain_inputs):
+    of = WideConfig(32, 1, 1, 3, 2), 20, 512, (136,), (32,), False
+    (y,), (true,), (bound,) = products(*of, handover=Handover(scaled=True), dtype="float16")
+    assert (np.abs(range_scale("float16") * y - true) <= bound).all()
 
 
 @pytest.mark.parametrize("config, m, k, n, ranks, resident", [

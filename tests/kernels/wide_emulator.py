@@ -11,6 +11,7 @@ from emulated_products import Overwritten, Products
 from emulator import ARITH, Machine, replaced
 
 from pallas_kernels import (
+    float16_range,
     fragment_order,
     hidden,
     pick,
@@ -235,7 +236,7 @@ def _emulated(m):
     writers = make_decoding(m) | {"transpose_8x8": _transpose_8x8}
     names |= writers | {name: m.products.decoding(writers[name]) for name in ("decode_codes", "transpose_8x8")}
     kernels = wide_kernel, wide_multiply, wide_norm, wide_lora, wide_spare, wide_split, wide_fragments
-    modules = *kernels, fragment_order, hidden, pick, swiglu
+    modules = *kernels, fragment_order, hidden, pick, float16_range, swiglu
     return replaced(modules, names)
 
 
