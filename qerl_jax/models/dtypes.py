@@ -1,7 +1,8 @@
 """The dtype in which a model computes.
 
 float16 has three bits more than bfloat16, so that sampler and learner, which round independently, are an eighth as far
-apart; and its numbers end at 65504, beyond which an activation becomes infinite and the step is refused.
+apart; and its numbers end at 65504 (where networks have outliers at a million, see `pallas_kernels.range_scale`),
+beyond which an activation becomes infinite and the step is refused.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
