@@ -24,6 +24,7 @@ the sums so far are multiplied by the next one's global scale over the last one'
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -120,8 +121,10 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         boxes = [(plan.own_row_tiles, words) for words in (256, 32)]
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in data_refs]
         b_maps = {i: pt.tensor_map(ctx, ref, (plan.own_outputs, 16), None) for i, ref in b_refs.items()}
-        # B, and its first step of ranks among those of all; a weight without an adapter has none of another's
-        firsts = [sum(plan.rank_steps[:i]) if i in b_maps else plan.lora_steps for i in range(n_w)]
+        # B, and its first step of ranks among those of a tile; a weight without an adapter has none of another's
+        firsts = [
+            0 if plan.own_ranks else sum(plan.rank_steps[:i]) if i in b_maps else plan.lora_steps for i in range(n_w)
+        ]
         self.b_maps = [[b_maps.get(i, b_maps[present[0]]), p.i32(firsts[i])] if b_maps else [] for i in range(n_w)]
         self.base = p.and_(p.add(mem.shared_address(shared), 1023), -1024)
         barriers = p.add(self.base, plan.barriers_at)
@@ -232,6 +235,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
     def load_x(self):
         plan, c = self.plan, self.plan.config
         mask = pt.multicast_mask(c.share) if c.share > 1 else None
+        first_steps = list(itertools.accumulate(plan.rank_steps, initial=0))  # of each weight's ranks among all
 
         def one(unit, carry):
             r_tile, first_row = self.tile(unit)
@@ -252,10 +256,13 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                 return self.advance(slot, parity, c.x_depth)
 
             def load_h(carry):
+                first = p.i32(0)
+                if plan.own_ranks:
+                    (first,), _ = pick(plan.tiles_of, r_tile, [[p.i32(16 * s)] for s in first_steps])
                 for slot in range(plan.lora_slots):
-                    column = p.i32(slot * STAGE)
+                    column = p.add(first, slot * STAGE)
                     if unit.parts > 1:  # zeros are behind the last rank
-                        column = p.select(p.eq(unit.part, 0), column, plan.lora_slots * STAGE)
+                        column = p.select(p.eq(unit.part, 0), column, 16 * first_steps[-1])
                     carry = load(*h_map, column, carry)
                 return carry
 

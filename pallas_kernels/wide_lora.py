@@ -1,9 +1,10 @@
 """LoRA in the wide kernel: the multiplying warps add h B^T to the sums of x W^T, h = s x A^T of all weights.
 
 h lies side by side [M, sum of ranks] in 16 bits. It goes through the ring of x, and is multiplied by fragments of B,
-which goes through the ring of weights, 16 ranks of a tile's outputs at a time: zeros where ranks are another weight's,
-since CTAs that share slots of x may have different weights. Of CTAs that split D only the first adds LoRA; the others
-load zeros for h, from behind the last rank.
+which goes through the ring of weights, 16 ranks of a tile's outputs at a time. These are the ranks of the tile's own
+weight (`WidePlan.own_ranks`), or those of all: then zeros of B where they are another weight's, since CTAs that share
+slots of x may have different weights. Of CTAs that split D only the first adds LoRA; the others load zeros for h, from
+behind the last rank.
 
 Of dx = dy W the same is added with s dy B in the place of h, and A^T in the place of B (wide.py).
 

@@ -188,13 +188,20 @@ class WidePlan:
         return tuple(rank // 16 for rank in self.ranks)
 
     @property
+    def own_ranks(self) -> bool:
+        """Whether a tile is multiplied by its own weight's ranks alone. It is by those of all where weights' ranks
+        differ, where it is two weights', and where tiles of a cluster, which load x A^T together, may be of two."""
+        alike = len(set(self.ranks)) == 1 and not self.joins_two
+        return alike and all(tiles % self.config.share == 0 for tiles in self.tiles_of)
+
+    @property
     def lora_steps(self) -> int:
-        """Of all weights."""
-        return sum(self.rank_steps)
+        """That a tile is multiplied by."""
+        return self.rank_steps[0] if self.own_ranks else sum(self.rank_steps)
 
     @property
     def lora_slots(self) -> int:
-        """Slots of the ring of x that x A^T of all weights takes."""
+        """Slots of the ring of x that x A^T of a tile takes."""
         return -(-self.lora_steps // LORA_STEPS)
 
     @property

@@ -362,3 +362,16 @@ def test_groups_of_row_tiles_are_filled_up_little(m, m_tiles, items):
     for m in range(1, 40000, 256):
         plan = make_plan(m, 1024, (256,), False, WideConfig())
         assert plan.m_tiles <= plan.items <= plan.m_tiles + -(-plan.m_tiles // 16) and plan.m_group <= 16
+
+
+def test_a_tile_is_multiplied_by_its_own_weights_ranks_where_these_are_alike():
+    def steps(config, n, ranks, **more):
+        return make_plan(64, 3584, n, False, config, ranks, **more).lora_steps
+
+    one, two = WideConfig(64, 1, 1, 3, 4), WideConfig(64, 2, 1, 3, 4)
+    qkv = (3584, 512, 512)
+    assert steps(one, qkv, (128,) * 3) == steps(two, qkv, (128,) * 3) == 8
+    assert steps(two, (128, 128), (32, 32)) == 4, "a cluster has tiles of both"
+    assert steps(one, qkv, (128, 128, 0)) == 16
+    assert steps(one, (512, 512), (32, 32), swiglu=True) == 4, "a tile is both's"
+    assert steps(one, (3584,), (32,)) == 2

@@ -16,7 +16,7 @@ from pallas_kernels.inputs_plan import make_inputs_plan
 from pallas_kernels.operands import padded_rank
 from pallas_kernels.wide_plan import PLAIN, Handover, WideConfig, make_plan
 
-SCALES = [np.float32(2688.0), np.float32(900.0)]
+SCALES = [np.float32(2688.0), np.float32(900.0), np.float32(1700.0)]
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,9 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
     (WideConfig(32, 2, 1, 3, 2), 30, 512, (256, 128), (), False),
     (WideConfig(32, 1, 1, 3, 2), 40, 512, (136,), (32,), True),  # two items a CTA, rows and outputs beyond the end
     (WideConfig(32, 2, 1, 3, 2), 30, 256, (128, 264), (32, 48), False),  # CTAs of two weights share; two slots of ranks
+    # each tile by its own weight's ranks: a slot of ranks has another's behind them; clusters of one weight, D split
+    (WideConfig(32, 1, 1, 3, 2), 40, 512, (136, 128, 64), (32, 32, 32), True),
+    (WideConfig(32, 2, 2, 3, 2), 20, 512, (256, 200), (80, 80), False),
     (WideConfig(64, 1, 2, 3, 2), 20, 768, (128,), (16,), True),  # parts meet in the middle of a quad
     (WideConfig(32, 1, 1, 3, 2, promote=8), 9, 384, (128,), (), False),  # K ends in the middle of a quad
     (WideConfig(32, 1, 1, 3, 2, promote=24), 9, 640, (128,), (), False),  # a chain of three blocks and one of two
@@ -144,6 +147,7 @@ def test_dx_through_swiglu(monkeypatch, config, m, k, n, rank, resident, dtype):
     (WideConfig(32, 1, 1, 3, 2), 20, 1024, (136,), (32,), 3, 6),  # one CTA, which holds a third of its columns
     (WideConfig(32, 1, 1, 3, 2), 20, 1056, (128,), (208,), 3, 7),  # two tiles of ranks a warp, the last one behind them
     (WideConfig(32, 1, 1, 4, 3, promote=8), 9, 160, (128, 128), (80, 64), 16, 5),  # less K than runs, uneven ranks
+    (WideConfig(32, 1, 2, 3, 2), 40, 512, (200, 128), (80, 80), 14, 8),  # each tile by its own weight's ranks
 ])  # fmt: skip
 def test_x_at_by_ctas_without_a_tile(monkeypatch, config, m, k, n, ranks, resident, seed):
     monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: resident})
