@@ -74,6 +74,11 @@ def _gather(memory, byte, size):
     return memory[byte[:, None] + np.arange(size)]
 
 
+def _words(memory, byte, count, dtype):
+    """[count, lanes], each lane's from its byte on."""
+    return memory.view(dtype)[(byte >> 2) + np.arange(count)[:, None]]
+
+
 def make_ptx(m):
     """The names of `ptx` that the kernel uses."""
     p, dtype, of_words = types.SimpleNamespace(), np.dtype(m.dtype), NUMBERS[m.dtype]
@@ -81,8 +86,7 @@ def make_ptx(m):
 
     def binary(f, dtype=U32):
         def run(a, b):
-            with np.errstate(over="ignore"):
-                return f(_lanes(a).astype(U32), _lanes(b).astype(U32)).astype(dtype)
+            return f(_lanes(a).astype(U32, copy=False), _lanes(b).astype(U32, copy=False)).astype(dtype, copy=False)
 
         return run
 
@@ -250,8 +254,7 @@ def make_memory(m):
         def load(address, byte_offset=0):
             byte = np.where(m.now.mask, address.astype(np.int64) + byte_offset, 0)
             assert (byte % align == 0).all() and byte.max() + 4 * count <= m.end, "a global address out of place"
-            words = _gather(m.memory, byte, 4 * count).view(dtype)
-            return [words[:, i].copy() for i in range(count)]
+            return list(_words(m.memory, byte, count, dtype))
 
         return load
 
@@ -284,19 +287,23 @@ def make_memory(m):
             cta, byte = _where_shared(m, address)
             byte = np.where(m.now.mask, byte + byte_offset, 0)
             assert (byte % (4 * count) == 0).all(), "a shared address out of line"
-            rows = np.stack([m.shared[c][b : b + 4 * count] for c, b in zip(cta, byte, strict=True)]).view(dtype)
-            return [rows[:, i].copy() for i in range(count)]
+            words = np.empty((count, 32), dtype)
+            for which in set(cta.tolist()):
+                lanes = cta == which
+                words[:, lanes] = _words(m.shared[which], byte[lanes], count, dtype)
+            return list(words)
 
         return load
 
     def store_shared(address, data, byte_offset, remote=False):
-        cta, byte = _where_shared(m, address)
+        (cta, byte), size = _where_shared(m, address), data.shape[1]
+        byte = byte + byte_offset
         assert not remote or set(cta[m.now.mask]) <= {warp.cta for warp in m.left}, "to a CTA that has ended"
-        assert (remote or (cta == m.now.cta).all()) and ((byte + byte_offset) % data.shape[1] == 0).all()
-        for lane in LANES[m.now.mask]:
-            at, shared = byte[lane] + byte_offset, m.shared[cta[lane]]
-            assert at + data.shape[1] <= len(shared), "past the end of shared memory"
-            shared[at : at + data.shape[1]] = data[lane]
+        assert (remote or (cta == m.now.cta).all()) and (byte % size == 0).all()
+        for which in set(cta[m.now.mask].tolist()):
+            lanes, shared = m.now.mask & (cta == which), m.shared[which]
+            assert byte[lanes].max() + size <= len(shared), "past the end of shared memory"
+            shared[byte[lanes][:, None] + np.arange(size)] = data[lanes]
 
     mem.load_shared_v4, mem.load_shared_v2 = load_shared(4, U32), load_shared(2, U32)
     mem.load_shared_f32x4, mem.load_shared_f32x2 = load_shared(4, F32), load_shared(2, F32)

@@ -102,13 +102,16 @@ class Machine:
     def __init__(self, seed, dtype="bfloat16"):
         self.dtype, self.random, self.idle = dtype, random.Random(seed), threading.Semaphore(0)
         self.landing = random.Random(seed)  # apart: whether a copy lands at once changes no order of warps
-        self.memory, self.end = np.full(1 << 26, 0xFF, np.uint8), 256
+        self.memory, self.end = np.full(1 << 20, 0xFF, np.uint8), 256
         self.now, self.slow = None, ()  # warps, (CTA, index), that run where no others can
 
     def put(self, array):
         """Its address."""
         array = np.ascontiguousarray(array)
         at, size = self.end, array.nbytes
+        if at + size > self.memory.size:
+            more = np.full(self.memory.size + 2 * size, 0xFF, np.uint8)
+            self.memory = np.concatenate([self.memory, more])
         self.memory[at : at + size] = array.reshape(-1).view(np.uint8)
         self.end = -(-(at + size) // 256) * 256
         return at
@@ -135,7 +138,9 @@ class Machine:
 
     def step(self, left, running):
         start = self.random.randrange(len(left))
-        order = sorted(left[start:] + left[:start], key=lambda warp: (warp.cta, warp.index) in self.slow)
+        order = left[start:] + left[:start]
+        if self.slow:
+            order.sort(key=lambda warp: (warp.cta, warp.index) in self.slow)
         self.now = next((warp for warp in order if warp.may_go()), None)
         if self.now is None:
             raise Deadlock(f"{len(left)} warps wait: {sorted((w.cta, w.index) for w in left)}")
