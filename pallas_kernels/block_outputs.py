@@ -260,8 +260,8 @@ class OutputTiles(LoraWarps):
 
     def output(self, part: Part, weight, sums):
         """A weight's outputs of a tile: scaled, with LoRA and bias."""
-        scale = of_scaled(part.scaled)
-        factor = p.divide(p.f32(EPILOGUE_FACTOR * scale), weight.scale)
+        taken_back = of_scaled(part.scaled)
+        factor = p.divide(p.f32(EPILOGUE_FACTOR * taken_back), weight.scale)
         y = [arith.mulf(v, factor) for v in sums]
         if part.normed:
             y = self.times_inverse(y)
@@ -272,7 +272,7 @@ class OutputTiles(LoraWarps):
                 # beyond the adapter's ranks lies another's x A^T or old bytes, which may be NaN
                 here = [p.select(p.lt(j, weight.rank_tiles), v, 0) for v in here]
                 lora = p.mma_half(lora, b, *here)
-            scaling = weight.scaling if scale == 1 else arith.mulf(weight.scaling, p.f32(scale))
+            scaling = weight.scaling if taken_back == 1 else arith.mulf(weight.scaling, p.f32(taken_back))
             y = [arith.addf(v, arith.mulf(scaling, more)) for v, more in zip(y, lora, strict=True)]
         return y if weight.bias is None else [arith.addf(v, b) for v, b in zip(y, weight.bias, strict=True)]
 
