@@ -64,11 +64,8 @@ def test_float16_holds_what_is_beyond_its_range_between_the_products(monkeypatch
     packed = [repacked(quantize_nvfp4(matrix), jnp.float16) for matrix in matrices]
     exact = [dequantize(weight, jnp.float32) for weight in packed]
     pairs = [pair and (t * pair[0] / 8, pair[1]) for t, pair in zip(times, _pairs(shapes, has), strict=True)]
-    bias, x, dy = (
-        _normal(9, 48),
-        _normal(3, 5, 64, dtype=jnp.float16),
-        _normal(4, 5, 48, dtype=jnp.float16) / max(1, size),
-    )
+    bias, x, dy = _normal(9, 48), _normal(3, 5, 64, dtype=jnp.float16), _normal(4, 5, 48, dtype=jnp.float16)
+    dy /= max(1, size)
     monkeypatch.setattr(linear, "_kernel_takes", lambda *_: way == "kernels")
     weights = [w.astype(jnp.float16) for w in exact] if way == "plain weights" else packed
 
@@ -84,7 +81,7 @@ def test_float16_holds_what_is_beyond_its_range_between_the_products(monkeypatch
 
     got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, pairs)
     (value, largest), gradients = jax.jit(jax.value_and_grad(dense, (0, 1), has_aux=True))(x.astype(jnp.float32), pairs)
-    assert (65504 < largest < 4e6) == (size == 400)
+    assert (65504 < largest < 1e6) == (size == 400)
     for g, t in zip(jax.tree.leaves(got), jax.tree.leaves((value, gradients)), strict=True):
         # where silu bends, at gates near 0 among those of 400, one's rounding is felt
         assert np.linalg.norm(np.float32(g) - t) < 1e-2 * np.linalg.norm(t)
