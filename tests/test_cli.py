@@ -391,22 +391,41 @@ def test_runs_and_files_may_lie_at_home(calls, run, tmp_path, monkeypatch, capsy
     assert "q.jsonl is the file of the prompts, which would be lost" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys):
+PLOT = ["plot", "runs/a", "runs/b", "--output", "x"]
+
+
+def failing(error):
+    def run(arguments):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys, code):
     """A write that fails names no file."""
-
-    def full(*names):
-        def run(arguments):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *names)
-
-        return run
-
-    monkeypatch.setattr("qerl_jax.commands.plot.run", full())
-    assert main(["plot", "runs/a", "runs/b", "--output", "x"]) == 2
-    assert capsys.readouterr().err == "qerl plot: No space left on device\n"
+    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(OSError(code, os.strerror(code))))
+    assert main(PLOT) == 2
+    assert capsys.readouterr().err == f"qerl plot: {os.strerror(code)}\n"
     # So a copy fails, whose source has room enough.
-    monkeypatch.setattr("qerl_jax.commands.plot.run", full("from/a", None, "to/a"))
-    assert main(["plot", "runs/a", "runs/b", "--output", "x"]) == 2
-    assert capsys.readouterr().err == "qerl plot: from/a -> to/a: No space left on device\n"
+    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(OSError(code, os.strerror(code), "from/a", None, "to/a")))
+    assert main(PLOT) == 2
+    assert capsys.readouterr().err == f"qerl plot: from/a -> to/a: {os.strerror(code)}\n"
+
+
+def test_an_error_of_the_system_that_is_no_users_is_not_caught(monkeypatch):
+    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(OSError, match="Input/output error"):
+        main(PLOT)
+
+
+def test_a_reader_that_has_gone_is_no_error_message(monkeypatch, capfd):
+    """What Python still has to write at its end goes nowhere."""
+    replaced, nowhere = [], os.stat(os.devnull)
+    monkeypatch.setattr(os, "dup2", lambda new, old: replaced.append((os.path.samestat(os.fstat(new), nowhere), old)))
+    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    assert main(PLOT) == 1
+    assert replaced == [(True, sys.stdout.fileno())] and capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["foo/bar--baz", "foo/bar.git", "foo/" + "b" * 200, "~nobody-has-this-name/model"])
