@@ -2,8 +2,8 @@
 
 These are silu(gate) * up, and a norm's x where the division by the root mean square follows the products (wide_norm.py,
 block_kernel.py). Networks that were trained in bfloat16 have outliers in both. The other operands are far from 65504:
-norms' outputs, queries, keys and values, attention's averages. A power of two changes no rounding from 2^-10 on; what
-is smaller is rounded by 2^-21 at most.
+norms' outputs, queries, keys and values, attention's averages; x A^T times a small weight's global scale is nearer. A
+power of two changes no rounding from 2^-10 on; what is smaller is rounded by 2^-21 at most.
 
 Nothing but the operands themselves has another size. Who divides by the root mean square multiplies by 16 too, and so
 does down, at the end of its product. In the backward pass only A's and B's gradients are products with what is scaled.

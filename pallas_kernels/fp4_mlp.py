@@ -4,7 +4,8 @@ Where the wide kernel multiplies, SwiGLU is a part of it: forward of gate's and 
 whose sums become the gradients of gate and up on their way out. Forward, gate and up are not rounded before they are
 joined, as in the kernels of a decode step; the backward pass has them in 16 bits.
 
-Legend as in fp4_matmul.py, with F the outputs of gate and up; `inner` is what float16_range.py says.
+Legend as in fp4_matmul.py, with F the outputs of gate and up; `inner` is silu(gate) * up times the `range_scale` of the
+weights' dtype, in which kernels multiply (float16_range.py).
 """
 
 import functools
@@ -56,7 +57,7 @@ def _mlp(route, out_dtype, x, weights, scales, loras, biases):
 
 
 def _down(route, out_dtype, inner, weights, scales, loras, biases):
-    scale, lora = reading_scaled(inner.dtype, scales[2], loras[2])
+    scale, lora = reading_scaled(weights[2].dtype, scales[2], loras[2])
     return product(route, out_dtype)(inner, weights[2:], (scale,), biases[2:], (lora,))[0]
 
 
@@ -69,7 +70,7 @@ def _mlp_fwd(route, out_dtype, x, weights, scales, loras, biases):
 def _mlp_bwd(route, _, saved, dy):
     x, inner, gate, up, weights, scales, loras = saved
     dy = dy.astype(x.dtype)
-    more, d_down = lora_gradients(inner, loras[2:], [dy], range_scale(inner.dtype))
+    more, d_down = lora_gradients(inner, loras[2:], [dy], range_scale(weights[2].dtype))
     d_gate_up = _dx_through(route)(dy, weights[2], scales[2], more, gate, up)
     more, d_loras = lora_gradients(x, loras[:2], d_gate_up)
     dx = product_dx(route)(d_gate_up, weights[:2], scales[:2], more)
@@ -95,7 +96,7 @@ def _joined(route, keeps):
 
     def apart(x, weights, scales, biases, loras):
         gate, up = product(route, jnp.dtype(jnp.float32))(x, weights, scales, biases, loras)
-        inner = _swiglu(gate, up) * range_scale(x.dtype)
+        inner = _swiglu(gate, up) * range_scale(weights[0].dtype)
         return tuple(y.astype(x.dtype) for y in ((inner, gate, up) if keeps else (inner,)))
 
     @custom_vmap

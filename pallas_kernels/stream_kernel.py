@@ -174,8 +174,9 @@ def build(
     the place of A, B, scaling and counters are h = s x A^T scale / EPILOGUE_FACTOR of all weights [M, sum of ranks]
     (inputs_kernel.py) and B. Then no CTA waits for another one's part of x A^T, and they may be several waves.
 
-    With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once;
-    with `gives_units` its columns are in unit order. `scaled` says that x is such a result (float16_range.py).
+    With `swiglu` the two weights, of equal N, are gate and up, and the one result is silu(y_0) * y_1, rounded once, in
+    float16's range (float16_range.py) also if `wide_out`; with `gives_units` its columns are in unit order. `scaled`
+    says that x is such a result.
 
     The global `scale` and LoRA's `scaling` are float32 [1], `bias` is float32 [n_i]; y_i is float32 if
     `wide_out`. Ranks are multiples of 16.

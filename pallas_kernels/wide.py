@@ -30,8 +30,8 @@ def matmul_all(
     keeps: bool = False,
 ) -> list[jax.Array]:
     """x W_i^T + bias_i + s_i (x A_i^T) B_i^T [M, N_i]; `biases` is empty or has one [N_i] or None for each weight,
-    `loras` is empty or has (A, B, s) or None for each. With `swiglu`, of gate and up, silu(gate) * up, and if it
-    `keeps` them those two behind it."""
+    `loras` is empty or has (A, B, s) or None for each. With `swiglu`, of gate and up, silu(gate) * up in float16's
+    range (float16_range.py), and if it `keeps` them those two behind it."""
     x_MK = x_MK.astype(weights[0].dtype)
     data, scales = [w.data for w in weights], list(map(number, global_scales))
     n = tuple(w.n for w in weights)

@@ -115,7 +115,7 @@ class SpareCtas:
             return []
 
         def of_a(row, _):
-            (a,), local = pick(self.own_ranks(), row, [(a,) for a in self.a])
+            (a,), local = pick(self.adapters_ranks(), row, [(a,) for a in self.a])
             copy_row = copy_ordered if plan.handover.units else copy
             return copy_row(p.add(row, 8 * spare.eights), mem.wide_offset(a, local, 2 * plan.d))
 
@@ -132,7 +132,7 @@ class SpareCtas:
         p.for_range(self.warp, sum(plan.ranks), WARPS, [], of_a)
         p.for_range(self.warp, plan.m, WARPS, [], lambda row, _: copy(row, mem.wide_offset(self.x, row, 2 * plan.d)))
 
-    def own_ranks(self) -> list[int]:
+    def adapters_ranks(self) -> list[int]:
         """Of each adapter."""
         return [rank for rank in self.plan.ranks if rank]
 
@@ -204,7 +204,7 @@ class SpareCtas:
         sums = p.for_range(0, p.opaque(full), AT_ONCE, [p.f32(0.0)] * 4, lambda first, acc: add(first, acc, AT_ONCE))
         sums = add(p.i32(full), sums, spare.ctas - full)
         tile, eight = p.div(f, spare.eights), p.rem(f, spare.eights)
-        (scale, scaling), _ = pick(self.own_ranks(), p.mul(tile, 16), scales)
+        (scale, scaling), _ = pick(self.adapters_ranks(), p.mul(tile, 16), scales)
         factor = arith.mulf(arith.mulf(scale, scaling), p.f32(1 / EPILOGUE_FACTOR))
         values = [arith.mulf(v, factor) for v in sums]
         store_hidden(self.h, plan.m, sum(plan.ranks), self.lane, tile, p.mul(eight, 8), values)

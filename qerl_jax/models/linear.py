@@ -133,6 +133,7 @@ def gated_mlp(
 def _down(inner: jax.Array, dtype: jnp.dtype, weight: Weight, lora: LoRA | None, bias: jax.Array | None) -> jax.Array:
     """The unrounded product of `inner`, which is rounded to `dtype` first, times its `range_scale`. What is carried
     back is what there would be without that scale, and not larger, as float16 ends at 65504."""
+    _check_inputs(inner, (weight,), (lora,), (bias,))
     scale = range_scale(dtype)
     if scale == 1:
         return linears(inner.astype(dtype), (weight,), (lora,), (bias,), unrounded=True)[0]

@@ -9,7 +9,8 @@ import pytest
 from jax import export
 from random_weights import random_matrix
 
-from pallas_kernels import compiling_for, fp4_mlp, layout
+from pallas_kernels import compiling_for, fp4_mlp, layout, range_scale
+from pallas_kernels.wide_plan import WideConfig
 
 SCALES = [jnp.float32(s) for s in (100.0, 70.0, 3000.0)]
 K, F, N = 64, 96, 48
@@ -65,6 +66,32 @@ def test_gate_and_up_are_not_rounded_before_they_are_joined():
     back = layout.repack(jnp.full((16, 8), one, jnp.uint8), jnp.full((16, 1), three, jnp.uint8))
     y = fp4_mlp(x, [ones, ones, back], [jnp.float32(1.0)] * 3, out_dtype=jnp.float32)
     np.testing.assert_array_equal(y, np.full((1, 16), 16 * float(jnp.bfloat16(257.0 * 257.0)), np.float32))
+
+
+@pytest.mark.parametrize("of_x, of_weights", [("float32", "float16"), ("float16", "bfloat16")])
+def test_what_is_between_the_products_has_the_scale_of_the_weights_dtype(monkeypatch, of_x, of_weights):
+    """Which kernels multiply in, whatever x's."""
+
+    def by_kernel(x, weights, scales, biases, config, out_dtype, loras, swiglu=False, keeps=False):
+        ys = [x.astype(jnp.float32) @ dense_of(weight, scale).T for weight, scale in zip(weights, scales, strict=True)]
+        joined = jax.nn.silu(ys[0]) * ys[-1] * range_scale(weights[0].dtype)
+        return [y.astype(out_dtype) for y in (([joined, *ys] if keeps else [joined]) if swiglu else ys)]
+
+    def dense_of(weight, scale):
+        return layout.dequantize(weight, scale, jnp.float32)
+
+    monkeypatch.setattr("pallas_kernels.variants.choose", lambda *_: WideConfig())
+    monkeypatch.setattr("pallas_kernels.wide.matmul_all", by_kernel)
+    x, rng = X.astype(of_x), np.random.default_rng(0)
+    weights = [random_matrix(rng, *s, 1.0, 0x10, 0x30, of_weights).weight for s in ((F, K), (F, K), (N, F))]
+    gate, up, down = map(dense_of, weights, SCALES)
+    true = (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    def mlp(x):
+        return fp4_mlp(x, weights, SCALES, out_dtype=jnp.float32)
+
+    for y in (mlp(x), jax.vjp(mlp, x)[0]):
+        np.testing.assert_allclose(y, true, atol=5e-3 * np.abs(true).max())
 
 
 def test_no_rows():

@@ -87,6 +87,13 @@ def test_float16_holds_what_is_beyond_its_range_between_the_products(monkeypatch
         assert np.linalg.norm(np.float32(g) - t) < 1e-2 * np.linalg.norm(t)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_bias_of_another_shape_is_refused(dtype):
+    weights = [jnp.ones(shape, dtype) for shape in _shapes(64, 96, 48)]
+    with pytest.raises(ValueError, match=r"bias is \[1\]; the weight \[48, 96\] takes \[48\]"):
+        linear.gated_mlp(jnp.ones((2, 64), dtype), weights, [None] * 3, [None, None, jnp.ones(1)])
+
+
 @pytest.mark.parametrize("has", PATTERNS)
 def test_many_rows_are_two_kernels_with_swiglu_inside_whatever_has_an_adapter(has):
     shapes = _shapes(512, 768, 512)
