@@ -24,7 +24,6 @@ the sums so far are multiplied by the next one's global scale over the last one'
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -122,10 +121,9 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
         self.maps = [[pt.tensor_map(ctx, ref, box, None) for box in boxes] for ref in data_refs]
         b_maps = {i: pt.tensor_map(ctx, ref, (plan.own_outputs, 16), None) for i, ref in b_refs.items()}
         # B, and its first step of ranks among those of a tile; a weight without an adapter has none of another's
-        firsts = [
-            0 if plan.own_ranks else sum(plan.rank_steps[:i]) if i in b_maps else plan.lora_steps for i in range(n_w)
-        ]
-        self.b_maps = [[b_maps.get(i, b_maps[present[0]]), p.i32(firsts[i])] if b_maps else [] for i in range(n_w)]
+        firsts = (0,) * n_w if plan.own_ranks else plan.first_steps
+        of_none = [b_maps[present[0]], p.i32(plan.lora_steps)] if b_maps else []
+        self.b_maps = [[b_maps[i], p.i32(firsts[i])] if i in b_maps else of_none for i in range(n_w)]
         self.base = p.and_(p.add(mem.shared_address(shared), 1023), -1024)
         barriers = p.add(self.base, plan.barriers_at)
         self.x_full, self.x_empty = barriers, p.add(barriers, 8 * c.x_depth)
@@ -235,7 +233,6 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
     def load_x(self):
         plan, c = self.plan, self.plan.config
         mask = pt.multicast_mask(c.share) if c.share > 1 else None
-        first_steps = list(itertools.accumulate(plan.rank_steps, initial=0))  # of each weight's ranks among all
 
         def one(unit, carry):
             r_tile, first_row = self.tile(unit)
@@ -258,11 +255,11 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
             def load_h(carry):
                 first = p.i32(0)
                 if plan.own_ranks:
-                    (first,), _ = pick(plan.tiles_of, r_tile, [[p.i32(16 * s)] for s in first_steps])
+                    (first,), _ = pick(plan.tiles_of, r_tile, [[p.i32(16 * s)] for s in plan.first_steps])
                 for slot in range(plan.lora_slots):
                     column = p.add(first, slot * STAGE)
                     if unit.parts > 1:  # zeros are behind the last rank
-                        column = p.select(p.eq(unit.part, 0), column, 16 * first_steps[-1])
+                        column = p.select(p.eq(unit.part, 0), column, 16 * plan.first_steps[-1])
                     carry = load(*h_map, column, carry)
                 return carry
 

@@ -188,6 +188,11 @@ class WidePlan:
         return tuple(rank // 16 for rank in self.ranks)
 
     @property
+    def first_steps(self) -> tuple[int, ...]:
+        """Of each weight's ranks among those of all, and the one behind the last."""
+        return tuple(itertools.accumulate(self.rank_steps, initial=0))
+
+    @property
     def own_ranks(self) -> bool:
         """Whether a tile is multiplied by its own weight's ranks alone. It is by those of all where weights' ranks
         differ, where it is two weights', and where tiles of a cluster, which load x A^T together, may be of two."""
@@ -197,7 +202,7 @@ class WidePlan:
     @property
     def lora_steps(self) -> int:
         """That a tile is multiplied by."""
-        return self.rank_steps[0] if self.own_ranks else sum(self.rank_steps)
+        return self.rank_steps[0] if self.own_ranks else self.first_steps[-1]
 
     @property
     def lora_slots(self) -> int:
