@@ -1,20 +1,16 @@
-"""The command line: what each command passes on, what it prints, and its exit codes."""
+"""The command line: what each command passes on, what it prints, and its exit codes. (Errors: test_cli_ends.py.)"""
 
-import errno
 import json
-import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 
-import jax
 import pytest
 
 from qerl_jax.cli import main
 from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.data.dataset import load_dataset
-from qerl_jax.errors import UserError
 
 
 def answer(prompt, sample, text, error=None):
@@ -136,114 +132,6 @@ def test_an_unknown_command_names_the_nearest(capsys):
         main(["trian"])
     assert stop.value.code == 2
     assert "unknown command 'trian' (did you mean 'train'?)" in capsys.readouterr().err
-
-
-def test_an_error_of_the_trainer_and_an_interruption(calls, capsys):
-    calls.fake("qerl_jax.rl.trainer", "train", UserError("the base differs"))
-    assert main(["train"]) == 2
-    assert capsys.readouterr().err == "qerl train: the base differs\n"
-
-    class Interrupted(KeyboardInterrupt):
-        pass
-
-    calls.fake("qerl_jax.rl.trainer", "train", Interrupted("saved at step 12; `qerl train x.yaml` continues it"))
-    assert main(["train"]) == 130
-    assert "saved at step 12; `qerl train x.yaml` continues it" in capsys.readouterr().err
-    calls.fake("qerl_jax.rl.trainer", "train", KeyboardInterrupt())
-    assert main(["train"]) == 130
-
-
-def test_an_interruption_amid_a_computation_is_no_crash():
-    code = """
-import jax, numpy as np, sys
-from qerl_jax import cli
-from qerl_jax.commands import plot
-def interrupted(arguments):
-    found = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, x: x @ x / 500, x))(np.ones((500, 500)))
-    found.copy_to_host_async()  # the first that `jax.device_get` does
-    raise KeyboardInterrupt
-plot.run = interrupted
-sys.exit(cli.main(["plot", "x"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_output_in_a_locale_of_ascii_and_to_a_closed_terminal(closed):
-    code = """
-import os, sys
-from qerl_jax import cli
-from qerl_jax.commands import plot
-plot.run = lambda arguments: print("é" + os.fsdecode(b"\\xff"))
-sys.exit(cli.main(["plot", "x"]))
-"""
-    command = [sys.executable, "-c", code]
-    if closed:
-        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"" if closed else "é".encode() + b"\xff\n", b"")
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_no_file_takes_the_number_of_a_closed_stream(closed, tmp_path):
-    code = """
-import os, subprocess, sys
-from qerl_jax import cli
-from qerl_jax.commands import plot
-def run(arguments):
-    assert not sys.stdout.isatty() and not sys.stderr.isatty()
-    with open(arguments.runs[0], "w") as file:
-        print(file.fileno() > 2, file=file)
-        print(subprocess.run(["sh", "-c", "echo 1; echo 2 >&2"]).returncode, file=file, flush=True)
-        os.write(1, b"written to 1"), os.write(2, b"written to 2")
-plot.run = run
-sys.exit(cli.main(["plot", sys.argv[1]]))
-"""
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code, str(tmp_path / "file")]
-    assert subprocess.run(command, capture_output=True).returncode == 0
-    assert (tmp_path / "file").read_text() == "True\n0\n"
-
-
-def test_a_warning_for_the_user_is_one_line_without_its_place_in_the_source():
-    code = "import warnings as w; from qerl_jax.cli import main; main([]); w.warn('said'); w.warn('b', Warning)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.splitlines() == ["WARNING: said", "<string>:1: Warning: b"]
-
-
-def test_other_exceptions_keep_their_traceback(calls):
-    calls.fake("qerl_jax.rl.trainer", "train", ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        main(["train"])
-
-
-def test_too_little_memory_is_told_in_one_line(calls, capsys):
-    full = "RESOURCE_EXHAUSTED: Out of memory allocating 400000000000000 bytes."
-    calls.fake("qerl_jax.rl.trainer", "train", jax.errors.JaxRuntimeError(f"{full}\nBuffers: many"))
-    assert main(["train"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"qerl train: {full[:-1]}; lower what takes memory: rows, lengths, slots, lora_r or ")
-
-
-@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: x"), RuntimeError("RESOURCE_EXHAUSTED: x")])
-def test_other_errors_of_the_runtime_keep_their_traceback(error, calls):
-    calls.fake("qerl_jax.rl.trainer", "train", error)
-    with pytest.raises(RuntimeError, match=str(error)):
-        main(["train"])
-
-
-def test_an_error_of_the_runtime_without_jax_keeps_its_traceback():
-    code = """
-import sys
-from qerl_jax import cli
-from qerl_jax.commands import plot
-def failed(arguments):
-    raise RuntimeError("RESOURCE_EXHAUSTED: x")
-plot.run = failed
-try: cli.main(["plot", "x"])
-except RuntimeError: print("jax" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsys):
@@ -389,43 +277,6 @@ def test_runs_and_files_may_lie_at_home(calls, run, tmp_path, monkeypatch, capsy
     assert trained[1][0].generation.temperature == 0.7 and trained[2]["profile"] == str(tmp_path / "trace")
     assert main(["generate", "~/run1", "--prompts=~/q.jsonl", "--output=q.jsonl"]) == 2
     assert "q.jsonl is the file of the prompts, which would be lost" in capsys.readouterr().err
-
-
-PLOT = ["plot", "runs/a", "runs/b", "--output", "x"]
-
-
-def failing(error):
-    def run(arguments):
-        raise error
-
-    return run
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_told_in_one_line(monkeypatch, capsys, code):
-    """A write that fails names no file."""
-    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(OSError(code, os.strerror(code))))
-    assert main(PLOT) == 2
-    assert capsys.readouterr().err == f"qerl plot: {os.strerror(code)}\n"
-    # So a copy fails, whose source has room enough.
-    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(OSError(code, os.strerror(code), "from/a", None, "to/a")))
-    assert main(PLOT) == 2
-    assert capsys.readouterr().err == f"qerl plot: from/a -> to/a: {os.strerror(code)}\n"
-
-
-def test_an_error_of_the_system_that_is_no_users_is_not_caught(monkeypatch):
-    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
-    with pytest.raises(OSError, match="Input/output error"):
-        main(PLOT)
-
-
-def test_a_reader_that_has_gone_is_no_error_message(monkeypatch, capfd):
-    """What Python still has to write at its end goes nowhere."""
-    replaced, nowhere = [], os.stat(os.devnull)
-    monkeypatch.setattr(os, "dup2", lambda new, old: replaced.append((os.path.samestat(os.fstat(new), nowhere), old)))
-    monkeypatch.setattr("qerl_jax.commands.plot.run", failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))
-    assert main(PLOT) == 1
-    assert replaced == [(True, sys.stdout.fileno())] and capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["foo/bar--baz", "foo/bar.git", "foo/" + "b" * 200, "~nobody-has-this-name/model"])
