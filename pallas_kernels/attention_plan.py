@@ -8,6 +8,9 @@ from .stream_plan import RESIDENT, SMEM_LIMIT
 
 KEYS = 16  # keys of a tile, the depth of one tensor-core step over them
 HEAD_SIZES = (64, 128)
+# Bytes of all prompts' keys and values up to which those of prompts and samples are read so that they leave the L2
+# first. With more, which several CTAs may read at different times, that has not been measured.
+READ_ONCE_PROMPTS = 1 << 24
 MAX_GROUP = 8  # query heads of one key-value head: half of the 16 rows of a tensor-core tile
 
 
@@ -106,6 +109,11 @@ class AttentionPlan:
     def tile_bytes(self) -> int:
         """Keys and values of one tile."""
         return KEYS * self.E * (self.key_bytes + self.value_bytes)
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether keys and values are copied so that they leave the L2 first."""
+        return self.N * self.P * self.K * self.tile_bytes <= KEYS * READ_ONCE_PROMPTS
 
     @property
     def ring_bytes(self) -> int:

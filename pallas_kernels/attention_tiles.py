@@ -24,7 +24,7 @@ class AttentionTiles(AttentionInputs):
 
         def copy():
             _, sources, length, first = self.region(turn)
-            to = p.add(self.ring, p.mul(slot, plan.tile_bytes))
+            to = p.add(self.lane_ring, p.mul(slot, plan.tile_bytes))
             for kept, source in zip((self.keys, self.values), sources, strict=True):
                 pieces = kept.row_bytes // 16  # of a row, so a lane has every `32 / pieces`-th row
                 piece, its_row = p.rem(self.lane, pieces), p.div(self.lane, pieces)
@@ -32,7 +32,8 @@ class AttentionTiles(AttentionInputs):
                     row = p.add(its_row, i)
                     key = p.minimum(p.add(first, row), p.sub(length, 1))
                     at = p.add(p.mul(key, plan.K * kept.row_bytes), p.mul(piece, 16))
-                    mem.copy_async_16(p.add(to, kept.place(row, piece)), mem.offset(source, at))
+                    place = p.add(to, kept.place(row, piece))
+                    mem.copy_async_16(place, mem.offset(source, at), policy=self.policy)
                 to = p.add(to, KEYS * kept.row_bytes)
 
         p.when(wanted, copy)

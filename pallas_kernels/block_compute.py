@@ -23,17 +23,18 @@ class ComputeWarps(OutputTiles):
         plan = self.plan
         self.table = p.add(self.table_base, p.mul(self.warp, 8 * plan.items_warp))
         ring = p.add(self.ring_base, p.mul(self.warp, plan.depth * QUAD_BYTES))
-        self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
+        self.first_slot = mem.per_lane(p.add(ring, p.mul(self.lane, 16)), self.lane)
+        self.read_once = mem.read_once()
         first_parts = plan.parts_at_first  # the others' addresses have time
         early = self.fill_table(p.i32(0), range(first_parts))
         p.warp_sync()
         for d in range(plan.depth - 1):
-            p.when(p.lt(d, early), lambda d=d: self.fetch(p.i32(d), p.i32(d * QUAD_BYTES)))
+            p.when(p.lt(d, early), lambda d=d: self.fetch(p.i32(d), p.add(self.first_slot, d * QUAD_BYTES)))
             mem.copy_commit()
         runs = [self.run_of(share.items, self.warp) for share in self.shares]
         self.all_items = functools.reduce(p.add, [p.sub(end, begin) for begin, end in runs])
         self.barriers_seen()
-        item, slots = p.i32(0), (p.i32(0), p.i32((plan.depth - 1) * QUAD_BYTES))
+        item, slots = p.i32(0), (self.first_slot, p.add(self.first_slot, (plan.depth - 1) * QUAD_BYTES))
         for i in range(len(plan.parts)):
             needs = self.needs_of(i, self.warp)  # under way while x is
             item, slots = self.multiply(i, item, slots)
@@ -67,15 +68,18 @@ class ComputeWarps(OutputTiles):
         return filled
 
     def fetch(self, item, slot):
-        """Start the copies of this lane's part of an item into a slot of its ring, which is where that begins."""
+        """Start the copies of this lane's part of an item into a slot of its ring, the address of the lane's codes."""
         source = mem.load_shared_address(p.add(self.table, p.mul(item, 8)))
-        to_codes, to_scales = p.add(self.code_lane, slot), p.add(self.scale_lane, slot)
         codes, scales = mem.offset(source, p.mul(self.lane, 16)), mem.offset(source, p.mul(self.lane, 4))
         for unit in range(UNITS):
-            mem.copy_async_16(to_codes, codes, unit * 512, unit * 512)
+            mem.copy_async_16(slot, codes, unit * 512, unit * 512, self.read_once)
         for pair in range(2):
             at = CODE_BYTES + pair * 128
-            mem.copy_async_4(to_scales, scales, at, at)
+            mem.copy_async_4(self.scales_of(slot), scales, at, at, self.read_once)
+
+    def scales_of(self, slot):
+        """Where this lane's scales in a slot begin, less CODE_BYTES: it has 16 bytes of codes and 4 of scales."""
+        return p.sub(slot, p.mul(self.lane, 12))
 
     def multiply(self, i: int, first_item, first_slots):
         """This warp's items of part i; leaves their sums where tiles are finished. Returns the next item and its slots.
@@ -106,7 +110,8 @@ class ComputeWarps(OutputTiles):
                 return [p.opaque_zero() for _ in acc]
 
             acc = p.if_values(arith.ori(is_end, is_last), leave, acc)
-            after = p.select(p.eq(slot, (plan.depth - 1) * QUAD_BYTES), 0, p.add(slot, QUAD_BYTES))
+            is_last_slot = p.eq(slot, p.add(self.first_slot, (plan.depth - 1) * QUAD_BYTES))
+            after = p.select(is_last_slot, self.first_slot, p.add(slot, QUAD_BYTES))
             return [after, slot, p.select(is_end, 0, p.add(quad, 1)), p.select(is_end, p.add(tile, 1), tile), *acc]
 
         def decode_early():
@@ -140,9 +145,9 @@ class ComputeWarps(OutputTiles):
     def fragments(self, slot, units: range, in_place: bool = False):
         """The left operands of the m16n8k16 steps of an item's units, four registers each, one after the other."""
         for u in units:
-            words = mem.load_shared_v4(p.add(self.code_lane, slot), u * 512)
+            words = mem.load_shared_v4(slot, u * 512)
             if u % 2 == 0:
-                scale_word = mem.load_shared_b32(p.add(self.scale_lane, slot), CODE_BYTES + u // 2 * 128)
+                scale_word = mem.load_shared_b32(self.scales_of(slot), CODE_BYTES + u // 2 * 128)
             scales = decode_scales(scale_word, p.i32(0x4342 if u % 2 else 0x4140))
             for word in words:
                 yield decode_codes(word, scales, in_place)

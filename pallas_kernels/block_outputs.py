@@ -293,7 +293,7 @@ class OutputTiles(LoraWarps):
             if self.plan.m % PANEL == 0:
                 body(e, row, column)
             else:
-                p.when(p.lt(row, self.plan.m), lambda e=e, row=row, column=column: body(e, row, column))
+                p.when(p.lt(row, p.opaque(self.plan.m)), lambda e=e, row=row, column=column: body(e, row, column))
 
     def store_rows(self, out, n, tile, values):
         def store(e, row, column):

@@ -119,13 +119,34 @@ def store_shared_address(address, value):
     ptx("st.shared.b64 [$0], $1;", address, value)
 
 
-def copy_async_16(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
+def read_once() -> ir.Value:
+    """A policy for copies of what streams past: it is the first to leave the L2."""
+    i64 = ir.IntegerType.get_signless(64)
+    return ptx("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", results=[i64], effects=True)[0]
+
+
+def per_lane(value, lane):
+    """The value, in a way in which ptxas knows no part of it that lanes share. `copy_async_*` with a policy takes only
+    shared addresses that are made of these, of numbers that differ by lane, and of constants: another part ptxas puts
+    in a uniform register beside the policy's, which is an illegal instruction (seen with 13.5, and with JAX 0.11.2's
+    own). The lane is there since a shuffle of what lanes share is taken out."""
+    code = "{ .reg .b32 v;\nadd.u32 v, $1, $2;\nshfl.sync.idx.b32 v, v, $2, 31, 0xffffffff;\nsub.u32 $0, v, $2; }"
+    return ptx(code, value, lane, results=[i32_t()], effects=True, convergent=True)[0]
+
+
+def copy_async_16(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0, policy: ir.Value | None = None):
     """This lane's 16 bytes, past L1."""
-    ptx(f"cp.async.cg.shared.global.L2::128B [$0+{dst_offset}], [$1+{src_offset}], 16;", dst_shared, src_global)
+    _copy_async("cg", ".L2::128B", 16, dst_shared, src_global, dst_offset, src_offset, policy)
 
 
-def copy_async_4(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0):
-    ptx(f"cp.async.ca.shared.global [$0+{dst_offset}], [$1+{src_offset}], 4;", dst_shared, src_global)
+def copy_async_4(dst_shared, src_global, dst_offset: int = 0, src_offset: int = 0, policy: ir.Value | None = None):
+    _copy_async("ca", "", 4, dst_shared, src_global, dst_offset, src_offset, policy)
+
+
+def _copy_async(level: str, fetched: str, size: int, dst_shared, src_global, dst_offset, src_offset, policy):
+    hint, more = ("", []) if policy is None else (".L2::cache_hint", [policy])
+    where = f"[$0+{dst_offset}], [$1+{src_offset}], {size}{', $2' if more else ''}"
+    ptx(f"cp.async.{level}.shared.global{hint}{fetched} {where};", dst_shared, src_global, *more)
 
 
 def copy_commit():

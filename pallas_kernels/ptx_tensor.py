@@ -16,15 +16,17 @@ def tensor_map(ctx: launch_context.LaunchContext, ref: ir.Value, box: tuple[int,
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), descriptor)
 
 
-def tensor_load(dst_shared, descriptor, column, row, barrier, mask: ir.Value | None = None):
-    """A box at (row, column), zeros outside the matrix; with `mask` (16 bit) to the same place in several CTAs."""
+def tensor_load(dst_shared, descriptor, column, row, barrier, mask: ir.Value | None = None, policy=None):
+    """A box at (row, column), zeros outside the matrix; with `mask` (16 bit) to the same place in several CTAs. For
+    `policy` see `ptx_memory.read_once`."""
     where = "[$0], [$1, {$2, $3}], [$4]"
     code = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     args = [dst_shared, descriptor, column, row, barrier]
-    if mask is None:
-        ptx(f"{code} {where};", *args)
-    else:
-        ptx(f"{code}.multicast::cluster {where}, $5;", *args, mask)
+    for value, modifier in ((mask, ".multicast::cluster"), (policy, ".L2::cache_hint")):
+        if value is not None:
+            code, where = code + modifier, f"{where}, ${len(args)}"
+            args.append(value)
+    ptx(f"{code} {where};", *args)
 
 
 def tensor_prefetch(descriptor, column, row):

@@ -47,7 +47,8 @@ class ComputeWarps(LoraWarps, OutputTiles):
         self.place_n = p.minimum(warp_n, used - 1)
         self.place = p.add(p.mul(warp_k, used), self.place_n)
         ring = p.add(self.ring_base, p.mul(self.place, c.depth * plan.slot))
-        self.code_lane, self.scale_lane = p.add(ring, p.mul(self.lane, 16)), p.add(ring, p.mul(self.lane, 4))
+        self.first_slot = mem.per_lane(p.add(ring, p.mul(self.lane, 16)), self.lane)
+        self.read_once = mem.read_once()
         self.codes, self.scales, self.valid, self.local_tiles = [], [], [], []
         for r in range(c.tiles):
             local_tile = p.add(p.mul(warp_n, c.tiles), r)
@@ -68,7 +69,7 @@ class ComputeWarps(LoraWarps, OutputTiles):
             else:
                 self.fetch_b(adds_lora, self.first_tile)
         for d in range(c.depth - 1):
-            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.i32(d * plan.slot)))
+            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.add(self.first_slot, d * plan.slot)))
             mem.copy_commit()
         if self.pdl:
             p.grid_dependency_launch()
@@ -87,20 +88,16 @@ class ComputeWarps(LoraWarps, OutputTiles):
             mem.copy_commit()
             mem.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
             multiply = self.quad_wgmma if c.wgmma else self.quad
-            acc = multiply(
-                p.add(self.code_lane, slot),
-                p.add(self.scale_lane, slot),
-                p.add(x_lane, p.mul(x_slot, plan.x_slot)),
-                acc,
-            )
+            acc = multiply(slot, p.add(x_lane, p.mul(x_slot, plan.x_slot)), acc)
             p.warp_sync()
             p.when(self.is_lane_0, lambda: mem.barrier_arrive(p.add(self.x_empty, p.mul(x_slot, 8))))
             x_slot = self.next_slot(x_slot, c.x_depth)
             x_parity = p.xor(x_parity, p.select(p.eq(x_slot, 0), 1, 0))
-            after = p.select(p.eq(slot, (c.depth - 1) * plan.slot), 0, p.add(slot, plan.slot))
+            is_last_slot = p.eq(slot, p.add(self.first_slot, (c.depth - 1) * plan.slot))
+            after = p.select(is_last_slot, self.first_slot, p.add(slot, plan.slot))
             return [after, slot, x_slot, x_parity, *acc]
 
-        state = [p.i32(0), p.i32((c.depth - 1) * plan.slot), p.i32(0), p.i32(0)]
+        state = [self.first_slot, p.add(self.first_slot, (c.depth - 1) * plan.slot), p.i32(0), p.i32(0)]
         acc = [p.f32(0.0)] * (plan.chains * plan.sums_warp)
         if c.wgmma and c.promote:
             self.totals = p.add(p.add(self.totals_base, p.mul(self.place, plan.totals_warp)), p.mul(self.lane, 16))
@@ -159,40 +156,44 @@ class ComputeWarps(LoraWarps, OutputTiles):
         return out
 
     def fetch(self, q, slot):
-        """Start the copies of this lane's part of quad `q` into a slot of its ring, which is where that begins."""
+        """Start the copies of this lane's part of quad `q` into a slot of its ring, the address of the lane's codes."""
         plan, c = self.plan, self.plan.config
-        to_codes, to_scales = p.add(self.code_lane, slot), p.add(self.scale_lane, slot)
         at = p.mul(q, QUAD_BYTES)
 
         def tile(r):
             codes, scales = mem.offset(self.codes[r], at), mem.offset(self.scales[r], at)
             first = r * plan.tile_slot
             for u in range(plan.units_warp):
-                mem.copy_async_16(to_codes, codes, first + u * 512, u * 512)
+                mem.copy_async_16(slot, codes, first + u * 512, u * 512, self.read_once)
             for pair in range(-(-plan.units_warp // 2)):
-                mem.copy_async_4(to_scales, scales, first + plan.units_warp * 512 + pair * 128, pair * 128)
+                to = first + plan.units_warp * 512 + pair * 128
+                mem.copy_async_4(self.scales_of(slot), scales, to, pair * 128, self.read_once)
 
         for r in range(c.tiles):
             p.when(self.valid[r], lambda r=r: tile(r))
 
-    def words_and_scales(self, u: int, code_at, scale_at):
+    def scales_of(self, slot):
+        """Where this lane's scales in a slot begin, less the bytes of all codes: it has 16 of these and 4 of scales."""
+        return p.sub(slot, p.mul(self.lane, 12))
+
+    def words_and_scales(self, u: int, slot):
         """The words of a unit's codes and its decoded scales, of each of this warp's row tiles."""
         plan, words, scales = self.plan, [], []
         for r in range(plan.config.tiles):
-            words.append(mem.load_shared_v4(code_at, r * plan.tile_slot + u * 512))
+            words.append(mem.load_shared_v4(slot, r * plan.tile_slot + u * 512))
             at = r * plan.tile_slot + plan.units_warp * 512 + u // 2 * 128
             which = self.scale_bytes if plan.units_warp == 1 else p.i32(0x4342 if u % 2 else 0x4140)
-            scales.append(decode_scales(mem.load_shared_b32(scale_at, at), which))
+            scales.append(decode_scales(mem.load_shared_b32(self.scales_of(slot), at), which))
         return words, scales
 
-    def quad(self, code_at, scale_at, x_at, acc):
+    def quad(self, slot, x_at, acc):
         """This warp's units of a quad for its row tiles: 4 m16n8k16 steps a unit, row tile and 8 rows of x, in the
         unit's chain."""
         plan, c = self.plan, self.plan.config
         acc = list(acc)
         for u in range(plan.units_warp):
             first = u % plan.chains * plan.sums_warp
-            words, scales = self.words_and_scales(u, code_at, scale_at)
+            words, scales = self.words_and_scales(u, slot)
             for half in range(2):
                 a = [[decode_codes(words[r][2 * half + j], scales[r]) for r in range(c.tiles)] for j in range(2)]
                 for i in range(plan.m_tiles):
@@ -204,14 +205,14 @@ class ComputeWarps(LoraWarps, OutputTiles):
                             acc[s] = p.mma_half(acc[s], a[j][r], x[2 * j], x[2 * j + 1])
         return acc
 
-    def quad_wgmma(self, code_at, scale_at, x_at, acc):
+    def quad_wgmma(self, slot, x_at, acc):
         """The same with wgmma: one unit is decoded while the one before is multiplied."""
         plan, c = self.plan, self.plan.config
         acc, size = list(acc), plan.m_tiles * 4
         rows = plan.m_tiles * 8
         first = p.b_descriptor(x_at, k_stride=rows * 16, n_stride=128)
         for u in range(plan.units_warp):
-            words, scales = self.words_and_scales(u, code_at, scale_at)
+            words, scales = self.words_and_scales(u, slot)
             for half in range(2):
                 a = [
                     [decode_codes(words[r][2 * half + j], scales[r], in_place=True) for r in range(c.tiles)]

@@ -297,6 +297,7 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
 
     def load_weights(self):
         plan, c = self.plan, self.plan.config
+        policy = mem.read_once() if plan.m_tiles == 1 else None  # each tile of rows reads all weights
 
         def one(unit, carry):
             r_tile, _ = self.tile(unit)
@@ -331,8 +332,9 @@ class _Kernel(MultiplyWarps, SplitTiles, SpareCtas, NormWarps):
                 row, quad, pair = p.mul(rows, row_tiles), p.mul(p.shr(units, 1), QUAD_WORDS), p.and_(units, 1)
                 for w, (codes, scales) in enumerate(of_weights):
                     at, scales_at = p.add(to, w * row_tiles * 1024), p.add(to, SCALES_AT + w * row_tiles * 128)
-                    pt.tensor_load(at, codes, p.add(quad, p.mul(pair, 256)), row, full)
-                    pt.tensor_load(scales_at, scales, p.add(quad, p.add(p.mul(pair, 32), 512)), row, full)
+                    in_scales = p.add(quad, p.add(p.mul(pair, 32), 512))
+                    pt.tensor_load(at, codes, p.add(quad, p.mul(pair, 256)), row, full, policy=policy)
+                    pt.tensor_load(scales_at, scales, in_scales, row, full, policy=policy)
                 return self.advance(slot, parity, c.w_depth)
 
             if plan.given_h:

@@ -379,7 +379,7 @@ def make_memory(m):
         bulk_copy(to, source, n_bytes, full, range(first, first + count))
 
     def copy_async(size):
-        def copy(to, source, to_offset=0, source_offset=0):
+        def copy(to, source, to_offset=0, source_offset=0, policy=None):
             byte = source.astype(np.int64) + source_offset
             active = m.now.mask
             assert (byte[active] % size == 0).all() and byte[active].max() + size <= m.end
@@ -416,6 +416,7 @@ def make_memory(m):
         copy_wait_all()
         barrier(address).arrive(32)
 
+    mem.read_once, mem.per_lane = lambda: None, lambda value, lane: _lanes(value)
     mem.bulk_load_to_all, mem.bulk_load = bulk_load_to_all, bulk_load
     mem.copy_async_16, mem.copy_async_4 = copy_async(16), copy_async(4)
     mem.copy_commit, mem.copy_arrive = copy_commit, copy_arrive

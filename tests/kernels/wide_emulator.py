@@ -160,7 +160,7 @@ def _make_tensor(m, mem):
 
     pt.store_own_f32x4 = store_own_f32x4
 
-    def tensor_load(to, source, column, row, barrier, mask=None):
+    def tensor_load(to, source, column, row, barrier, mask=None, policy=None):
         (ref, box, swizzle), to = maps[int(source[0])], int(to[0])
         end = ref + int(np.prod(ref.shape)) * ref.itemsize
         stored = [at for places in m.unordered.values() for at in places if at is not None]
