@@ -7,7 +7,9 @@ without a driver set JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1). A
 tiles a matmul takes may differ from a real run; which kernels there are does not. Programs of two and of three layers
 are compiled, whose difference is a layer, and with --whole the one of all layers. With --queued the loop is that of
 slots that are filled again. `code` tells of each Mosaic kernel of two layers its registers, the bytes that ptxas
-spilled (stored and loaded), and how many PTX instructions it has.
+spilled (stored and loaded), and how many PTX instructions it has; with nvdisasm beside ptxas (`pip install
+nvidia-cuda-nvdisasm`) also how many instructions of the GPU, and how many of them are the copies that
+`ptx_memory.per_lane` is there to prevent, which must be none.
 """
 
 import argparse
@@ -112,14 +114,18 @@ def code_of(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.ptxas"), key=lambda path: path.stat().st_mtime):
         told, ptx = path.read_text(), path.with_suffix(".ptx").read_text()
         stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", told)[-1]
-        found.append(
-            {
-                "kernel": path.stem.rsplit("_", 1)[0],
-                "registers": int(re.findall(r"Used (\d+) registers", told)[-1]),
-                "spilled_bytes": [int(stored), int(loaded)],
-                "ptx_instructions": len(re.findall(r"^\s*[@a-z][^\n]*;$", ptx, re.MULTILINE)),
-            }
-        )
+        kernel = {
+            "kernel": path.stem.rsplit("_", 1)[0],
+            "registers": int(re.findall(r"Used (\d+) registers", told)[-1]),
+            "spilled_bytes": [int(stored), int(loaded)],
+            "ptx_instructions": len(re.findall(r"^\s*[@a-z][^\n]*;$", ptx, re.MULTILINE)),
+        }
+        assembly = path.with_suffix(".sass_ctrl")
+        if assembly.exists():
+            sass = assembly.read_text()
+            kernel["sass_instructions"] = len(re.findall(r"/\*[0-9a-f]{4,}\*/", sass))
+            kernel["illegal_copies"] = len(re.findall(r"LDGSTS\S* \[[^]]*\+UR", sass))
+        found.append(kernel)
     return found
 
 

@@ -60,6 +60,12 @@ def test_what_mosaics_dumps_say(tmp_path):
         "    24 bytes stack frame, 20 bytes spill stores, 36 bytes spill loads\n"
         "ptxas info    : Used 128 registers, used 3 barriers\n"
     )
-    assert code_of(tmp_path) == [
-        {"kernel": "block", "registers": 128, "spilled_bytes": [20, 36], "ptx_instructions": 4}
-    ]
+    told = {"kernel": "block", "registers": 128, "spilled_bytes": [20, 36], "ptx_instructions": 4}
+    assert code_of(tmp_path) == [told]
+    (tmp_path / "block_0.sass_ctrl").write_text(
+        ".text.block:\n"
+        "   -:-:-:Y:03        /*0580*/              @!P6 LDGSTS.E.BYPASS.128 [R3+0x200], desc[UR4][R16.64] \n"
+        "   -:-:-:Y:03        /*12c0*/               @P1 LDGSTS.E.BYPASS.128 [R6+UR8+0x12d80], desc[UR9][R8.64] \n"
+        "   -:-:-:Y:01        /*12d0*/                   LDS.128 R4, [R6+UR8+0x100] \n"
+    )
+    assert code_of(tmp_path) == [told | {"sass_instructions": 3, "illegal_copies": 1}]
