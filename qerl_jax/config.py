@@ -6,6 +6,7 @@ default is what a file that leaves it out gets. `config_files.load_config` reads
 """
 
 import dataclasses
+import fractions
 import math
 import os
 from collections.abc import Mapping
@@ -290,7 +291,9 @@ class Config:
             return self.optimizer.max_steps
         assert self.optimizer.num_train_epochs is not None
         epochs = self.optimizer.num_train_epochs
-        rollouts = max(1, math.ceil(min(1e18, epochs * dataset_length / self.prompts_per_rollout)))
+        decimal = fractions.Fraction(repr(float(epochs)))  # 1.1 as it was written
+        exact = decimal * dataset_length / self.prompts_per_rollout
+        rollouts = math.ceil(min(max(fractions.Fraction(1), exact), fractions.Fraction(10**18)))
         steps = rollouts * self.updates_per_rollout
         if steps >= 2**31:
             raise UserError(

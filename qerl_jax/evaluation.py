@@ -66,7 +66,7 @@ def evaluate(
     Returns:
       {"sampled": {name: mean}, "greedy": {name: mean}, "samples": the first greedy completions with their prompts}.
       Beside the functions' names stands "completions/mean_length", in tokens, and with several completions sampled
-      and a function `accuracy` "pass@k" for k = 2, 4, .. and all of them.
+      and a function `accuracy`, whose scores are 0 and 1, "pass@k" for k = 2, 4, .. and all of them.
     """
     key = jax.random.fold_in(jax.random.key(seed), STREAM)
     prompts, lengths = configured_ids(config, policy, examples)
@@ -77,13 +77,18 @@ def evaluate(
         texts, ids = decode_completions(policy.tokenizer, out)
         scores = _scores(config, rewards, examples, texts, ids, count)
         results[mode] = scores.means | {_MEAN_LENGTH: float(np.mean([len(row) for row in ids]))}
-        if count > 1 and "accuracy" in scores.each:
+        if count > 1 and _right_or_wrong(scores.each.get("accuracy")):
             results[mode] |= pass_at_k(scores.each["accuracy"].reshape(-1, count))
     results["samples"] = [
         {"prompt": example["prompt"], "completion": text}
         for example, text in zip(examples[:_SAMPLES], texts, strict=False)
     ]
     return results
+
+
+def _right_or_wrong(values: np.ndarray | None) -> bool:
+    """Whether these scores are 0, 1 or none (NaN); a user's own function `accuracy` may give others."""
+    return values is not None and bool(np.isin(values[~np.isnan(values)], (0, 1)).all())
 
 
 def _engines(config: Config, policy: Policy) -> Iterator[tuple[str, Engine, int]]:
@@ -166,13 +171,13 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
 
     Raises:
       UserError: the run has saved nothing yet, something it names is gone or another model now, or its config says
-        another model or adapter than it began with.
+        another model, or other options of the adapter, than it began with.
     """
     config = load_config(str(run / run_files.CONFIG))
     run_options.refuse_what_has_gone(
         config, run, "model.model_name_or_path", "evaluation.eval_dataset", "reward.functions"
     )
-    identity = run_folder.trained_on(run, config)
+    began = run_folder.trained_on(run, config)
     if num_generations_eval is not None:
         options = dataclasses.replace(config.evaluation, num_generations_eval=num_generations_eval)
         config = dataclasses.replace(config, evaluation=options)
@@ -183,14 +188,25 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         adapter = learned_adapter(run, config)
         policy = configured_policy(config)
         now = model_identity(config.model.model_name_or_path, policy.fingerprint)
-        run_folder.refuse_another_model(run, identity, now)
+        run_folder.refuse_another_model(run, began.identity, now)
         check_configured_prompts(config, policy, examples, data.where)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
-        _warn_of_changed_data(run, config, identity.get("evaluation data"), of_run.fingerprint)
+        _warn_of_changed_data(run, config, began.identity.get("evaluation data"), of_run.fingerprint)
+        _warn_of_changed_rewards(run, began.changed_rewards(rewards.sources))
         compiled_together(lowered_evaluation(config, policy, adapter, len(examples)))
         measured = evaluate(config, policy, adapter, rewards, examples, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
+
+
+def _warn_of_changed_rewards(run: Path, changed: list[str]) -> None:
+    for name in changed:
+        _log.warning(
+            "%s: the source of reward function %s has changed since the run: what it gives now may not compare with "
+            "what it gave",
+            run,
+            name,
+        )
 
 
 def _warn_of_changed_data(run: Path, config: Config, was: str | None, now: str) -> None:

@@ -66,7 +66,10 @@ class LiveLine:
         for label, key, form in _SHOWN:
             value = row.get(key)
             if value is not None:
-                parts.append(f"{label}{format(float(value), form)}")
+                value = float(value)
+                if form.endswith("%") and not 0 <= value <= 1:  # scores of a user's own function of that name
+                    form = ".3f"
+                parts.append(f"{label}{format(value, form)}")
         if "perf/throughput" in row:
             parts.append(f"{float(row['perf/throughput']):,.0f} tokens/s")
         (began, first), (now, last) = self._ticks[0], self._ticks[-1]

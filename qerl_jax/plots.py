@@ -80,7 +80,7 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
     figure = Figure(figsize=(13.0, 7.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     for index, (axes, panel) in enumerate(zip(figure.subplots(2, 3).flat, _PANELS, strict=True)):
         if panel.draw(axes, loaded):
-            _finish(axes, panel, loaded, legend=index == 0 or len(loaded) == 1)
+            _finish(axes, panel, loaded, legend=index == 0 or panel.file == "accuracy" or len(loaded) == 1)
         else:
             axes.set_title(panel.title, loc="left", color=_INK)
             axes.text(0.5, 0.5, "not recorded", ha="center", va="center", color="#888888", transform=axes.transAxes)
@@ -189,8 +189,11 @@ def _accuracy(axes: Axes, runs: list[_Run]) -> bool:
     for mode, marker in modes.items():
         colour = _colour(0) if len(runs) == 1 else _INK
         axes.plot([], [], color=colour, ls="none", marker=marker, mfc="white", label=f"held-out problems, {mode}")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylim(0, 1)
+    drawn_values = [value for line in axes.lines for value in np.asarray(line.get_ydata(), float)]
+    # not so where a user's own function has that name
+    if all(not np.isfinite(value) or 0 <= value <= 1 for value in drawn_values):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(0, 1)
     return drawn or bool(modes)
 
 

@@ -7,6 +7,7 @@ that a later complaint can name the file and line.
 import dataclasses
 import importlib.resources
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,19 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     for old in [name for name in sources if name.startswith(f"{option}.")]:
         del sources[old]  # what was in the section is gone with it
     sources |= found
+
+
+def override(option: str, text: str) -> str:
+    """`option=text` as an override that sets a text, in quotes where YAML would read it as something else."""
+    plain = f"{option}={text}"
+    try:
+        values: dict[str, Any] = {}
+        _apply(plain, values, {})
+        for part in option.split("."):
+            values = values[part]
+    except UserError:
+        values = {}
+    return plain if values == text else f"{option}={json.dumps(text, ensure_ascii=False)}"
 
 
 def _set_by_override(option: str, value: Any, sources: dict[str, Source]) -> None:

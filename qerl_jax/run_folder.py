@@ -117,6 +117,9 @@ def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
     try:
         folder, config = _named(config, fresh=False)
         _, begun, changed, newest = _compared(folder, config)
+        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(place, os.W_OK):
+            raise UserError(f"{place} cannot be written to, so run.output_dir {folder} can hold no run")
         if begun is None or changed:
             return None
         if newest is None:
@@ -219,18 +222,22 @@ def _begun(folder: Path) -> tuple[Config | None, dict[str, Any], tuple[Progress,
     """The config of a folder, None if it has no checkpoint and is not finished; the options that its newest undamaged
     checkpoint keeps, or its summary; and that checkpoint's progress and step."""
     newest = newest_progress(folder / CHECKPOINTS)
-    _, kept = _identity_and_options(folder, newest)
+    *_, kept = _kept(folder, newest)
     has_begun = (folder / SUMMARY).is_file() or checkpoint_steps(folder / CHECKPOINTS)
     return load_config(str(folder / CONFIG)) if has_begun else None, kept, newest
 
 
-def _identity_and_options(folder: Path, newest: tuple[Progress, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run is trained on and its options, by its summary, or by `newest_progress`; empty where it has neither."""
+def _kept(folder: Path, newest: tuple[Progress, int] | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What a run is trained on, the sources of its reward functions and its options, by its summary, or by
+    `newest_progress`; empty where it has neither."""
+    names = "identity", "rewards", OPTIONS
     if (summary := folder / SUMMARY).is_file():
         fields = Fields(read_json(summary), str(summary))
-        return fields.object("identity"), fields.object(OPTIONS)
-    progress = {} if newest is None else newest[0]
-    return progress.get("identity", {}), progress.get(OPTIONS, {})
+        identity, rewards, options = map(fields.object, names)
+    else:
+        progress = {} if newest is None else newest[0]
+        identity, rewards, options = (progress.get(name, {}) for name in names)
+    return identity, rewards, options
 
 
 def as_begun(config: Config) -> Config:
@@ -345,7 +352,19 @@ def refuse_another_model(folder: Path, stored: dict[str, Any], now: dict[str, An
     _refuse_changes(said, stored, now, f"write its place into model.model_name_or_path of {folder / CONFIG}")
 
 
-def trained_on(folder: Path, config: Config) -> dict[str, Any]:
+class TrainedOn(NamedTuple):
+    """What a run was trained on (`rl.assembly.Experiment.identity`), and digests of the sources of its reward functions
+    by name (`RewardFunctions.sources`), of which an earlier version kept none at its end."""
+
+    identity: dict[str, Any]
+    rewards: dict[str, str]
+
+    def changed_rewards(self, now: dict[str, str]) -> list[str]:
+        """The functions that have another source now."""
+        return _changed(self.rewards, now)
+
+
+def trained_on(folder: Path, config: Config) -> TrainedOn:
     """What a run was trained on, as its end or its newest undamaged checkpoint tells; empty where it has neither.
 
     Args:
@@ -356,10 +375,10 @@ def trained_on(folder: Path, config: Config) -> dict[str, Any]:
       UserError: the config has been edited since, and would load others.
     """
     newest = None if (folder / SUMMARY).is_file() else newest_progress(folder / CHECKPOINTS)
-    identity, kept = _identity_and_options(folder, newest)
+    identity, rewards, kept = _kept(folder, newest)
     if changed := changes_of_policy(kept, config):
         raise UserError(_begun_otherwise(folder, changed) + f" in {folder / CONFIG}")
-    return identity
+    return TrainedOn(identity, rewards)
 
 
 def _begun_otherwise(folder: Path, changed: list[str]) -> str:

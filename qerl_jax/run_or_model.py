@@ -69,7 +69,7 @@ def find_source(name: str, own_adapter: bool) -> Source:
         return Source(name, None, "auto", None, None)
     config = load_config(str(run / run_files.CONFIG))
     run_options.refuse_what_has_gone(config, run, "model.model_name_or_path")
-    learned = Learned(run, config, run_folder.trained_on(run, config)) if own_adapter else None
+    learned = Learned(run, config, run_folder.trained_on(run, config).identity) if own_adapter else None
     model, kwargs = config.model, config.data.chat_template_kwargs
     return Source(model.model_name_or_path, model.weight_format, model.dtype, learned, kwargs)
 

@@ -11,7 +11,7 @@ from qerl_jax.models.source import resolve
 from qerl_jax.models.tokenizer import Tokenizer
 
 
-def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch):
+def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch, caplog):
     """Conversations from a file, a reward function from a file that reads a column of it, a variable of the chat
     template, and --profile."""
     model = shutil.copytree(resolve(MODEL), tmp_path / "model")
@@ -56,6 +56,16 @@ def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch):
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     # All rows are checked and evaluated, before and after, twice 16 each, and 2 sampled from in each step.
     assert len(seen) == 4 * 16 + 3 * 2 and all(text.endswith(" pens. How many?") for text in seen)
+    caplog.clear()
+    run_main("evaluate", tmp_path / "run")
+    assert not any("the source of reward function" in record.message for record in caplog.records)
+    with (tmp_path / "mine.py").open("a") as source:
+        source.write("\n")
+    run_main("evaluate", tmp_path / "run")
+    told = (
+        f"{tmp_path / 'run'}: the source of reward function near has changed since the run: what it gives now may not"
+    )
+    assert sum(record.message.startswith(told) for record in caplog.records) == 1
     run, answers, given = tmp_path / "run", ("--prompts", data, "--max-new-tokens", 2), "--chat-template-kwargs"
     for asked, words in {
         True: (["evaluate", run], ["generate", run], ["generate", model, given, '{"enable_thinking": false}']),

@@ -94,6 +94,8 @@ def test_total_steps_of_epochs_are_whole_rollouts():
     assert config.total_steps(dataset_length=100) == 10  # 150 prompts / 16, rounded up
     with pytest.raises(UserError, match=r"noise.num_stages is 3; allowed: at most the 1 rollouts that"):
         config.total_steps(dataset_length=8)
+    decimal = Config(optimizer=OptimizerOptions(num_train_epochs=1.1))
+    assert decimal.total_steps(dataset_length=10 * decimal.prompts_per_rollout) == 11 * decimal.updates_per_rollout
     endless = Config(optimizer=OptimizerOptions(num_train_epochs=1e30))
     with pytest.raises(UserError, match=r"num_train_epochs is 1e\+30, which gives .*; allowed: fewer than 2\^31 steps"):
         endless.total_steps(dataset_length=8)

@@ -8,7 +8,7 @@ import pytest
 
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation import evaluate, evaluation_plan, pass_at_k
+from qerl_jax.evaluation import _right_or_wrong, evaluate, evaluation_plan, pass_at_k
 from qerl_jax.models.init import init_adapter
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl.assembly import configured_policy, evaluation_data, held_out, sampling_engine, sampling_settings
@@ -33,6 +33,13 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k():
     for name, value in found.items():
         chosen = itertools.combinations(range(6), int(name.removeprefix("pass@")))
         assert value == pytest.approx(np.mean([scores[:, columns].max(1).mean() for columns in map(list, chosen)]))
+
+
+@pytest.mark.parametrize(
+    ("scores", "counted"), [([0.0, 1.0, np.nan], True), ([10.0, -2.0], False), ([0.5, 1.0], False)]
+)
+def test_pass_at_k_is_of_scores_of_right_and_wrong_alone(scores, counted):
+    assert _right_or_wrong(np.asarray(scores, np.float32)) == counted
 
 
 def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():

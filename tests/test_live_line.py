@@ -83,6 +83,13 @@ def test_live_line_elsewhere_prints_every_n_steps():
     ]
 
 
+@pytest.mark.parametrize(("accuracy", "shown"), [(0.25, "25.0%"), (1.0, "100.0%"), (-2.0, "-2.000"), (2.5, "2.500")])
+def test_an_accuracy_that_is_no_share_is_no_percentage(accuracy, shown):
+    stream = io.StringIO()
+    LiveLine(1, stream=stream).update({"step": 1, "rewards/accuracy/mean": accuracy})
+    assert f"accuracy {shown}" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (3599.4, "59m59s"), (3600, "1h00m"), (7620, "2h07m")],

@@ -60,6 +60,14 @@ def test_one_run_gives_a_picture_per_quantity_and_an_overview(tmp_path, drawn):
     assert np.isnan(sigma.lines[0].get_ydata()[:3]).all()
 
 
+def test_an_accuracy_that_is_no_share_is_drawn_as_it_is(tmp_path, drawn):
+    summary = {"before": {"greedy": {"accuracy": 0.25}}, "after": {"greedy": {"accuracy": 2.8}}}
+    plot_runs([make_run(tmp_path / "run", **{"rewards/accuracy/mean": -2.0})], tmp_path / "out", summary=summary)
+    (axes,) = drawn["accuracy"].axes
+    low, high = axes.get_ylim()
+    assert low <= -2 and high >= 2.8 and "%" not in axes.yaxis.get_major_formatter()(0.5, 0)
+
+
 def test_periodic_evaluations_and_a_summary_not_yet_written(tmp_path, drawn):
     run = make_run(tmp_path / "run", steps=3, **{"eval/arithmetic/sampled/accuracy": 0.5})
     plot_runs([run], tmp_path / "out", summary={"before": {"sampled": {"accuracy": 0.1}}})
@@ -73,6 +81,8 @@ def test_several_runs_share_axes_and_are_told_apart(tmp_path, drawn):
     assert drawn["reward"].axes[0].get_legend_handles_labels()[1] == ["a/run", "b/run"]
     assert len({line.get_color() for line in drawn["reward"].axes[0].lines}) == 2
     assert len(drawn["overview"].axes) == 6
+    with_legend = [axes.get_title(loc="left") for axes in drawn["overview"].axes if axes.get_legend() is not None]
+    assert with_legend == ["Reward", "Accuracy"]  # whose markers have a meaning
 
 
 def test_quantities_nobody_recorded_have_no_picture_and_null_is_a_gap(tmp_path, drawn):

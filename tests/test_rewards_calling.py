@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import gc
 import re
 
@@ -48,6 +49,46 @@ def test_what_is_taken_by_position_only_is_refused_before_a_call():
         return [scale, scale]
 
     assert call("m:f", harmless, *BATCH) == [1.0, 1.0]
+
+
+def test_what_an_asynchronous_function_keeps_is_good_in_the_next_call():
+    two_at_once, running = asyncio.Semaphore(2), {}
+
+    async def one(completion):
+        async with two_at_once:
+            await asyncio.sleep(0)
+            return float(len(completion))
+
+    async def forever():
+        await asyncio.Event().wait()
+
+    async def f(prompts, completions, completion_ids, **columns):
+        task = running.setdefault("task", asyncio.create_task(forever()) if not running else None)
+        await asyncio.gather(*(one(completion * 2) for completion in completions))  # some of them wait for others
+        return [0.0 if task.done() else await one(completion) for completion in completions]
+
+    expected = [float(len(completion)) for completion in BATCH[1]]
+    assert call("m:f", f, *BATCH) == call("m:f", f, *BATCH) == expected
+
+
+def test_a_decorated_function_has_the_parameters_of_what_is_called():
+    def of_one(completion, target):
+        return float(len(completion) + len(target))
+
+    @functools.wraps(of_one)
+    def outer(prompts, completions, completion_ids, **columns):
+        return [of_one(*pair) for pair in zip(completions, columns["answer"], strict=True)]
+
+    def inner(prompts, completions, completion_ids, answer):
+        return [0.5] * len(completions)
+
+    @functools.wraps(inner)
+    def hands_on(*args, **kwargs):
+        return inner(*args, **kwargs)
+
+    assert accepted("m:f", outer, ["answer", "level"]) == ["answer", "level"]
+    assert accepted("m:f", hands_on, ["answer", "level"]) == ["answer"]
+    assert len(call("m:f", outer, *BATCH)) == len(call("m:f", hands_on, *BATCH)) == len(BATCH[1])
 
 
 def test_what_is_asynchronous_is_awaited():

@@ -31,8 +31,19 @@ def test_a_function_that_applies_nowhere_has_no_mean():
 
 
 def test_a_row_without_any_reward_is_an_error():
-    with pytest.raises(UserError, match=r"row 1 has no reward: every function \(a, b\) returned None"):
+    with pytest.raises(
+        UserError, match=r"row 1 \(counted from 0\) has no reward: every function \(a, b\) returned None"
+    ):
         combine({"a": [1.0, None], "b": [1.0, None]}, [1.0, 1.0])
+
+
+def test_a_function_that_is_only_logged_gives_no_row_a_reward():
+    scores = {"a": [1.0, None], "b": [1.0, None], "length": [3.0, 4.0]}
+    expected = r"row 1 .* has no reward: every function whose weight is not 0 \(a, b\) returned None"
+    with pytest.raises(UserError, match=expected):
+        combine(scores, [1.0, 2.0, 0.0])
+    assert combine(scores, [0.0, 0.0, 0.0]).total.tolist() == [0.0, 0.0]
+    assert combine(scores, [1.0, 1.0, 0.5]).total.tolist() == [3.5, 2.0]
 
 
 def test_a_completion_without_a_reward_is_told_by_its_prompt(tmp_path):
@@ -58,14 +69,15 @@ def test_no_completions_have_no_scores(tmp_path):
 
 def test_a_sum_out_of_range_is_an_error():
     with pytest.raises(
-        UserError, match=r"row 1 has the reward 3e\+20, from a 3, b 1 times the weights \[1e\+20, 1.0\]"
+        UserError,
+        match=r"row 1 \(counted from 0\) has the reward 3e\+20, from a 3, b 1 times the weights \[1e\+20, 1.0\]",
     ):
         combine({"a": [0.0, 3.0], "b": [1.0, 1.0]}, [1e20, 1.0])
 
 
 def test_a_negative_sum_out_of_range_is_an_error_too():
     for weight, total in ((1e20, r"-3e\+20"), (1e39, r"-3e\+39")):  # the second is infinite in float32
-        with pytest.raises(UserError, match=f"row 0 has the reward {total}"):
+        with pytest.raises(UserError, match=rf"row 0 \(counted from 0\) has the reward {total}"):
             combine({"a": [-3.0]}, [weight])
 
 
@@ -184,7 +196,10 @@ def test_the_soft_overlong_punishment_counts_tokens_with_its_weight():
 
 def test_a_row_that_no_function_can_score_is_refused_before_a_run(tmp_path):
     rows = [{"prompt": "p", "answer": "1"}, {"prompt": "What is it?", "answer": None}]
-    expected = "rows.jsonl: row 1 has no reward: every function (accuracy) returned None; at least one must apply"
+    expected = (
+        "rows.jsonl: row 1 (counted from 0) has no reward: every function (accuracy) returned None; at least one must "
+        "apply"
+    )
     with RewardFunctions(options(("accuracy", 1.0))) as rewards, pytest.raises(UserError) as caught:
         rewards.check(rows, "rows.jsonl")
     assert expected in str(caught.value)

@@ -125,7 +125,7 @@ def test_accuracy_reads_the_assistants_message():
 
 @pytest.mark.parametrize("answer", ["four", "", True, [4], float("nan"), "1 2", "2e", "e5", "1e9999"])
 def test_an_answer_that_is_no_number_names_its_row(answer):
-    with pytest.raises(UserError, match="column answer of row 1 is"):
+    with pytest.raises(UserError, match=r"column answer of row 1 \(counted from 0\) is"):
         accuracy(["p", "p"], ["#### 4", "#### 4"], [[1], [1]], answer=["4", answer])
 
 

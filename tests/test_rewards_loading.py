@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import os
+import pickle
 import py_compile
 import sys
 
@@ -36,6 +37,13 @@ def test_a_module_and_a_file(module):
         assert function(completions=["ab", ""]) == [2, 0]
         assert inspect.getsource(function).startswith("def length")
         assert source_digest(name) == hashlib.sha256((module / "my_rewards.py").read_bytes()).hexdigest()
+
+
+def test_what_a_file_with_a_dot_in_its_name_defines_can_be_pickled(tmp_path):
+    file = tmp_path / "rewards.v2.py"
+    file.write_text("class Found:\n    pass\n\ndef score(**columns):\n    return Found()\n")
+    found = load_function(parse_name(f"{file}:score"))()
+    assert type(pickle.loads(pickle.dumps(found))) is type(found)
 
 
 @pytest.mark.parametrize("file", ["mine.py", "rewritten.py", "rewritten_package/inner.py"])

@@ -106,7 +106,7 @@ def test_what_a_group_agrees_on_is_compared_once(monkeypatch):
     "answer", [float("nan"), float("inf"), "", " ", "$$", "####", "\\boxed{7", True, [7], {"a": 1}]
 )
 def test_an_entry_that_is_no_answer_is_named(answer):
-    with pytest.raises(UserError, match=r"column answer of row 1 is .*; expected LaTeX or a number"):
+    with pytest.raises(UserError, match=r"column answer of row 1 \(counted from 0\) is .*; expected LaTeX or a number"):
         math.accuracy(["p"] * 2, ["\\boxed{7}"] * 2, [[1]] * 2, ["7", answer])
 
 
@@ -145,7 +145,9 @@ def test_every_row_is_checked_before_a_run_and_a_users_function_is_not_called(tm
     functions = RewardFunction("qerl_jax.rewards.math:accuracy"), RewardFunction(f"{tmp_path}/mine.py:f")
     with RewardFunctions(RewardOptions(functions)) as rewards:
         rewards.check(rows[:2], "rows.jsonl")
-        with pytest.raises(UserError, match=r"rows\.jsonl: reward accuracy: column answer of row 2 is '\$\$'"):
+        with pytest.raises(
+            UserError, match=r"rows\.jsonl: reward accuracy: column answer of row 2 \(counted from 0\) is '\$\$'"
+        ):
             rewards.check(rows, "rows.jsonl")
 
 

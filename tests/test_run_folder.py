@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -219,6 +220,16 @@ def test_a_folder_that_cannot_be_made_is_refused_by_the_plan_as_by_the_run(tmp_p
     assert run_folder.as_begun(given) == given
     planned = run_folder.standing(given, {})
     assert planned.said.endswith(f" train` refuses it: {expected}") and planned.refused
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_by_the_plan(tmp_path, monkeypatch):
+    given = load_config("quickstart", [f"run.output_dir={tmp_path / 'deep' / 'run'}"])
+    assert run_folder.standing(given, {}) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # as where a disk is read-only
+    planned = run_folder.standing(given, {})
+    assert planned.refused and planned.said.endswith(
+        f"{tmp_path} cannot be written to, so run.output_dir {tmp_path / 'deep' / 'run'} can hold no run"
+    )
 
 
 def test_a_second_process_is_refused(tmp_path):

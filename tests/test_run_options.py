@@ -136,7 +136,8 @@ def test_options_edited_since_are_refused_with_what_was_learned_but_those_of_eva
     folder = open_once(config(tmp_path, "model.dtype=float32"))
     options = {"lora.lora_alpha": 32.0, "model.dtype": "float32", "evaluation.num_problems": 4, "of.a.later.version": 1}
     save_checkpoint(folder / "checkpoints", 10, {}, {"options": options, "identity": {"base weights": "a"}})
-    assert run_folder.trained_on(folder, edit(folder, ("dtype: float32", "dtype: auto"))) == {"base weights": "a"}
+    edited = edit(folder, ("dtype: float32", "dtype: auto"))
+    assert run_folder.trained_on(folder, edited).identity == {"base weights": "a"}
     edited = edit(folder, ("lora_alpha: 32.0", "lora_alpha: 3200.0"), ("\n  dtype: auto", "\n  dtype: bfloat16"))
     with pytest.raises(UserError) as refusal:
         run_folder.trained_on(folder, edited)

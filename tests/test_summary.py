@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_jax.config_files import load_config
 from qerl_jax.run_folder import continuing
 from qerl_jax.summary import report
 
@@ -34,6 +35,11 @@ def test_shares_are_percentages_and_other_rewards_are_not():
     heading, columns, first = text.splitlines()[3:6]
     assert heading == "held-out problems of arithmetic" and columns.split() == ["sampled", "greedy"]
     assert columns.index("sampled") == first.index("12.5%") + 2
+
+
+def test_an_accuracy_that_is_no_share_is_no_percentage():
+    text = report(Path("x"), summary(measured({"accuracy": -2.0}, {}), measured({"accuracy": 10.0}, {})), "arithmetic")
+    assert cells(text, "accuracy")[:3] == ["-2", "->", "10"]
 
 
 def test_a_function_that_applied_nowhere_in_one_measurement_has_a_dash_there():
@@ -67,7 +73,16 @@ def test_what_to_do_next_is_not_the_same_run_again(seed, other):
     assert f"evaluate x --seed {other}\n" in text
     assert f"train x/config.yaml run.seed={other} run.output_dir=x-seed{other}" in text
     here = report(Path("."), summary(point, point) | {"seed": seed}, "arithmetic")
-    assert f"train ./config.yaml run.seed={other} run.output_dir={shlex.quote(f'{Path.cwd()}-seed{other}')}" in here
+    assert f"train ./config.yaml run.seed={other} run.output_dir={Path.cwd()}-seed{other}" in here
+
+
+@pytest.mark.parametrize("name", ["run #2", "a: b", "[x]", "{a}", "*x", "&x", "@x", "my run", "'x'", "rün"])
+def test_the_command_for_another_seed_can_be_pasted(name):
+    point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
+    *_, last = report(Path(name), summary(point, point), "arithmetic").splitlines()
+    words = shlex.split(last)
+    assert words[-3:-1] == [f"{name}/config.yaml", "run.seed=1"]
+    assert load_config("quickstart", words[-2:]).run.output_dir == f"{name}-seed1"
 
 
 @pytest.mark.parametrize(

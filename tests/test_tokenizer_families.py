@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from qerl_jax.data.prompts import prompt_ids, prompt_text
+from qerl_jax.data.prompts import prompt_ids, prompt_text, reads_clock
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_generation_config, load_tokenizer
 
@@ -61,6 +61,12 @@ def test_a_template_may_ask_for_the_date(tokenizers):
     assert prompt_text(tokenizers["llama32"], messages) in [
         text.replace("01 Jan 2030", day.strftime("%d %b %Y")) for day in days
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_templates_may_ask_for_the_date(tokenizers, name):
+    assert reads_clock(tokenizers[name], {}) == (name == "llama32")
+    assert not reads_clock(tokenizers[name], {"date_string": "1 Jan 2030"})
 
 
 @pytest.mark.parametrize("name", LLAMAS)

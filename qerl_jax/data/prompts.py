@@ -78,6 +78,13 @@ def check_template_kwargs(
             raise UserError(f"{option} sets {name!r}, which {why}; allowed: {', '.join(sorted(known)) or 'nothing'}")
 
 
+def reads_clock(tokenizer: "Tokenizer", chat_template_kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether messages become other prompts on another day: the chat template may ask for the date, as Llama 3.2's does
+    where `date_string` is not set."""
+    asks = bool(tokenizer.chat_template) and "strftime_now" in tokenizer.get_chat_template()
+    return asks and "date_string" not in (chat_template_kwargs or {})
+
+
 @functools.lru_cache(maxsize=8)
 def _variables(template: str) -> frozenset[str]:
     """The names that a chat template, in the grammar of transformers, reads where it may not have set them itself."""

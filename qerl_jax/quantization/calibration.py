@@ -6,7 +6,8 @@ perplexity and entropy are also measured on it: of all tokens, or of the complet
 
     {"text": ...}                        as the tokenizer encodes a text
     {"messages": [{"role": ..., "content": ...}, ...]}   a whole conversation through the chat template
-    {"prompt": text or messages, "completion": text}     a prompt as training encodes it, and what follows (optional)
+    {"prompt": text or messages, "completion": text}     a prompt as training encodes it where it sets no
+                                                         chat_template_kwargs, and what follows (optional)
 """
 
 import hashlib

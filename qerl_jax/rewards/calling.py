@@ -4,9 +4,11 @@ Runs in the training process for built-in functions and in the worker program fo
 """
 
 import asyncio
+import atexit
 import copy
+import functools
 import inspect
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,16 @@ def call(
     # and `prompts` below must not see that.
     arguments = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
     values = function(**arguments)
-    return checked(spec, asyncio.run(_awaited(values)) if inspect.isawaitable(values) else values, prompts)
+    return checked(spec, _runner().run(_awaited(values)) if inspect.isawaitable(values) else values, prompts)
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """The event loop of all calls in this process: what a function has made in one (a semaphore, a client, a task) is
+    good in the next."""
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
 async def _awaited(values: Awaitable[Any]) -> Any:
@@ -64,7 +75,7 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
             "the column something else"
         )
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = _parameters(function)
     except (TypeError, ValueError):  # some callables written in C have no signature to read
         return list(columns)
     for name, parameter in parameters.items():
@@ -93,6 +104,13 @@ def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> l
             "completion_ids, and the columns that it reads or **columns)"
         )
     return [name for name in columns if name in by_name]
+
+
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    """Those that the function takes itself; of a decorator's `*args, **kwargs`, those of what it wraps."""
+    own = inspect.signature(function, follow_wrapped=False).parameters
+    hands_on = all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in own.values())
+    return inspect.signature(function).parameters if hands_on else own
 
 
 def checked(spec: str, values: Any, prompts: Sequence[Any]) -> list[float | None]:

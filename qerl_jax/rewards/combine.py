@@ -82,25 +82,28 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 
 def combine(
-    scores: dict[str, list[float | None]], weights: Sequence[float], named: Callable[[int], str] = "row {}".format
+    scores: dict[str, list[float | None]],
+    weights: Sequence[float],
+    named: Callable[[int], str] = "row {} (counted from 0)".format,
 ) -> Scores:
     """The weighted sum over functions, a function that returned None left out of that row's sum. `named` says in a
     message which row it is about.
 
     Raises:
-      UserError: no function applies to a row, or a row's sum is out of range.
+      UserError: no function applies to a row, of those whose weight is not 0 if there are any, or a row's sum is out of
+        range.
     """
     each = {
         name: np.asarray([np.nan if value is None else value for value in values], np.float32)
         for name, values in scores.items()
     }
     stacked = np.stack(list(each.values()))
-    nowhere = np.flatnonzero(np.isnan(stacked).all(axis=0))
+    counted = [i for i, weight in enumerate(weights) if weight] or range(len(weights))
+    nowhere = np.flatnonzero(np.isnan(stacked[counted]).all(axis=0))
     if nowhere.size:
-        raise UserError(
-            f"{named(nowhere[0])} has no reward: every function ({', '.join(each)}) returned None; at least one must "
-            "apply"
-        )
+        names = ", ".join(list(each)[i] for i in counted)
+        which = "every function" if len(counted) == len(each) else "every function whose weight is not 0"
+        raise UserError(f"{named(nowhere[0])} has no reward: {which} ({names}) returned None; at least one must apply")
     exact = np.nansum(stacked * np.asarray(weights, np.float64)[:, None], axis=0)  # in float32 a weight may be infinite
     beyond = np.flatnonzero(~(np.abs(exact) <= LARGEST))
     if beyond.size:

@@ -84,8 +84,8 @@ def _expected(answer: Any, row: int) -> Fraction:
         number = number_value(text)
     if number is None:
         raise UserError(
-            f"reward accuracy: column answer of row {row} is {answer!r}; expected a number, a text such as '1,234.5', "
-            f"or one that ends in '{MARKER} 1234.5'"
+            f"reward accuracy: column answer of row {row} (counted from 0) is {answer!r}; expected a number, a text "
+            f"such as '1,234.5', or one that ends in '{MARKER} 1234.5'"
         )
     return number
 

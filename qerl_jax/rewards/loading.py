@@ -101,8 +101,9 @@ def _is_file(location: str) -> bool:
 
 
 def _module_name(location: str) -> str:
-    # A file gets one of its own, so that `math.py` beside the user's config does not replace Python's math.
-    return f"qerl_reward_file_{Path(location).stem}" if _is_file(location) else location
+    # A file gets one of its own, so that `math.py` beside the user's config does not replace Python's math; behind a
+    # dot would be a module of a package that there is not.
+    return f"qerl_reward_file_{Path(location).stem.replace('.', '_')}" if _is_file(location) else location
 
 
 class _SourceLoader(SourceFileLoader):

@@ -74,8 +74,8 @@ def _expected(answer: Any, row: int) -> str:
         found = str(answer)
     if not found:
         raise UserError(
-            f"reward accuracy: column answer of row {row} is {answer!r}; expected LaTeX or a number, or a text with it "
-            f"in {_BOX}}} or behind '{MARKER}'"
+            f"reward accuracy: column answer of row {row} (counted from 0) is {answer!r}; expected LaTeX or a number, "
+            f"or a text with it in {_BOX}}} or behind '{MARKER}'"
         )
     return found
 

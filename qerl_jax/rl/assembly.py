@@ -12,7 +12,7 @@ import optax
 
 from qerl_jax.config import Config, EvaluationOptions
 from qerl_jax.data.dataset import Dataset, load_dataset
-from qerl_jax.data.prompts import check_prompts, encode_prompts
+from qerl_jax.data.prompts import check_prompts, encode_prompts, reads_clock
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.params import Adapter, Model
@@ -169,6 +169,16 @@ def _refuse_variables_that_no_prompt_reads(config: Config, examples: list[dict[s
         )
 
 
+def _warn_of_clock(config: Config, policy: Policy, examples: list[dict[str, Any]]) -> None:
+    has_messages = any(isinstance(example["prompt"], list) for example in examples)
+    if has_messages and reads_clock(policy.tokenizer, config.data.chat_template_kwargs):
+        _log.warning(
+            "the tokenizer's chat template reads the date (strftime_now): prompts change from day to day, and a run "
+            "that is continued on another day differs from one that was not stopped; where the template has the "
+            "variable, data.chat_template_kwargs={date_string: '26 Jul 2024'} keeps them the same"
+        )
+
+
 def _warn_of_problems_trained_on(trained: list[dict[str, Any]], evaluated: list[dict[str, Any]], name: str) -> None:
     known = {json.dumps(example["prompt"], sort_keys=True) for example in trained}
     both = sum(json.dumps(example["prompt"], sort_keys=True) in known for example in evaluated)
@@ -219,6 +229,7 @@ def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FU
     policy = configured_policy(config)
     for rows, examples in ((dataset, trained), (of_evaluation, evaluated)):
         check_configured_prompts(config, policy, examples, rows.where)
+    _warn_of_clock(config, policy, trained + evaluated)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     update = UpdateSettings(
         num_generations=config.generation.num_generations,

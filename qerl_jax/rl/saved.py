@@ -53,7 +53,10 @@ def learned_adapter(run: Path, config: Config) -> Adapter:
 
     found = restore_checkpoint(run / CHECKPOINTS, jax.eval_shape(begun, model, jax.random.key(0)))
     if found is None:
-        raise UserError(f"{run}: holds neither {ADAPTER}/ nor a checkpoint: the run has saved nothing yet")
+        what = "the run has saved nothing yet"
+        if (run / SUMMARY).is_file():
+            what = f"by its {SUMMARY} the run is finished, so they were taken away; put {ADAPTER}/ back"
+        raise UserError(f"{run}: holds neither {ADAPTER}/ nor a checkpoint: {what}")
     saved, progress, step = found
     total = progress["identity"]["total optimizer steps"]
     if step < total:

@@ -351,6 +351,7 @@ class _Run:
             "seed": self.config.run.seed,
             "device": jax.devices()[0].device_kind,
             "identity": self.progress["identity"],
+            "rewards": self.progress["rewards"],
             run_options.OPTIONS: self.progress[run_options.OPTIONS],
             "before": before,
             "after": after,

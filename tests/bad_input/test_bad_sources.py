@@ -125,6 +125,9 @@ def test_a_run_that_has_saved_nothing_yet(folder, refused):
     for words in (("evaluate", "run"), ("generate", "run", "--prompt", "x")):
         assert "run: holds neither adapter/ nor a checkpoint: the run has saved nothing yet" in refused(*words)
     assert "run/metrics.jsonl: no step was recorded yet" in refused("plot", "run")
+    (folder / "run" / "summary.json").write_text("{}")
+    expected = "by its summary.json the run is finished, so they were taken away; put adapter/ back"
+    assert f"run: holds neither adapter/ nor a checkpoint: {expected}" in refused("evaluate", "run")
 
 
 @pytest.mark.parametrize("command", [["train", "my.yaml"], ["generate", MODEL, "--prompt", "a"]])

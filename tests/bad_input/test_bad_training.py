@@ -121,7 +121,7 @@ def test_what_rewards_cannot_score_is_said_before_a_model_is_loaded(folder, refu
     words = ("train", "my.yaml", "model.model_name_or_path=./nowhere", "data.train_dataset=rows.jsonl")
     rows = [{"prompt": f"Ann has {n} pens.", "answer": str(n)} for n in range(10, 18)]
     jsonl(folder, *rows[:5], rows[5] | {"answer": "four"}, *rows[6:])
-    assert "rows.jsonl: reward accuracy: column answer of row 5 is 'four'" in refused(*words)
+    assert "rows.jsonl: reward accuracy: column answer of row 5 (counted from 0) is 'four'" in refused(*words)
     jsonl(folder, *[row | {"completions": "what another model wrote"} for row in rows])
     assert "rows.jsonl: column 'completions' has the name of what every reward function is given" in refused(*words)
     jsonl(folder, *rows)

@@ -16,7 +16,7 @@ from qerl_jax import evaluation
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.combine import RewardFunctions
-from qerl_jax.rl import experience, trainer
+from qerl_jax.rl import assembly, experience, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.losses import LossSpec
@@ -300,6 +300,26 @@ def test_an_evaluation_on_other_data_or_on_that_of_training_is_told(config, tmp_
         with RewardFunctions(options.reward) as rewards:
             assemble(options, rewards)
         assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] if said else not caplog.records
+
+
+def test_a_chat_template_that_reads_the_date_is_told(config, tmp_path, caplog, monkeypatch):
+    rows, template = tmp_path / "rows.jsonl", "{{ messages[0]['content'] }}{{ date_string or strftime_now('%d') }}"
+    rows.write_text('{"prompt": [{"role": "user", "content": "What is 2 and 2?"}], "answer": 4}\n')
+    made = assembly.configured_policy
+
+    def with_template(config):
+        policy = made(config)
+        policy.tokenizer.chat_template = template
+        return policy
+
+    monkeypatch.setattr(assembly, "configured_policy", with_template)
+    words = [f"data.train_dataset={rows}", f"evaluation.eval_dataset={rows}", "evaluation.num_problems=1"]
+    for kwargs, told in ([], 1), (["data.chat_template_kwargs={date_string: '1'}"], 0):
+        options = load_config(str(config), words + kwargs)
+        caplog.clear()
+        with RewardFunctions(options.reward) as rewards:
+            assemble(options, rewards)
+        assert sum("reads the date" in record.getMessage() for record in caplog.records) == told
 
 
 def test_fewer_slots_than_completions_draw_the_same(config, finished, tmp_path):
