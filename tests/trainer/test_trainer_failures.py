@@ -31,10 +31,11 @@ def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_i
     reward_file(tmp_path, COUNTED + "    return scores\n")
     train(config, run)
     found = differences(run, finished)
-    assert len(found) == 1 and found[0].startswith("progress")
-    mine, theirs = leaves(run)[1], leaves(finished)[1]
-    assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
-    assert mine == theirs
+    assert len(found) == 2 and found[0].startswith("progress") and found[1] == "summary.json differs"
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, finished)]
+    for mine, theirs in ((leaves(run)[1], leaves(finished)[1]), summaries):
+        assert mine.pop("rewards").keys() == theirs.pop("rewards").keys() == {"digits"}
+        assert mine == theirs
 
 
 def test_after_a_stop_between_them_the_multiples_of_save_steps_are_saved(policy, tmp_path):
