@@ -42,7 +42,8 @@ class _Warp(AttentionOutputs):
             p.when(p.eq(self.tid, 0), self.make_barrier)
             p.warp_sync()
             p.cluster_arrive()
-        self.lane_ring, self.policy = mem.per_lane(self.ring, self.lane), mem.read_once() if plan.reads_once else None
+        self.lane_ring = mem.per_lane(self.ring, self.lane)
+        self.policy = mem.read_once() if plan.reads_once else None
         slot = first_slot = mem.per_lane(self.first_slot(count), self.lane)
         for d in range(c.depth - 1):
             self.fetch_next(p.i32(d), count, slot)

@@ -113,7 +113,7 @@ class AttentionPlan:
     @property
     def reads_once(self) -> bool:
         """Whether keys and values are copied so that they leave the L2 first."""
-        return self.N * self.P * self.K * self.tile_bytes <= KEYS * READ_ONCE_PROMPTS
+        return self.N * self.P * self.K * self.E * (self.key_bytes + self.value_bytes) <= READ_ONCE_PROMPTS
 
     @property
     def ring_bytes(self) -> int:

@@ -292,7 +292,7 @@ class OutputTiles(LoraWarps):
             column = p.add(p.mul(tile, ROWS), p.add(self.g, 8 * (e // 2)))
             if self.plan.m % PANEL == 0:
                 body(e, row, column)
-            else:
+            else:  # opaque: as in `places`
                 p.when(p.lt(row, p.opaque(self.plan.m)), lambda e=e, row=row, column=column: body(e, row, column))
 
     def store_rows(self, out, n, tile, values):

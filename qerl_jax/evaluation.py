@@ -192,28 +192,17 @@ def evaluate_run(run: Path, seed: int, num_generations_eval: int | None = None) 
         check_configured_prompts(config, policy, examples, data.where)
         # Another seed of a generated data set gives other problems; the run's own tells whether the data are the same.
         of_run = data if seed == config.run.seed else evaluation_data(config, config.run.seed)
-        _warn_of_changed_data(run, config, began.identity.get("evaluation data"), of_run.fingerprint)
-        _warn_of_changed_rewards(run, began.changed_rewards(rewards.sources))
+        changed = [f"the source of reward function {name}" for name in began.changed_rewards(rewards.sources)]
+        if began.identity.get("evaluation data") not in (None, of_run.fingerprint):
+            changed.append(f"the evaluation data ({config.evaluation.eval_dataset})")
+        _warn_of_changes(run, changed)
         compiled_together(lowered_evaluation(config, policy, adapter, len(examples)))
         measured = evaluate(config, policy, adapter, rewards, examples, seed)
     return {f"{mode}/{name}": value for mode in ("sampled", "greedy") for name, value in measured[mode].items()}
 
 
-def _warn_of_changed_rewards(run: Path, changed: list[str]) -> None:
-    for name in changed:
+def _warn_of_changes(run: Path, changed: list[str]) -> None:
+    for what in changed:
         _log.warning(
-            "%s: the source of reward function %s has changed since the run: what it gives now may not compare with "
-            "what it gave",
-            run,
-            name,
-        )
-
-
-def _warn_of_changed_data(run: Path, config: Config, was: str | None, now: str) -> None:
-    if was not in (None, now):
-        _log.warning(
-            "%s: the evaluation data (%s) has changed since the run: what is measured now may not compare with what it "
-            "measured",
-            run,
-            config.evaluation.eval_dataset,
+            "%s: %s has changed since the run: what is measured now may not compare with what it measured", run, what
         )

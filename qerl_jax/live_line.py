@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from qerl_jax.metrics import are_shares
+
 
 class LiveLine:
     """One line on a terminal, rewritten after each step; elsewhere a plain line every `every` steps.
@@ -67,7 +69,7 @@ class LiveLine:
             value = row.get(key)
             if value is not None:
                 value = float(value)
-                if form.endswith("%") and not 0 <= value <= 1:  # scores of a user's own function of that name
+                if form.endswith("%") and not are_shares([value]):
                     form = ".3f"
                 parts.append(f"{label}{format(value, form)}")
         if "perf/throughput" in row:

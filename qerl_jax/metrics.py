@@ -28,6 +28,12 @@ _COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # a row has its number; ev
 _log = logging.getLogger(__name__)
 
 
+def are_shares(values: Iterable[float]) -> bool:
+    """Whether values of `accuracy` or `format` can be shown as percentages: all are from 0 to 1, or missing (NaN). A
+    user's own function of that name may give other numbers."""
+    return all(math.isnan(value) or 0 <= value <= 1 for value in values)
+
+
 def json_line(row: Mapping[str, Any]) -> str:
     """One line of a JSONL file. Array scalars become numbers, arrays lists; NaN and infinities become null."""
     return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n"

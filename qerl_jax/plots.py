@@ -24,7 +24,7 @@ from qerl_jax.durable import make_folder, whole_file
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import read_json
 from qerl_jax.json_fields import Fields
-from qerl_jax.metrics import read_rows
+from qerl_jax.metrics import are_shares, read_rows
 from qerl_jax.run_files import METRICS, SUMMARY
 
 _log = logging.getLogger(__name__)
@@ -190,8 +190,7 @@ def _accuracy(axes: Axes, runs: list[_Run]) -> bool:
         colour = _colour(0) if len(runs) == 1 else _INK
         axes.plot([], [], color=colour, ls="none", marker=marker, mfc="white", label=f"held-out problems, {mode}")
     drawn_values = [value for line in axes.lines for value in np.asarray(line.get_ydata(), float)]
-    # not so where a user's own function has that name
-    if all(not np.isfinite(value) or 0 <= value <= 1 for value in drawn_values):
+    if are_shares(drawn_values):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylim(0, 1)
     return drawn or bool(modes)

@@ -226,7 +226,7 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     sources |= found
 
 
-def override(option: str, text: str) -> str:
+def text_override(option: str, text: str) -> str:
     """`option=text` as an override that sets a text, in quotes where YAML would read it as something else."""
     plain = f"{option}={text}"
     try:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.durable import named
+from qerl_jax.metrics import are_shares
 from qerl_jax.program import program
-from qerl_jax.recipes import override
+from qerl_jax.recipes import text_override
 from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPLETIONS, CONFIG, METRICS, PLOTS, SUMMARY
 
 
@@ -34,7 +35,7 @@ def report(folder: Path, summary: dict[str, Any], eval_dataset: str, configured:
         ]
     other = 0 if summary["seed"] == 1 else 1
     qerl, run, prompt = program(), shlex.quote(str(folder)), after["samples"][0]["prompt"]
-    beside = shlex.quote(override("run.output_dir", f"{named(folder)}-seed{other}"))
+    beside = shlex.quote(text_override("run.output_dir", f"{named(folder)}-seed{other}"))
     # A message's text alone would not pass the chat template.
     is_text = isinstance(prompt, str)
     generate = [f"  {qerl} generate {run} --n 3 --prompt {shlex.quote(_text(prompt))}"] if is_text else []
@@ -54,7 +55,7 @@ def report(folder: Path, summary: dict[str, Any], eval_dataset: str, configured:
 def _number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if (name in ("accuracy", "format") and 0 <= value <= 1) or name.startswith("pass@"):  # or a user's own scores
+    if (name in ("accuracy", "format") and are_shares([value])) or name.startswith("pass@"):
         return f"{value:.1%}"
     return f"{value:.1f}" if name == "completions/mean_length" else f"{value:.3g}"
 

@@ -62,9 +62,7 @@ def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch, caplog):
     with (tmp_path / "mine.py").open("a") as source:
         source.write("\n")
     run_main("evaluate", tmp_path / "run")
-    told = (
-        f"{tmp_path / 'run'}: the source of reward function near has changed since the run: what it gives now may not"
-    )
+    told = f"{tmp_path / 'run'}: the source of reward function near has changed since the run: what is "
     assert sum(record.message.startswith(told) for record in caplog.records) == 1
     run, answers, given = tmp_path / "run", ("--prompts", data, "--max-new-tokens", 2), "--chat-template-kwargs"
     for asked, words in {
