@@ -3,11 +3,11 @@
     python -m benchmarks.fp4_matmul [--out benchmarks/results/h200/fp4_matmul.json] [--models 7B 14B 32B] [--m 1 8 ...]
         [--ops forward dx lora] [--ranks 8 32 128] [--formats nvfp4 mxfp4 nf4] [--triton-m 8 64] [--keep]
 
-Times are CUPTI kernel times, every kernel of a call included, the median of several passes over the rotated weights.
-tb_per_s counts the weight's own bytes (NVFP4: 0.5625 a weight). A row of op "lora" is one call with an adapter for each
-of its matrices (q, k, v; gate, up); formats without a kernel are dequantized and multiplied by XLA. All programs are
-compiled first, in threads; then a row takes about a tenth of a second. With --keep rows of the file that this run does
-not measure stay, if they are from the same device and JAX.
+Times are CUPTI kernel times, every kernel of a call included, the median of several passes over the rotated weights,
+of which there are as many as `operands` says. tb_per_s counts the weight's own bytes (NVFP4: 0.5625 a weight). A row of
+op "lora" is one call with an adapter for each of its matrices (q, k, v; gate, up); formats without a kernel are
+dequantized and multiplied by XLA. All programs are compiled first, in threads; then a row takes about a tenth of a
+second. With --keep rows of the file that this run does not measure stay, if they are from the same device and JAX.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from pallas_kernels.operands import padded_rank
 from qerl_jax.formats import PACKED
 
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
-ROTATE_BYTES = 250e6  # four times the L2
+ROTATE_BYTES = 1e9  # twenty times the L2, which may keep some of what is used again soon
 FEW_ROWS = 256  # above, a product's own time hides where its weights come from, and two weights are enough
 # What the products of 16-bit weights are compared with is cuBLAS, not XLA's own matrix kernels, whose autotuning would
 # also take most of a run.
@@ -197,7 +197,7 @@ class Shape:
                 size = k * n * 0.5625 if is_packed else self.sizes[case.kind]
                 rows.append(case.row | {
                     "m": m, "k": k, "n": n, "device_us": time_us, "bf16_us": bf16[plain_key],
-                    "tb_per_s": size / time_us * 1e-6,
+                    "tb_per_s": size / time_us * 1e-6, "operands": self.count(m, case.kind),
                 })  # fmt: skip
                 if case.row["op"] == "forward" and is_packed and m in MARLIN.get((k, n), {}):
                     rows[-1]["marlin_us"] = MARLIN[k, n][m]

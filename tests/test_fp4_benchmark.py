@@ -66,4 +66,5 @@ def test_every_row_is_of_its_own_program_beside_one_time_of_cublas(monkeypatch):
     assert all({"k", "n", "tb_per_s", "variant"} <= row.keys() for row in rows)
     assert rows[0]["tb_per_s"] == 256 * 256 * 0.5625e-6 / 100
     assert rows[3]["tb_per_s"] == 256 * 256 * (0.5 + 1 / 32) * 1e-6 / 104
+    assert [r["operands"] for r in rows] == [3, 3, 2, 3, 3]  # adapters count too
     assert [shape.count(m, "nvfp4") for m in (2, 1024)] == [3, 2] and shape.count(2, "plain") == 2
