@@ -1,13 +1,11 @@
 """A layer's four matmuls in sequence, each fed by the one before, with no other kernel between, in a jitted while loop.
 
-    python -m benchmarks.fp4_layer OUT.json [--models 7B] [--m 1 8] [--rank 0 32] [--pdl]
+    python -m benchmarks.fp4_layer OUT.json [--models 7B] [--m 1 8] [--rank 0 32]
 
 `us` is the loop's wall time over layers and steps: it holds launches, gaps and what consecutive kernels overlap.
 `kernels_us` is the sum of CUPTI's kernel times of the same loop, which count an overlap twice. `worst_error` is that of
 one layer's calls against XLA's float32 products, over |x| |W|^T: bfloat16's rounding where they are right, 4e-3 at
-most. q, k, v are one call, as are gate and up; the layers' weights exceed the L2 many times. With --pdl kernels start
-early (programmatic dependent launch); XLA's CUDA graphs do not keep that, so run it with
-XLA_FLAGS=--xla_gpu_enable_command_buffer= too.
+most. q, k, v are one call, as are gate and up; the layers' weights exceed the L2 many times.
 """
 
 import argparse
@@ -23,16 +21,13 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.fp4_matmul import random_weight
+from benchmarks.fp4_rows import MODELS, SPLITS
 from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import StreamConfig
 
 # K and the N of each call's matrices; the first output of a call is the next call's x
-CALLS = {
-    "7B": [(3584, (3584, 512, 512)), (3584, (3584,)), (3584, (18944, 18944)), (18944, (3584,))],
-    "14B": [(5120, (5120, 1024, 1024)), (5120, (5120,)), (5120, (13824, 13824)), (13824, (5120,))],
-    "32B": [(5120, (5120, 1024, 1024)), (5120, (5120,)), (5120, (27648, 27648)), (27648, (5120,))],
-}
+CALLS = {name: [(k, SPLITS.get((k, n), (n,))) for k, n in shapes] for name, shapes in MODELS.items()}
 LAYERS = {"7B": 6, "14B": 4, "32B": 3}
 STEPS = 40
 
@@ -64,12 +59,12 @@ def make_model(name, rank):
     return model
 
 
-def make_kernels(name, m, rank, pdl, configs):
+def make_kernels(name, m, rank, configs):
     kernels = []
     for i, (k, ns) in enumerate(CALLS[name]):
         ranks = (rank,) * len(ns) if rank else ()
         config = configs[i] if configs else variants.config_for(m, k, ns, ranks)
-        kernels.append(stream_kernel.build(m, k, ns, config, pdl=pdl, ranks=ranks))
+        kernels.append(stream_kernel.build(m, k, ns, config, ranks=ranks))
     return kernels
 
 
@@ -122,21 +117,21 @@ def turn_us(loop):
     return (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS) * 1e6
 
 
-def measure(name, m, rank, pdl, model, configs=None):
-    alone = make_kernels(name, m, rank, False, configs)
-    loop = make_loop(make_kernels(name, m, rank, True, configs) if pdl else alone)
+def measure(name, m, rank, model, configs=None):
+    kernels = make_kernels(name, m, rank, configs)
+    loop = make_loop(kernels)
     k = CALLS[name][0][0]
     x = jax.random.normal(jax.random.key(m), (m, k), jnp.bfloat16)
     y = loop(x, model, STEPS).block_until_ready()
     us = turn_us(lambda turns: loop(x, model, turns)) / LAYERS[name]
-    _, kernels = profiler.measure(loop, aggregate=False)(x, model, 2)
+    _, ran = profiler.measure(loop, aggregate=False)(x, model, 2)
     size = sum(k * sum(ns) for k, ns in CALLS[name]) * 0.5625
     return {
-        "model": name, "m": m, "rank": rank, "pdl": pdl, "us": float(us), "tb_per_s": float(size / us * 1e-6),
-        "kernels_us": sum(t for _, t in kernels) * 1e3 / (2 * LAYERS[name]),
-        "kernels_a_layer": len(kernels) / (2 * LAYERS[name]),
+        "model": name, "m": m, "rank": rank, "us": float(us), "tb_per_s": float(size / us * 1e-6),
+        "kernels_us": sum(t for _, t in ran) * 1e3 / (2 * LAYERS[name]),
+        "kernels_a_layer": len(ran) / (2 * LAYERS[name]),
         "graphs": "xla_gpu_enable_command_buffer=" not in os.environ.get("XLA_FLAGS", ""),
-        "worst_error": worst_error(alone, model[0], name, rank, x),
+        "worst_error": worst_error(kernels, model[0], name, rank, x),
         "finite": bool(jnp.isfinite(y).all()), "checksum": float(jnp.abs(y.astype(jnp.float32)).sum()),
     }  # fmt: skip
 
@@ -147,7 +142,6 @@ def main():
     parser.add_argument("--models", nargs="+", default=list(CALLS))
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
-    parser.add_argument("--pdl", action="store_true", help="with dependent launch, beside without")
     parser.add_argument("--configs", help="JSON: lists of four configurations to compare, not the table's")
     args = parser.parse_args()
     rows = []
@@ -156,11 +150,10 @@ def main():
             model = make_model(name, rank)
             for m in args.m:
                 for configs in json.loads(args.configs) if args.configs else [None]:
-                    for pdl in (False, True) if args.pdl else (False,):
-                        chosen = configs and [StreamConfig(*c) for c in configs]
-                        row = measure(name, m, rank, pdl, model, chosen) | {"configs": configs}
-                        rows.append(row)
-                        print({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+                    chosen = configs and [StreamConfig(*c) for c in configs]
+                    row = measure(name, m, rank, model, chosen) | {"configs": configs}
+                    rows.append(row)
+                    print({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
             del model
         with open(args.out, "w") as f:
             json.dump(rows, f, indent=1)

@@ -242,6 +242,7 @@ def main():
     result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, **ceilings(), "rows": []}
     print(f"read {result['read_tb_per_s']:.2f} TB/s, BF16 {result['bf16_tflops']:.0f} TFLOP/s")
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    whole = result | {"summary": {}}
     for shape in shapes:
         if time.time() - start > args.seconds:
             print("out of time before", (shape.k, shape.n))

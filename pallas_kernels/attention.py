@@ -34,7 +34,8 @@ class PromptKV(NamedTuple):
 
 
 class OwnKV(NamedTuple):
-    """Keys and values of the completions [B, C, K, E], rotated; how many each sample has so far [B], -1 if it ended."""
+    """Keys and values of the completions [B, C, K, E], rotated; how many each sample has so far [B], less than C, or -1
+    if it ended."""
 
     k: jax.Array
     v: jax.Array
@@ -108,9 +109,9 @@ def decode_attention(
     ranks = 0 if a is None else padded_rank(a.shape[0])
     plan = AttentionPlan(B, H, K, E, N, P, C, norms is not None, config, *sizes, in_units, ranks)
     kernel = attention_kernel.build(plan, None if norms is None else norms.eps, q.dtype.name)
-    scales = [] if norms is None else [norms.q, norms.k]
-    positions = [prompt.of, prompt.lengths, own.lengths]
-    return kernel(q, k, v, cos, sin, prompt.k, prompt.v, *positions, *scales, *of_product, own.k, own.v)
+    wide = [v.astype(jnp.float32) for v in (cos, sin, *([] if norms is None else [norms.q, norms.k]))]
+    positions = [v.astype(jnp.int32) for v in (prompt.of, prompt.lengths, own.lengths)]
+    return kernel(q, k, v, *wide[:2], prompt.k, prompt.v, *positions, *wide[2:], *of_product, own.k, own.v)
 
 
 def takes_decode_attention(

@@ -58,7 +58,7 @@ class AttentionOutputs(AttentionTiles):
         self.each_pair(rows, of_warps)
         if c.cluster == 1:
             return
-        mem.barrier_wait(self.all_here, p.i32(0))
+        mem.barrier_wait_for_cluster(self.all_here, p.i32(0))
 
         def of_ctas(own, pair):
             at, size = p.add(received, p.mul(p.add(p.mul(own, pairs), pair), 16)), 16 * plan.owned_rows * pairs

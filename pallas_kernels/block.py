@@ -19,6 +19,7 @@ from .fragment_order import from_unit_order
 from .hidden import hidden_shape, sum_hidden
 from .layer_part import LayerPart, Projection, operands
 from .layout import dequantize
+from .operands import check_added
 from .stream_plan import RESIDENT
 from .variants import capability, has_room_for_a_wave
 
@@ -33,17 +34,39 @@ def takes_between_attentions(rows: int, dtype: jnp.dtype, layer: LayerPart) -> b
     # for all rows of the panels: which kernel computes a row must not depend on how many there are
     rows, check = (-(-rows // PANEL) * PANEL, plan_of) if rows <= MAX_ROWS else (rows, layer_calls.calls_of)
     try:
-        _check_dtype(dtype, layer)
+        _check_layer(dtype, layer)
         check(rows, layer)
     except ValueError:
         return False
     return True
 
 
-def _check_dtype(dtype: jnp.dtype, layer: LayerPart) -> None:
-    """x of another dtype would be read as if it had the weights'."""
+def _check_layer(dtype: jnp.dtype, layer: LayerPart) -> None:
+    """x of another dtype, and inputs of another size, would be read as if they had the weights'."""
     if jnp.dtype(dtype).name != layer.dtype:
         raise ValueError(f"x is {jnp.dtype(dtype).name}; the layout of the layer's weights is for {layer.dtype}")
+    sizes = {f"{name} [N, K]": getattr(layer, name).weight.shape for name in ("o", "gate", "up", "down")}
+    (hidden, _), (inner, _), _, _ = sizes.values()
+    fits = sizes["gate [N, K]"] == sizes["up [N, K]"] == (inner, hidden) and sizes["down [N, K]"] == (hidden, inner)
+    if not fits or any(projection.weight.k != hidden for projection in layer.qkv):
+        sizes |= {f"qkv[{i}] [N, K]": projection.weight.shape for i, projection in enumerate(layer.qkv)}
+        raise ValueError(f"weights that do not follow each other: {sizes}")
+
+
+def _check_inputs(x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array]) -> None:
+    _check_layer(x.dtype, layer)
+    rows, hidden = x.shape[0], layer.o.weight.n
+    wanted = {"x": (x, (rows, layer.o.weight.k)), "residual": (residual, (rows, hidden))}
+    wanted |= {f"norms[{i}]": (scale, (hidden,)) for i, scale in enumerate(norms)}
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(array.shape)}")
+    if residual.dtype != jnp.float32:
+        raise ValueError(f"the residual stream must be float32, got {residual.dtype}")
+    if len(norms) != 1 + bool(layer.qkv):
+        raise ValueError(f"{1 + bool(layer.qkv)} norms are needed, got {len(norms)}")
+    for group in layer.groups:
+        check_added([p.weight for p in group], [p.lora for p in group], [p.bias for p in group])
 
 
 def reads_units(rows: int, layer: LayerPart) -> bool:
@@ -111,9 +134,10 @@ def between_attentions(
       The residual stream float32 [M, D], and q, k, v in x's dtype [M, N].
 
     Raises:
-      ValueError: the kernels do not take the shape or x's dtype (see `takes_between_attentions`).
+      ValueError: the kernels do not take the shape or x's dtype (see `takes_between_attentions`), or arrays do not fit
+        each other.
     """
-    _check_dtype(x.dtype, layer)
+    _check_inputs(x, residual, layer, norms)
     if hidden is not None and (layer.o.lora is None or x.shape[0] > MAX_ROWS):
         has = "an" if layer.o.lora is not None else "no"
         raise ValueError(

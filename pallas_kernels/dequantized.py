@@ -4,44 +4,16 @@ The weight is written once in its dtype as e2m1 * scale, which that holds exactl
 global scale is applied to the float32 sums: so the product has cuBLAS's own error and no rounding of the weight.
 """
 
-import jax
 import jax.numpy as jnp
 
 from . import dequantize_kernel
-from .layout import DECODINGS, EPILOGUE_FACTOR, KernelWeight
-
-
-def exact(weight: KernelWeight) -> jax.Array:
-    """e2m1 * scale in the weight's dtype [N, K]: W * global_scale, exactly."""
-    t, q, _ = weight.data.shape
-    words = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4)  # T Q unit g t j
-    parts = []
-    for pair in range(4):
-        halves = []
-        for half in range(2):
-            code = jnp.zeros(words.shape, jnp.uint32)
-            for bit in range(4):
-                place = DECODINGS[weight.dtype].source_bit(pair, half, bit)
-                code |= ((words >> place) & 1) << bit
-            halves.append(code)
-        parts.append(jnp.stack(halves, -1))
-    codes = jnp.stack([jnp.stack(parts[0::2], -2), jnp.stack(parts[1::2], -2)], 2)  # T Q half unit g t j pair-half col
-    magnitude, exponent = codes & 1, (codes >> 1) & 3
-    value = jnp.where(exponent > 0, (2 + magnitude) << jnp.maximum(exponent, 1) - 1, magnitude).astype(jnp.float32)
-    value = jnp.where(codes >> 3 == 1, -value, value) * 0.5
-    shifts = jnp.arange(4, dtype=jnp.uint32) * 8
-    scale = ((weight.data[..., 512:, None] >> shifts) & 0xFF).astype(jnp.uint8)
-    scale = jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
-    scale = scale.reshape(t, q, 2, 8, 4, 2, 2).transpose(0, 1, 6, 2, 5, 3, 4).reshape(t, q, 2, 4, 8, 4)
-    w = (value * scale[..., None, None, None]).astype(weight.dtype)  # T Q row-half unit g t j pair-half col
-    w = w.transpose(0, 2, 4, 1, 3, 5, 6, 7, 8).reshape(16 * t, 256 * q)
-    return w[: weight.n, : weight.k]
+from .layout import EPILOGUE_FACTOR, KernelWeight, dequantize
 
 
 def _weight(weight: KernelWeight, by: str):
     """W [N, K] in 16 bits and what its products must be divided by, over the global scale."""
     if by == "dequantize":
-        return exact(weight), 1.0
+        return dequantize(weight, jnp.float32(1.0), weight.dtype), 1.0
     if by == "dequantize-triton":
         from . import triton_kernel  # needs triton, which only this path does
 

@@ -13,8 +13,9 @@ from jax.custom_batching import custom_vmap
 
 from . import dequantized, stream_kernel, variants, wide
 from .layout import COLS, KernelWeight
-from .operands import all_biases, number, padded_ranks
+from .operands import all_biases, check_added, number, padded_ranks
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
+from .stream_plan import STREAM_ROWS
 from .wide_plan import WideConfig
 
 
@@ -68,21 +69,12 @@ def check_inputs(x_MK, weights):
     if x_MK.ndim != 2:
         raise ValueError(f"x must be [M, K], got shape {x_MK.shape}")
     for w in weights:
+        if w.n == 0:
+            raise ValueError(f"a weight must have outputs, got {w.shape}")
         if w.k != x_MK.shape[1]:
             raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
     if len({w.dtype for w in weights}) > 1:
         raise ValueError(f"weights that share x must have one dtype, got {', '.join(w.dtype for w in weights)}")
-
-
-def check_added(weights, loras, biases):
-    """Raises ValueError where LoRA pairs or biases are not of their weights' shapes: they would be broadcast."""
-    for w, lora, bias in zip(weights, loras, biases, strict=True):
-        if lora is not None:
-            a, b, _ = lora
-            if a.shape[1:] != (w.k,) or b.shape != (w.n, a.shape[0]):
-                raise ValueError(f"lora has A {a.shape} and B {b.shape}, the weight {w.shape} takes [R, K] and [N, R]")
-        if bias is not None and bias.shape != (w.n,):
-            raise ValueError(f"bias is {bias.shape}, the weight {w.shape} takes [N]")
 
 
 def per_weight(count, global_scale, lora, bias):
@@ -299,8 +291,8 @@ def _mosaic(x, weights, scales, biases, loras, config, *, wide_out):
     rest = [w.data for w in weights] + [number(scale) for scale in scales] + own
     rest += stream_kernel.lora_operands(loras, x.shape[1], dtype)
     parts = []
-    for start in range(0, m, stream_kernel.MAX_ROWS):
-        rows = x[start : start + stream_kernel.MAX_ROWS]
+    for start in range(0, m, STREAM_ROWS):
+        rows = x[start : start + STREAM_ROWS]
         n = tuple(w.n for w in weights)
         more = {"wide_out": wide_out, "ranks": ranks, "dtype": dtype}
         kernel = stream_kernel.build(rows.shape[0], k, n, config, bool(own), **more)

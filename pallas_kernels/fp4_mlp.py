@@ -16,8 +16,8 @@ from jax.custom_batching import custom_vmap
 
 from . import variants, wide
 from .float16_range import range_scale, reading_scaled
-from .fp4_matmul import Route, all_rows, check_added, check_inputs, lora_gradients, per_weight, product, product_dx
-from .operands import padded_ranks
+from .fp4_matmul import Route, all_rows, check_inputs, lora_gradients, per_weight, product, product_dx
+from .operands import check_added, padded_ranks
 from .wide_plan import WideConfig
 
 

@@ -123,7 +123,7 @@ class _Kernel(Sources):
             mem.send_f32x4(mem.map_rank(to, cta), p.total(parts), mem.map_rank(self.sums_here, cta))
 
         p.for_range(self.warp, plan.fragments, plan.warps, [], lambda f, _: give(f) or [])
-        mem.barrier_wait(self.sums_here, p.i32(0))
+        mem.barrier_wait_for_cluster(self.sums_here, p.i32(0))
 
         def take(slot):
             at = p.add(of_lane, p.mul(slot, FRAGMENT))

@@ -115,7 +115,7 @@ class Sources:
             mem.send_f32(to, total, barrier)
 
         p.when(p.lt(self.tid, plan.rows * CLUSTER), give)
-        mem.barrier_wait(self.squares_here, p.i32(0))
+        mem.barrier_wait_for_cluster(self.squares_here, p.i32(0))
         found = []
         for j in range(plan.eights):
             at = p.add(self.base, p.mul(p.add(self.g, 8 * j), 4))
@@ -161,7 +161,7 @@ class Sources:
         mine, others = [], []
         for piece in (words[:4], words[4:]):
             mine.append([p.select(upper, piece[i + 2], piece[i]) for i in range(2)])
-            others.append([p.exchange(p.select(upper, piece[i], piece[i + 2]), 2) for i in range(2)])
+            others.append([p.shuffle_xor(p.select(upper, piece[i], piece[i + 2]), 2) for i in range(2)])
         out = []
         for i in range(2):
             pairs = zip((piece[i] for piece in mine), (piece[i] for piece in others), strict=True)

@@ -10,9 +10,7 @@ from jaxlib.mlir import ir
 from . import ptx as p
 
 
-def kernel(
-    program, out_type, dtype: str, *, grid: int, warps: int, cluster: int = 0, shared: int = 0, pdl: bool = False
-):
+def kernel(program, out_type, dtype: str, *, grid: int, warps: int, cluster: int = 0, shared: int = 0):
     """A kernel as a function of its operands.
 
     Args:
@@ -23,7 +21,6 @@ def kernel(
       warps: of a CTA, a multiple of 4.
       cluster: the CTAs of a cluster; 0 for no clusters.
       shared: bytes of a CTA's shared memory.
-      pdl: whether it is launched before the kernel in front has ended, for which `program` waits.
     """
 
     def body(*refs):
@@ -38,8 +35,6 @@ def kernel(
                 program(ctx, *refs)
 
         inline(*refs)
-        if pdl:
-            plgpu.griddepcontrol_wait()  # tells the launcher that the kernel takes part; the program has waited already
 
     body.__name__ = program.__name__
     return plgpu.kernel(

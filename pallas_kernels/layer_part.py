@@ -6,13 +6,14 @@ Letters: K inputs and N outputs of a weight, R LoRA's rank.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .layout import KernelWeight
 from .operands import adapter, number, padded_rank
 
 
 class Projection(NamedTuple):
-    """A weight [N, K] and what belongs to it: global scale (a divisor), bias float32 [N], and LoRA's A [R, K], B [N, R]
+    """A weight [N, K] and what belongs to it: global scale (a divisor), bias [N], and LoRA's A [R, K], B [N, R]
     in the weight's dtype and scaling."""
 
     weight: KernelWeight
@@ -67,4 +68,5 @@ def operands(projection: Projection) -> Weight:
     lora: tuple[jax.Array | None, ...] = (None, None, None)
     if projection.lora is not None:
         lora = adapter(projection.lora, projection.weight.k, projection.weight.dtype)
-    return Weight(projection.weight.data, number(projection.global_scale), projection.bias, *lora)
+    bias = None if projection.bias is None else projection.bias.astype(jnp.float32)
+    return Weight(projection.weight.data, number(projection.global_scale), bias, *lora)

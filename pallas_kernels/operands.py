@@ -17,6 +17,19 @@ def number(value) -> jax.Array:
     return jnp.asarray(value, jnp.float32).reshape(1)
 
 
+def check_added(weights, loras, biases):
+    """Raises ValueError where LoRA pairs or biases are not of their weights' shapes: they would be broadcast."""
+    for w, lora, bias in zip(weights, loras, biases, strict=True):
+        if lora is not None:
+            a, b, _ = lora
+            if a.shape[0] == 0:
+                raise ValueError("LoRA's rank must be at least 1; a weight without an adapter has None")
+            if a.shape[1:] != (w.k,) or b.shape != (w.n, a.shape[0]):
+                raise ValueError(f"lora has A {a.shape} and B {b.shape}, the weight {w.shape} takes [R, K] and [N, R]")
+        if bias is not None and bias.shape != (w.n,):
+            raise ValueError(f"bias is {bias.shape}, the weight {w.shape} takes [N]")
+
+
 def all_biases(biases, n: Sequence[int]) -> list[jax.Array]:
     """One in float32 for each weight, of n_i outputs, or none at all."""
     if all(bias is None for bias in biases):

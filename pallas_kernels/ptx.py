@@ -178,14 +178,6 @@ def cluster_wait():
     ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
 
 
-def grid_dependency_wait():
-    ptx("griddepcontrol.wait;", convergent=True)
-
-
-def grid_dependency_launch():
-    ptx("griddepcontrol.launch_dependents;", convergent=True)
-
-
 def mma_half(acc, a, b0, b1):
     """acc [4] += A (16 x 16, row) B (16 x 8, col), float32 accumulation."""
     return mma(half(), acc, a, b0, b1)
@@ -227,9 +219,9 @@ def divide(a, b):
 
 
 def shuffle_xor(x, distance: int):
-    """The value of the lane whose number differs in the bit `distance`."""
+    """The value, of 32 bits, of the lane whose number differs in the bit `distance`."""
     code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    return ptx(code, x, results=[f32_t()], effects=True, convergent=True)[0]
+    return ptx(code, x, results=[x.type], effects=True, convergent=True)[0]
 
 
 def ballot(condition):
@@ -248,12 +240,6 @@ def any_lane(condition):
     code = "{ .reg .pred p, q;\nsetp.ne.b32 p, $1, 0;\nvote.sync.any.pred q, p, 0xffffffff;\nselp.b32 $0, 1, 0, q; }"
     held = ptx(code, arith.extui(i32_t(), condition), results=[i32_t()], effects=True, convergent=True)[0]
     return eq(held, 1)
-
-
-def exchange(word, distance: int):
-    """The word of the lane whose number differs in the bit `distance`."""
-    code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    return ptx(code, word, results=[i32_t()], effects=True, convergent=True)[0]
 
 
 def over_lanes(join, x, distances: Sequence[int]):

@@ -71,8 +71,6 @@ class ComputeWarps(LoraWarps, OutputTiles):
         for d in range(c.depth - 1):
             p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.add(self.first_slot, d * plan.slot)))
             mem.copy_commit()
-        if self.pdl:
-            p.grid_dependency_launch()
         p.named_sync(PREPARED, self.prepared_threads)
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
         if c.wgmma:

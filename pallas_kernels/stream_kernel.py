@@ -28,35 +28,43 @@ from .float16_range import of_scaled
 from .layout import COLS, EPILOGUE_FACTOR
 from .operands import adapters
 from .stream_compute import ComputeWarps
-from .stream_operands import Refs
-from .stream_plan import COUNTERS, Plan, StreamConfig, make_plan
+from .stream_plan import COUNTERS, FACTORS_AT, Plan, StreamConfig, make_plan
 from .stream_slices import SliceWarps
-
-MAX_ROWS = 64
 
 
 class _Kernel(ComputeWarps, SliceWarps):
     """One CTA's program; what all its parts share is set in __init__, in the order in which the CTA computes it."""
 
-    def __init__(self, plan: Plan, refs: Refs, pdl: bool, wide_out: bool, scaled: bool = False):
-        self.plan, self.has_bias, self.pdl, self.wide_out, self.scaled = plan, bool(refs.bias), pdl, wide_out, scaled
+    def __init__(self, plan: Plan, refs, has_bias: bool, wide_out: bool, scaled: bool = False):
+        """`refs` are of operands, results, the sums of `lora_space` and shared memory, in the order of `build`."""
+        self.plan, self.has_bias, self.wide_out, self.scaled = plan, has_bias, wide_out, scaled
         self.n_w = len(plan.n)
-        c = plan.config
-        self.x, self.x_plain = mem.global_address(refs.x[0]), mem.global_address(refs.x[-1])
-        self.data = [mem.global_address(r) for r in refs.data]
-        self.global_scale = [mem.global_address(r) for r in refs.global_scale]
-        self.bias = [mem.global_address(r) for r in refs.bias]
-        self.outs = [mem.global_address(r) for r in refs.outs] * plan.joined  # one for each weight
-        # a weight without an adapter has rank 0: its addresses are never used
-        self.a, self.b, self.lora_scale = (
-            [mem.global_address(refs.x[0] if r is None else r) for r in kind]
-            for kind in (refs.a, refs.b, refs.lora_scale)
-        )
+        c, left = plan.config, list(refs)
+
+        def take(count: int) -> list:
+            taken, left[:] = left[:count], left[count:]
+            return [mem.global_address(ref) for ref in taken]
+
+        def take_of_adapters() -> list:
+            taken = iter(take(sum(rank > 0 for rank in plan.ranks)))
+            return [next(taken) if rank else self.x for rank in plan.ranks]  # of rank 0: never used
+
+        # in fragment order x comes twice where x A^T, made here, needs the plain one
+        x = take(2 if c.wgmma and plan.computes_h else 1)
+        self.x, self.x_plain = x[0], x[-1]
+        self.data, self.global_scale = take(self.n_w), take(self.n_w)
+        self.bias = take(self.n_w if has_bias else 0)
         if plan.given_h:
-            (self.h,) = map(mem.global_address, refs.h)
+            (self.h,) = take(1)
+        self.a = take_of_adapters() if plan.computes_h else []
+        self.b = take_of_adapters()
+        self.lora_scale = take_of_adapters() if plan.computes_h else []
         if plan.computes_h:
-            self.sync, self.partial = map(mem.global_address, refs.lora_space)
-        base = mem.shared_address(refs.shared)
+            (self.sync,) = take(1)
+        self.outs = take(len(plan.outs)) * plan.joined  # one for each weight
+        if plan.computes_h:
+            (self.partial,) = take(1)
+        base = mem.shared_address(*left)
         self.tid = p.sreg("tid.x")
         self.lane = p.and_(self.tid, 31)
         self.warp = p.uniform(p.shr(self.tid, 5))
@@ -65,7 +73,7 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.rank, self.cluster = p.rem(cta, c.cluster), p.div(cta, c.cluster)
         self.x_full, self.x_empty = base, p.add(base, 8 * c.x_depth)
         self.h_full, self.sums_full, self.rings_free = (p.add(base, 128 + 8 * n) for n in range(3))
-        self.factor_base = p.add(base, 160)
+        self.factor_base = p.add(base, FACTORS_AT)
         self.ring_base = p.add(base, plan.ring_at)
         self.totals_base = p.add(base, plan.totals_at)
         self.x_base = p.add(base, plan.x_at)
@@ -103,8 +111,6 @@ class _Kernel(ComputeWarps, SliceWarps):
         both = [(self.x_full, 1 if c.wgmma else 32), (self.x_empty, c.warps)]
         barriers = [(p.add(first, 8 * i), count) for first, count in both for i in range(c.x_depth)]
         self.make_barriers(barriers + ([(self.h_full, 32)] if plan.given_h else []))
-        if self.pdl:
-            p.grid_dependency_wait()
         scales = [mem.load_global_f32(scale) for scale in self.global_scale]  # at the end their latency would count
         row_bytes = plan.quads * COLS * 2
         piece = p.mul(self.lane, 16)
@@ -155,7 +161,6 @@ def build(
     n: tuple[int, ...],
     config: StreamConfig,
     has_bias: bool = False,
-    pdl: bool = False,
     wide_out: bool = False,
     ranks: tuple[int, ...] = (),
     prepared: bool = False,
@@ -184,7 +189,7 @@ def build(
     plan = make_plan(m, k, n, config, ranks, prepared, swiglu, gives_units)
 
     def nvfp4_decode_matmul(_, *refs):
-        _Kernel(plan, Refs.of(refs, plan, has_bias), pdl, wide_out, scaled).run()
+        _Kernel(plan, refs, has_bias, wide_out, scaled).run()
 
     outs = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for n_i in plan.outs]
     call = lane_level.kernel(
@@ -195,7 +200,6 @@ def build(
         warps=4 * plan.warpgroups,
         cluster=config.cluster,
         shared=plan.total,
-        pdl=pdl,
     )
 
     def run(x, *rest):

@@ -26,7 +26,6 @@ class OutputTiles:
     plan: Plan
     wide_out: bool
     has_bias: bool
-    pdl: bool
 
     def finish_sums(self, warp_k, acc, g, t):
         """Compute warps: this warp's sums, of the warp_k-th part of the CTA's K, to where they are added up."""
@@ -37,8 +36,6 @@ class OutputTiles:
 
     def add_up(self):
         """All warps: sums, K ascending, to outputs."""
-        if self.pdl:
-            p.grid_dependency_wait()
         if self.plan.config.cluster > 1:
             self.add_what_is_sent()
         else:

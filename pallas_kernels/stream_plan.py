@@ -9,7 +9,8 @@ SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
 # Clusters that an H200 holds at once (cudaOccupancyMaxActiveClusters; its multiprocessors lie in groups of unequal
 # size). One cluster more is a second wave: 32 clusters of 4 took twice as long as 30.
 RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}
-HEADER = 256
+STREAM_ROWS = 64  # at most, of x
+FACTORS_AT = 160  # behind 2 x x_depth barriers, those of LoRA and of the end: 128 / each global scale
 COUNTERS = 63  # two are in use, see stream_slices.py
 
 
@@ -200,7 +201,7 @@ class Plan:
 
     @property
     def ring_at(self) -> int:
-        return HEADER  # after 2 x x_depth barriers, those of LoRA and of the end, and 128 / each global scale
+        return max(256, -(-(FACTORS_AT + 4 * len(self.n)) // 128) * 128)
 
     @property
     def totals_at(self) -> int:
@@ -305,8 +306,8 @@ def make_plan(
 ) -> Plan:
     """Raises ValueError naming the constraint when the configuration does not take the shape."""
     quads = -(-k // COLS)
-    if not 1 <= m <= 64:
-        raise ValueError(f"M must be in 1..64, got {m}")
+    if not 1 <= m <= STREAM_ROWS:
+        raise ValueError(f"M must be in 1..{STREAM_ROWS}, got {m}")
     if config.warps_k not in (1, 2, 4):
         raise ValueError(f"warps_k must be 1, 2 or 4, got {config.warps_k}")
     if not (config.depth >= 2 and 2 <= config.x_depth <= 8):

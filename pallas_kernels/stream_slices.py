@@ -27,16 +27,12 @@ CHUNK = 32  # columns for which a lane loads 16 bytes of each row
 class SliceWarps(LoraWarps):
     """The spare warps where A is an operand. The CTA's class sets the addresses before."""
 
-    pdl: bool
-
     def multiply_by_a(self):
         """One spare warp: its units of x A^T, then its part of the CTA's sums over the slices."""
         plan, c = self.plan, self.plan.config
         mine = p.sub(self.warp, c.warps + 1)
         is_first = p.eq(mine, 0)
         p.when(is_first, lambda: self.make_barriers([(self.h_full, 32 * plan.lora_warps)]))
-        if self.pdl:
-            p.grid_dependency_wait()
         ctas = plan.clusters * c.cluster
 
         def unit(index, _):

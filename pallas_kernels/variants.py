@@ -22,18 +22,16 @@ import jax
 
 from .block_plan import MAX_ROWS
 from .operands import padded_rank
-from .stream_plan import RESIDENT, StreamConfig, make_plan
+from .stream_plan import RESIDENT, STREAM_ROWS, StreamConfig, make_plan
 from .stream_variants import by_rule
 from .triton_versions import missing
 from .wide_plan import WideConfig
 from .wide_variants import few_rows_config, makes_h_in_time, wide_config
 
-RANGES = (8, 16, 32, 64)
+RANGES = (8, 16, 32, STREAM_ROWS)
 DEQUANTIZING = ("dequantize", "dequantize-mosaic", "dequantize-triton")
 BACKENDS = ("mosaic", "wide", "triton", *DEQUANTIZING, "reference")
-# Up to this many rows the streaming kernel is the faster one at most shapes without adapters.
-STREAM_ROWS = 64
-# What the wide kernel does not take goes through the streaming kernel up to this many rows, 64 at a time.
+# What the wide kernel does not take goes through the streaming kernel up to this many rows, STREAM_ROWS at a time.
 MAX_STREAM_ROWS = 256
 # The Triton kernel multiplies up to so many rows, 64 at a time; with more it is sooner to dequantize.
 MAX_TRITON_ROWS = 128
@@ -117,7 +115,7 @@ def takes_lora(
 
 def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
     """Whether fp4_matmul adds adapters of these ranks (0: none) in the kernel that multiplies by the weights; without
-    any, whether there is such a kernel."""
+    any, whether that is a Mosaic kernel."""
     padded = tuple(padded_rank(rank) for rank in ranks)
     variant = choose(m, k, n, None, padded)
     if isinstance(variant, WideConfig):

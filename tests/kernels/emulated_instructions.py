@@ -106,8 +106,7 @@ def make_ptx(m):
 
     p.exp2, p.rsqrt = exp2, lambda a: (1 / np.sqrt(a)).astype(F32)
 
-    p.exchange = lambda word, distance: _lanes(word)[LANES ^ distance]
-    p.shuffle_xor = lambda x, distance: x[LANES ^ distance]
+    p.shuffle_xor = lambda x, distance: _lanes(x)[LANES ^ distance]
     p.pack_halves = lambda lo, hi: (lo & U32(0xFFFF)) | hi << U32(16)
     p.half_dtype, p.half = lambda: m.dtype, lambda: ptx.HALVES[m.dtype]
     p.round_half = lambda v: v.astype(dtype).astype(F32)

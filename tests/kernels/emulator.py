@@ -244,10 +244,9 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, scaled=
     results = []
     with _emulated(m):
         for _ in range(calls):
-            refs = stream_kernel.Refs.of([*operands, *outs, None], plan, bool(biases))
 
-            def program(refs=refs):
-                stream_kernel._Kernel(plan, refs, False, wide_out, scaled).run()
+            def program():
+                stream_kernel._Kernel(plan, [*operands, *outs, None], bool(biases), wide_out, scaled).run()
 
             m.launch(plan.clusters * c.cluster, c.cluster, 4 * plan.warpgroups, plan.total, program)
             results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.outs)], strict=False)])

@@ -149,6 +149,19 @@ def test_products_that_the_kernel_does_not_make(ranks, config, message):
         AttentionPlan(4, 8, 2, 64, N, P, C, False, config, ranks=ranks)
 
 
+def test_angles_lengths_and_norms_come_in_the_kernels_dtypes(monkeypatch):
+    rows, numbers = jnp.zeros((B, 2 * E), jnp.bfloat16), jnp.zeros(B, jnp.int8)
+    cache, angles = jnp.zeros((B, 4, 1, E), jnp.bfloat16), jnp.zeros((B, E // 2), jnp.bfloat16)
+    scale, found = jnp.ones(E, jnp.bfloat16), []
+    monkeypatch.setattr(attention_kernel, "build", lambda *_: lambda *operands: found.extend(operands))
+    caches = PromptKV(cache, cache, numbers, numbers), OwnKV(cache, cache, numbers)
+    decode_attention(rows, rows[:, :E], rows[:, :E], angles, angles, *caches, HeadNorms(scale, scale, 1e-6))
+    dtypes = [v.dtype.name for v in found]
+    assert dtypes == (
+        ["bfloat16"] * 3 + ["float32"] * 2 + ["bfloat16"] * 2 + ["int32"] * 3 + ["float32"] * 2 + ["bfloat16"] * 2
+    )
+
+
 def test_a_of_another_width_is_refused():
     rows, numbers = jnp.zeros((B, 2 * E), jnp.bfloat16), jnp.zeros(B, jnp.int32)
     cache = jnp.zeros((B, 4, 1, E), jnp.bfloat16)

@@ -1,6 +1,7 @@
 """between_attentions: how its plan divides the work, what it refuses, that it lowers, the decode step through it."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,16 @@ def shapes_of(name, rank):
     D, F, heads, kv = SHAPES[name]
     qkv = tuple(projection(n, D, True) for n in (heads, kv, kv))
     return LayerPart(projection(D, heads), projection(F, D), projection(F, D), projection(D, F), qkv)
+
+
+def streams_of(name, m):
+    """x and the residual stream."""
+    D, _, heads, _ = SHAPES[name]
+    return jax.ShapeDtypeStruct((m, heads), jnp.bfloat16), jax.ShapeDtypeStruct((m, D), jnp.float32)
+
+
+def scales_of(name):
+    return (jax.ShapeDtypeStruct(SHAPES[name][:1], jnp.float32),) * 2
 
 
 @pytest.mark.parametrize("rank", [0, 32, 64, 128])
@@ -156,12 +167,10 @@ def test_what_the_plan_refuses(change, message):
 
 @pytest.mark.parametrize("m, rank", [(8, 0), (8, 8), (1, 8), (16, 8)])
 def test_lowers_for_hopper_as_one_kernel(m, rank):
-    D, _, heads, _ = SHAPES["7B"]
-    x, residual = jax.ShapeDtypeStruct((m, heads), jnp.bfloat16), jax.ShapeDtypeStruct((m, D), jnp.float32)
-    norms = (jax.ShapeDtypeStruct((D,), jnp.float32),) * 2
     with compiling_for(90):
         run = jax.jit(lambda *operands: between_attentions(*operands, 1e-6))
-        module = export.export(run, platforms=["cuda"])(x, residual, shapes_of("7B", rank), norms).mlir_module()
+        operands = *streams_of("7B", m), shapes_of("7B", rank), scales_of("7B")
+        module = export.export(run, platforms=["cuda"])(*operands).mlir_module()
     assert module.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "stablehlo.dot_general" not in module
 
@@ -227,13 +236,50 @@ def test_who_makes_x_a():
 
 @pytest.mark.parametrize("m, rank, message", [(17, 32, "got 17 rows and an adapter"), (8, 0, "got 8 rows and no")])
 def test_x_a_that_nobody_takes(m, rank, message):
-    D, _, heads, _ = SHAPES["7B"]
-    x, residual = jax.ShapeDtypeStruct((m, heads), jnp.bfloat16), jax.ShapeDtypeStruct((m, D), jnp.float32)
-    norms = (jax.ShapeDtypeStruct((D,), jnp.float32),) * 2
-    hidden = hidden_shape(28, 32, m)
+    operands = *streams_of("7B", m), shapes_of("7B", rank), scales_of("7B"), hidden_shape(28, 32, m)
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda *operands: between_attentions(*operands[:-1], 1e-6, hidden=operands[-1]),
-            x, residual, shapes_of("7B", rank), norms, hidden)  # fmt: skip
+        jax.eval_shape(lambda *given: between_attentions(*given[:-1], 1e-6, hidden=given[-1]), *operands)
+
+
+@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize("which, change, message", [
+    ("x", lambda x: x.update(shape=(x.shape[0], 256)), r"x must be \[\d+, 3584\], got \[\d+, 256\]"),
+    ("residual", lambda stream: stream.update(dtype=jnp.bfloat16), "residual stream must be float32, got bfloat16"),
+    ("residual", lambda stream: stream.update(shape=(1, 3584)), r"residual must be \[\d+, 3584\], got \[1, 3584\]"),
+    ("norms", lambda norms: norms[:1], "2 norms are needed, got 1"),
+    ("norms", lambda norms: (norms[0], norms[1].update(shape=(1,))), r"norms\[1\] must be \[3584\], got \[1\]"),
+    ("layer", lambda layer: layer._replace(up=layer.o), "weights that do not follow each other"),
+    ("layer", lambda layer: layer._replace(qkv=(layer.down,) * 3), "weights that do not follow each other"),
+    ("layer", lambda layer: layer._replace(qkv=(layer.qkv[0]._replace(bias=layer.qkv[1].bias),)), r"bias is \(512,\)"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(m, which, change, message):
+    """It would be read as if it did."""
+    x, residual = streams_of("7B", m)
+    operands = {"x": x, "residual": residual, "layer": shapes_of("7B", 32), "norms": scales_of("7B")}
+    operands[which] = change(operands[which])
+    with compiling_for(90), pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *given: between_attentions(*given, 1e-6), *operands.values())
+
+
+def test_a_layer_that_does_not_fit_is_not_taken():
+    layer = shapes_of("7B", 32)
+    with compiling_for(90):
+        assert takes_between_attentions(8, jnp.bfloat16, layer)
+        assert not takes_between_attentions(8, jnp.bfloat16, layer._replace(down=layer.gate))
+
+
+@pytest.mark.parametrize("m", [8, 32])
+def test_biases_are_float32_for_the_kernels(m):
+    layer = shapes_of("7B", 0)
+    narrow = [v._replace(bias=v.bias.update(dtype=jnp.bfloat16)) for v in layer.qkv]
+    modules = []
+    for qkv in (layer.qkv, tuple(narrow)):
+        with compiling_for(90):
+            run = jax.jit(lambda *operands: between_attentions(*operands, 1e-6))
+            operands = *streams_of("7B", m), layer._replace(qkv=qkv), scales_of("7B")
+            modules.append(export.export(run, platforms=["cuda"])(*operands).mlir_module())
+    taken = [re.findall(r"@mosaic_gpu_v2.*?: \((.*?)\) ->", module) for module in modules]
+    assert taken[0] and taken[0] == taken[1]
 
 
 def test_other_weights_and_more_rows_take_the_plain_way(step, monkeypatch):

@@ -154,6 +154,10 @@ def test_no_rows_and_wrong_shapes():
     for a, b in (((8, 64), (1, 8)), ((8, 64), (32, 4)), ((8, 32), (32, 8))):
         with pytest.raises(ValueError, match=r"lora has A .* and B .*, the weight .32, 64. takes .R, K. and .N, R."):
             fp4_matmul(jnp.zeros((2, 64)), w, gs, lora=(jnp.zeros(a), jnp.zeros(b), 1.0))
+    with pytest.raises(ValueError, match="LoRA's rank must be at least 1; a weight without an adapter has None"):
+        fp4_matmul(jnp.zeros((2, 64)), w, gs, lora=(jnp.zeros((0, 64)), jnp.zeros((32, 0)), 1.0))
+    with pytest.raises(ValueError, match=r"a weight must have outputs, got .0, 64."):
+        fp4_matmul(jnp.zeros((2, 64)), [w, _weight(0, 0, 64)], [gs, gs])
     with pytest.raises(ValueError, match=r"bias is .1,., the weight .32, 64. takes .N."):
         fp4_matmul(jnp.zeros((2, 64)), w, gs, bias=jnp.zeros(1))
 

@@ -164,7 +164,7 @@ def test_a_row_depends_on_nothing_else(source):
         assert np.array_equal(whole[name][9:16].view(np.uint8), values.view(np.uint8)), name
 
 
-@pytest.mark.parametrize("maker, name", [("make_ptx", "cta_sync"), ("make_memory", "barrier_wait")])
+@pytest.mark.parametrize("maker, name", [("make_ptx", "cta_sync"), ("make_memory", "barrier_wait_for_cluster")])
 def test_without_a_barrier_the_sums_are_wrong(monkeypatch, maker, name):
     given, plan = operands(3, 8, 1024, (32,), NORMED), make_inputs_plan(8, 1024, (32,), NORMED)
     true = run(plan, given)

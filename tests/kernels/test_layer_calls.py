@@ -11,7 +11,7 @@ import pytest
 from ahead import ahead
 from jax import export
 from random_weights import normal
-from test_block import shapes_of
+from test_block import scales_of, shapes_of, streams_of
 
 from benchmarks.fp4_block import EPS, SHAPES, random_layer
 from pallas_kernels import (
@@ -65,7 +65,7 @@ def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
         assert [m for m in (8, 32, 64, 128, 256) if reads_units(m, shapes_of(name, 32))] == [32, 64, 128, 256]
         assert reads_units(64, shapes_of(name, 0))
         with pytest.raises(ValueError, match="x in unit order is for more than 16 rows, got 8"):
-            between_attentions(jnp.zeros((8, 4), jnp.bfloat16), None, shapes_of(name, 0), (), EPS, in_units=True)
+            between_attentions(*streams_of(name, 8), shapes_of(name, 0), scales_of(name), EPS, in_units=True)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -194,7 +194,7 @@ def test_the_kernels_are_given_what_belongs_to_them(monkeypatch, rows, qkv, kern
     layer = tiny_layer(16, qkv)
     rng = np.random.default_rng(1)
     x, residual = normal(rng, rows, 512, dtype=jnp.bfloat16), normal(rng, rows, 256)
-    norms = [1 + normal(rng, 256, size=0.1) for _ in range(2)]
+    norms = [1 + normal(rng, 256, size=0.1) for _ in range(1 + bool(layer.qkv))]
     with compiling_for(90):
         calls = layer_calls.calls_of(rows, layer)
         made = between_attentions(x, residual, layer, norms, EPS)

@@ -111,7 +111,7 @@ def emulated_kernel(monkeypatch):
     variants.config_for.cache_clear()
     calls = []
 
-    def build(m, k, n, config, has_bias=False, pdl=False, wide_out=False, ranks=(), dtype="bfloat16"):
+    def build(m, k, n, config, has_bias=False, wide_out=False, ranks=(), dtype="bfloat16"):
         plan = make_plan(m, k, n, config, ranks)
         calls.append(ranks)
         shapes = [jax.ShapeDtypeStruct((m, n_i), jnp.float32 if wide_out else jnp.dtype(dtype)) for n_i in n]
