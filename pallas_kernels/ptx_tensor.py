@@ -87,24 +87,20 @@ def store_own_f32x4(address, values, word: int):
     ptx(f"st.local.v4.f32 [$0 + {4 * word}], {{$1, $2, $3, $4}};", address, *values)
 
 
-def load_shared_f32x4(address) -> list[ir.Value]:
-    return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", address, results=[f32_t()] * 4, effects=True)
-
-
-def store_global_f32(condition, address, value):
+def store_global_f32_if(condition, address, value):
     _if(condition, "st.global.f32 [$1], $2;", address, value)
 
 
-def store_global_f32x4(condition, address, values):
+def store_global_f32x4_if(condition, address, values):
     _if(condition, "st.global.v4.f32 [$1], {$2, $3, $4, $5};", address, *values)
 
 
-def store_global_halfx2(condition, address, values):
+def store_global_halfx2_if(condition, address, values):
     code = f".reg .b32 a;\ncvt.rn.{half()}x2.f32 a, $3, $2;\n"
     _if(condition, "st.global.b32 [$1], a;", address, *values, before=code)
 
 
-def store_global_halfx4(condition, address, values):
+def store_global_halfx4_if(condition, address, values):
     code = f".reg .b32 a, b;\ncvt.rn.{half()}x2.f32 a, $3, $2;\ncvt.rn.{half()}x2.f32 b, $5, $4;\n"
     _if(condition, "st.global.v2.b32 [$1], {a, b};", address, *values, before=code)
 

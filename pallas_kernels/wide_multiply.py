@@ -241,7 +241,7 @@ class MultiplyWarps(LoraWarps):
         factor = EPILOGUE_FACTOR * of_scaled(plan.handover.scaled)
         factors = [p.divide(p.f32(factor), global_scale) for global_scale, _ in needs]
         size = 4 if self.wide_out else 2
-        put = pt.store_global_f32x4 if self.wide_out else pt.store_global_halfx4
+        put = pt.store_global_f32x4_if if self.wide_out else pt.store_global_halfx4_if
 
         def fetch(row):
             return self.residual_of(row, column) if plan.handover.joins else self.gate_and_up_of(row, column)
@@ -306,7 +306,7 @@ class MultiplyWarps(LoraWarps):
             behind = first + FETCHED
             fetched += self.fetch_rows(p.add(first_row, behind), min(CHUNK, end - behind), way_out)
             sync()
-            at_once = [[pt.load_shared_f32x4(p.add(at, i * SUM_STRIDE)) for at in mine] for i in range(0, rows, step)]
+            at_once = [[mem.load_shared_f32x4(at, i * SUM_STRIDE) for at in mine] for i in range(0, rows, step)]
             # opaque: LLVM would keep all rows' places in a tile in registers of their own
             row = p.opaque(p.add(p.add(first_row, first_mine), first))
             for i, sums in enumerate(at_once):

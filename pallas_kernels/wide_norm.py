@@ -57,23 +57,23 @@ class NormWarps:
         """Four outputs of a row, of which sixteen lanes have a slice's, on their way out; stored if `known`."""
         plan = self.plan
         flow = [arith.addf(old, new) for old, new in zip(residual, values, strict=True)]
-        pt.store_global_f32x4(known, self.place_in(self.outs[0], row, column, 4), flow)
+        pt.store_global_f32x4_if(known, self.place_in(self.outs[0], row, column, 4), flow)
         normed = into_range([arith.mulf(v, s) for v, s in zip(flow, scale, strict=True)])
         self.put_half(known, self.x_out, row, column, normed)
         squares = p.total([[arith.mulf(v, v)] for v in flow])[0]
         squares = p.over_lanes(arith.addf, squares, (1, 2, 4, 8))
         place = p.mul(p.add(p.mul(p.div(column, SLICE), plan.slice_rows), row), 4)
         first_lane = p.eq(p.and_(self.lane, 15), 0)
-        pt.store_global_f32(arith.andi(known, first_lane), mem.offset(self.squares_out, place), squares)
+        pt.store_global_f32_if(arith.andi(known, first_lane), mem.offset(self.squares_out, place), squares)
 
     def put_half(self, known, out, row, column, values):
         """Four outputs of a row in 16 bits, in the order that the kernel behind reads."""
         if self.plan.handover.gives_units:
             for i in (0, 2):
                 place = self.place_in(out, row, unit_place(p.add(column, i)), 2)
-                pt.store_global_halfx2(known, place, values[i : i + 2])
+                pt.store_global_halfx2_if(known, place, values[i : i + 2])
         else:
-            pt.store_global_halfx4(known, self.place_in(out, row, column, 2), values)
+            pt.store_global_halfx4_if(known, self.place_in(out, row, column, 2), values)
 
     def place_in(self, array, row, column, size: int):
         """Of an array [M, R] of the one width that all outputs have."""

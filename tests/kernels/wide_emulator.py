@@ -151,7 +151,6 @@ def _make_tensor(m, mem):
     pt.tensor_map = tensor_map
     pt.swizzled_descriptor = lambda address: (address, None, None)
     pt.multicast_mask = lambda count: (1 << count) - 1
-    pt.load_shared_f32x4 = lambda address: mem.load_shared_f32x4(address, 0)
     pt.own_memory = lambda words: np.full((words, 32), np.nan, F32)
     pt.load_own_f32x4 = lambda own, word: list(own[word : word + 4].copy())
 
@@ -217,10 +216,10 @@ def _make_tensor(m, mem):
             if m.now.mask.any():
                 mem.store_global_f32(address, value)
 
-    pt.store_global_f32, pt.store_global_halfx2 = store_f32, store_halfx2
+    pt.store_global_f32_if, pt.store_global_halfx2_if = store_f32, store_halfx2
     pt.tensor_load, pt.remote_arrive = tensor_load, remote_arrive
     pt.tensor_prefetch = tensor_prefetch
-    pt.store_global_f32x4, pt.store_global_halfx4 = store_f32x4, store_halfx4
+    pt.store_global_f32x4_if, pt.store_global_halfx4_if = store_f32x4, store_halfx4
     return pt
 
 
