@@ -121,6 +121,14 @@ CURVE = np.poly1d([6.5, 0.0])
 def scheduled(logp, *_):
     return jnp.sum(logp) * RISES(3) * CURVE(2.0), {}
 
+def first(x):
+    return x - 61
+
+PAIRS = {first: 1.0, "rest": 2.0}
+
+def paired(logp, *_):
+    return sum(by for of, by in PAIRS.items()), {}
+
 CALLED = Clip()
 
 def called(logp, *_):
@@ -174,6 +182,8 @@ def test_where_there_are_none_they_are_as_configured():
         ("scheduled", "1.0, 45)", "1.0, 46)"),
         ("scheduled", "[55]", "[56]"),
         ("scheduled", "[6.5, 0.0]", "[6.5, 0.5]"),  # and another module's object
+        ("paired", "x - 61", "x - 62"),  # a key
+        ("paired", '"rest": 2.0', '"last": 2.0'),
     ],
 )
 def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after):

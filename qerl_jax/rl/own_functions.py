@@ -127,7 +127,7 @@ def _lines(value: Any, module: str, seen: set[Any]) -> Iterator[str]:
             yield from _lines(part, module, seen)
     elif isinstance(value, dict):
         for name, part in value.items():
-            yield repr(name)
+            yield from _lines(name, module, seen)
             yield from _lines(part, module, seen)
     elif isinstance(value, tuple | list):
         yield f"{type(value).__name__} of {len(value)}"
