@@ -193,6 +193,14 @@ def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after
     assert digest(tmp_path, name=name) == digest(tmp_path, moved, name)
 
 
+def test_an_attribute_is_no_global_of_its_name(tmp_path):
+    source = f"{SOURCE}\nlog = LATER\n\ndef logs(logp, *_):\n    return (lambda x: jnp.log(x))(logp), {{}}\n"
+    assert digest(tmp_path, source, "logs") == digest(tmp_path, source.replace("log = LATER", "log = 2"), "logs")
+    inner = "    def inner(x):\n        class Inner:\n            by = log\n        return x * Inner.by\n"
+    with pytest.raises(UserError, match="logs reads <object"):
+        digest(tmp_path, source.replace("    return (lambda", f"{inner}    return (lambda"), "logs")
+
+
 def test_functions_of_other_modules_are_known_by_what_is_bound_to_them():
     of = [
         OwnFunctions(functools.partial(policy_loss, spec)).identity()["loss function"]

@@ -8,6 +8,7 @@ could not compare is refused.
 
 import contextlib
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -59,6 +60,7 @@ NO_FUNCTIONS = OwnFunctions()
 # But for beta, which says whether a loss of one's own is given the reference.
 _OF_LOSS = [field.name for field in dataclasses.fields(LossSpec) if field.name != "beta"]
 _RULES = "fwd", "bwd", "jvp"  # of jax.custom_vjp and jax.custom_jvp
+_READING = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}  # the last by type parameters in a class
 
 
 def _digest(what: str, function: Any) -> str:
@@ -211,7 +213,8 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Names that are read as globals, which attributes and imports in `co_names` are not."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in _READING)
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _names(const)
