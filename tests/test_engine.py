@@ -169,6 +169,13 @@ def test_a_rollouts_limits_are_those_of_its_prompts(slots):
 
 
 @pytest.mark.parametrize("slots", [None, 3])
+def test_a_rollouts_prompts_may_be_lists(slots):
+    lists = Prompts(batch().tokens.tolist(), batch().lengths.tolist(), range(40, 40 + N))
+    out = engine(max_slots=slots).rollout(ADAPTER, lists, KEY, G)
+    np.testing.assert_array_equal(out.tokens, rolled_out(slots).tokens)
+
+
+@pytest.mark.parametrize("slots", [None, 3])
 def test_a_rollout_leaves_no_cache_behind(slots):
     """So that an update has the memory it took."""
     rolled_out(slots)

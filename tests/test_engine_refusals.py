@@ -55,6 +55,8 @@ def test_a_bad_request_is_named_and_the_others_run():
     ({"places": jnp.arange(2)}, r"prompts have tokens \[3, 4\], lengths \[3\], places \[2\]; expected tokens"),
     ({"tokens": jnp.ones(4, jnp.int32)}, r"prompts have tokens \[4\], .*expected tokens \[N, P\]"),
     ({"tokens": jnp.full((3, 4), CONFIG.vocab_size)}, f"prompt 0 has the token id {CONFIG.vocab_size}; allowed: 0 to"),
+    ({"tokens": [[5, 9], [7], [20]]}, "prompts have tokens .*, with rows filled up to one length"),
+    ({"places": range(2**31 - 1, 2**31 + 2)}, "prompt 1 has the place 2147483648; allowed: an int32"),
     ({"tokens": jnp.ones((3, P + 1), jnp.int32)}, f"prompts have {P + 1} token slots; allowed: up to the engine's {P}"),
 ])  # fmt: skip
 def test_a_rollout_of_bad_prompts_is_refused_whatever_way_it_would_go(most, wrong, message):

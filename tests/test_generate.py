@@ -159,6 +159,23 @@ def test_prompts_that_cannot_be_are_refused(change, message):
             run(PROMPTS.replace(**change))
 
 
+def test_prompts_may_be_lists_and_ranges():
+    lists = Prompts(PROMPTS.tokens.tolist(), PROMPTS.lengths.tolist(), range(40, 43))
+    found = jax.jit(lambda key: generate(MODEL, ADAPTER, lists, key, SETTINGS, 4))(jax.random.key(0))
+    np.testing.assert_array_equal(found.tokens, default_run().tokens)
+    traced = lists.replace(places=[40, 41, 42])  # each of its numbers
+    jax.eval_shape(lambda prompts: generate(MODEL, ADAPTER, prompts, jax.random.key(0), SETTINGS), traced)
+    ragged = "prompts have tokens .*, with rows filled up to one length"
+    for change, message in (
+        ({"places": [40, 2**31, 42]}, "prompt 1 has the place 2147483648; allowed: an int32"),
+        ({"places": np.array([40, 41, -(2**31) - 1])}, "prompt 2 has the place -2147483649; allowed"),
+        ({"places": [40, 41, 2.5]}, "prompts have places of float64; expected whole numbers"),
+        ({"tokens": [[5, 9, 11], [7], [20]]}, ragged),
+    ):
+        with pytest.raises(UserError, match=message):
+            generate(MODEL, ADAPTER, lists.replace(**change), jax.random.key(0), SETTINGS)
+
+
 def test_what_stands_behind_a_prompt_may_be_anything():
     jax.eval_shape(
         lambda: generate(

@@ -39,7 +39,7 @@ from qerl_jax.rl.step import (
     sample_rollout,
     with_policies,
 )
-from qerl_jax.rollout import Rollout
+from qerl_jax.rollout import Prompts, Rollout
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -124,6 +124,16 @@ def test_rewards_that_are_no_numbers_or_too_large_are_refused(rewards, message):
     )
     with pytest.raises(ValueError, match=message):
         make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
+
+
+def test_a_batch_is_of_arrays_where_prompts_are_lists():
+    completions = Rollout(
+        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
+    )
+    lists = Prompts(PROMPTS.tokens.tolist(), PROMPTS.lengths.tolist(), range(3))
+    found, right = (make_batch(of, completions, np.ones(12), jnp.int32(0), SETTINGS) for of in (lists, PROMPTS))
+    assert found.prompt.dtype == jnp.int32
+    assert_trees_close(found, right, rtol=0, atol=0)
 
 
 def test_a_batch_outlives_the_state_whose_step_it_is_of():

@@ -25,6 +25,7 @@ from qerl_jax.rl.losses import LossFn, Metrics
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 from qerl_jax.rl.update import joined_metrics, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
+from qerl_jax.rollout.batch import of_arrays
 
 # Streams of a rollout's key.
 _NOISE, DRAWS = 0, 1
@@ -115,13 +116,14 @@ def make_batch(
     what other updates and losses need; without it `update_step` refuses further updates (its metric nonfinite is 1).
 
     Raises:
-      ValueError: not num_generations completions of each prompt, not one reward for each completion, advantages
-        that are neither one for each completion nor one for each of its slots, rewards that are no numbers, or rewards
-        beyond +-1e15 (unless they are traced, or there is an `advantage_fn`).
+      ValueError: prompts whose rows differ in length or whose places are no int32, not num_generations completions of
+        each prompt, not one reward for each completion, advantages that are neither one for each completion nor one for
+        each of its slots, rewards that are no numbers, or rewards beyond +-1e15 (unless they are traced, or there is an
+        `advantage_fn`).
     """
     check_kind("completions", completions, Rollout, " (the first of what `sample_rollout` gives)")
     check_kind("settings", settings, StepSettings)
-    G = settings.update.num_generations
+    prompts, G = of_arrays(prompts), settings.update.num_generations
     N, (B, C) = prompts.tokens.shape[0], completions.tokens.shape
     if N * G != B:
         raise ValueError(f"{N} prompts with num_generations {G} have {N * G} completions; there are {B}")

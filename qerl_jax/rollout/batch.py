@@ -3,17 +3,50 @@
 Dimension letters: N prompts, G completions per prompt, P prompt slots, C completion slots, B = N * G rows.
 """
 
+from typing import Any
+
 import flax.struct
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.errors import UserError, is_whole
 
 
 class Prompts(flax.struct.PyTreeNode):
     """Prompts padded on the right: tokens [N, P] int32, lengths [N] int32 (at least 1), and each prompt's place in the
-    data order [N] int32, which is its identity for the random number generator."""
+    data order [N] int32, which is its identity for the random number generator. NumPy's arrays, lists and ranges are
+    taken too."""
 
     tokens: jax.Array
     lengths: jax.Array
     places: jax.Array
+
+
+def of_arrays(prompts: Prompts) -> Prompts:
+    """The prompts with arrays, of JAX or NumPy, in the place of lists and ranges.
+
+    Raises:
+      UserError: a part whose rows differ in length, or a place, if it is known, that is no int32.
+    """
+    parts = {name: _array(name, getattr(prompts, name)) for name in ("tokens", "lengths", "places")}
+    if not isinstance(parts["places"], jax.core.Tracer):
+        for number, place in enumerate(np.asarray(parts["places"]).ravel().tolist()):
+            if is_whole(place) and not -(2**31) <= place < 2**31:
+                raise UserError(f"prompt {number} has the place {place}; allowed: an int32")
+    return prompts.replace(**parts)
+
+
+def _array(name: str, part: Any) -> Any:
+    if hasattr(part, "dtype"):
+        return part
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(part))
+    try:
+        return jnp.asarray(part) if traced else np.asarray(part)
+    except (TypeError, ValueError):  # of lists in it that differ in length
+        raise UserError(
+            f"prompts have {name} {part!r:.60}; expected an array, with rows filled up to one length"
+        ) from None
 
 
 class Rollout(flax.struct.PyTreeNode):

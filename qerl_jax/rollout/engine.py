@@ -18,7 +18,7 @@ from qerl_jax.errors import check_kind, is_number, is_whole
 from qerl_jax.keys import of_threefry
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
-from qerl_jax.rollout.batch import Prompts, Rollout
+from qerl_jax.rollout.batch import Prompts, Rollout, of_arrays
 from qerl_jax.rollout.generate import check_limits, check_rows
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
@@ -110,12 +110,14 @@ class Engine:
         `limits` are the most tokens of each prompt's completions; None is the settings' max_completion_length.
 
         Raises:
-          ValueError: no prompts, or parts of them that are not one for each; a prompt is empty, too long, has a token
-            id outside the vocabulary or, with its completion, more tokens than the network has positions; `prompts` are
-            wider than max_prompt_length; wrong limits; no PRNG key; norms of another network.
+          ValueError: no prompts, or parts of them that are not one for each; a prompt is empty, too long, has a place
+            that is no int32, a token id outside the vocabulary or, with its completion, more tokens than the network
+            has positions; `prompts` are wider than max_prompt_length; wrong limits; no PRNG key; norms of another
+            network.
           TypeError: not an Adapter, or a call that JAX is tracing.
         """
         self._check_call(adapter, norms, prompts, key)
+        prompts = of_arrays(prompts)
         check_rows(prompts)
         (N, P), G, C = prompts.tokens.shape, num_generations, self.settings.max_completion_length
         limits_N = np.full(N, C, np.int32) if limits is None else np.asarray(limits)
@@ -123,7 +125,7 @@ class Engine:
         limits_N, key = limits_N.astype(np.int32), of_threefry(key)
         if self.max_prompt_length < P:
             raise ValueError(f"prompts have {P} token slots; allowed: up to the engine's {self.max_prompt_length}")
-        tokens, lengths, places = (np.asarray(part) for part in jax.device_get(jax.tree.leaves(prompts)))
+        tokens, lengths, places = jax.device_get((prompts.tokens, prompts.lengths, prompts.places))
         requests = [
             Request(row[:length].tolist(), G, int(place), int(limit))
             for row, length, place, limit in zip(tokens, lengths, places, limits_N, strict=True)

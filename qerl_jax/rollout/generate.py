@@ -13,7 +13,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError, is_whole
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
-from qerl_jax.rollout.batch import Prompts, Rollout
+from qerl_jax.rollout.batch import Prompts, Rollout, of_arrays
 from qerl_jax.rollout.begun import begun
 from qerl_jax.rollout.prepared import prepared
 from qerl_jax.rollout.programs import programs
@@ -51,15 +51,16 @@ def generate(
 
     Raises:
       UserError: an id in `settings`, or one of the prompts that is known, is beyond the vocabulary; prompts whose
-        lengths or places are not one for each, or lengths beyond the slots; num_generations below 1; wrong limits; or
-        a prompt and its completion may be more tokens than the network has positions, where under jit prompts whose
-        lengths are traced may fill all their slots.
+        lengths or places are not one for each, lengths beyond the slots, or places that are no int32; num_generations
+        below 1; wrong limits; or a prompt and its completion may be more tokens than the network has positions, where
+        under jit prompts whose lengths are traced may fill all their slots.
       TypeError: not a Model and an Adapter, or no Norms. ValueError: no PRNG key, or norms of another network.
     """
     check_kinds(model, adapter)
     if norms is not None:
         check_norms(model, norms)
     settings.check_ids(model.config.vocab_size)
+    prompts = of_arrays(prompts)
     _check_prompts(model, prompts, num_generations)
     _check_positions(model, prompts, settings, limits_N)
     limits_N = None if limits_N is None else jnp.asarray(limits_N)
@@ -88,16 +89,15 @@ def check_limits(limits_N: Limits, prompts: int, max_completion_length: int) -> 
 def check_rows(prompts: Prompts) -> None:
     """Raises UserError for prompts that are none, whose parts are not one for each or are no whole numbers, or whose
     lengths, if known, are not from 1 to their slots."""
-    shapes = {name: jnp.shape(getattr(prompts, name)) for name in ("tokens", "lengths", "places")}
+    parts = {"tokens": prompts.tokens, "lengths": prompts.lengths, "places": prompts.places}
+    shapes = {name: part.shape for name, part in parts.items()}
     N, P = shapes["tokens"] if len(shapes["tokens"]) == 2 else (0, 0)
     if N < 1 or P < 1 or shapes["lengths"] != (N,) or shapes["places"] != (N,):
         found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise UserError(f"prompts have {found}; expected tokens [N, P], lengths [N] and places [N], of one or more")
-    for name in shapes:
-        part = getattr(prompts, name)
-        dtype = part.dtype if hasattr(part, "dtype") else np.asarray(part).dtype
-        if not jnp.issubdtype(dtype, jnp.integer):
-            raise UserError(f"prompts have {name} of {dtype}; expected whole numbers")
+    for name, part in parts.items():
+        if not jnp.issubdtype(part.dtype, jnp.integer):
+            raise UserError(f"prompts have {name} of {part.dtype}; expected whole numbers")
     if isinstance(prompts.lengths, jax.core.Tracer):
         return
     lengths = np.asarray(prompts.lengths)
