@@ -9,7 +9,7 @@ import numpy as np
 
 from qerl_jax.compiled import compiled_together
 from qerl_jax.data.prompts import check_prompt, check_template_kwargs, prompt_ids, prompt_text
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, is_whole
 from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.peft import load_adapter
 from qerl_jax.policy import NOT_A_NUMBER, Policy, load_policy
@@ -50,7 +50,7 @@ class Answer:
 
 def generate_texts(
     model_or_run: str,
-    prompts: list[Any],
+    prompts: Sequence[Any],
     *,
     n: int = 1,
     temperature: float = 1.0,
@@ -89,9 +89,15 @@ def generate_texts(
       UserError: a folder that is neither run nor model, a model that cannot be loaded or that the adapter does not fit,
         a run that has saved nothing yet or that a format is given for, one whose model is another than it was trained
         on, or whose config says another one or another adapter, lengths that do not fit the model, a stop text that is
-        empty or holds a special token beside other text, variables that the chat template has not or that no prompt
-        passes it with.
+        empty or holds a special token beside other text, one text in the place of a list, variables that the chat
+        template has not or that no prompt passes it with, or `n` that is no whole number from 1 on.
     """
+    if isinstance(prompts, str):
+        raise UserError(f"prompts is the text {prompts!r:.60}; expected a list of texts, or of lists of messages")
+    if isinstance(stop, str):
+        raise UserError(f"stop is the text {stop!r:.60}; expected a list of texts")
+    if not is_whole(n) or n < 1:
+        raise UserError(f"n is {n!r}; allowed: a whole number, 1 or more")
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
     kwargs_option = "chat_template_kwargs (--chat-template-kwargs)"
@@ -186,7 +192,7 @@ def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]]
 
 def _encode(
     policy: Policy,
-    prompts: list[Any],
+    prompts: Sequence[Any],
     n: int,
     max_completion_length: int | None,
     chat_template_kwargs: Mapping[str, Any] | None,

@@ -345,6 +345,21 @@ def test_an_empty_stop_text_is_refused(prompts):
         list(generation.generate_texts(MODEL, prompts, stop=("!", "")))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": "1 + 1"}, "prompts is the text '1 .*; expected a list of texts, or of lists of messages"),
+        ({"stop": "!!"}, "stop is the text '!!'; expected a list of texts"),
+        ({"n": 0}, "n is 0; allowed: a whole number, 1 or more"),
+        ({"n": 2.0}, "n is 2.0; allowed"),
+        ({"n": True}, "n is True; allowed"),
+    ],
+)
+def test_one_text_for_a_list_and_a_number_of_completions_that_is_none_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        next(generation.generate_texts(MODEL, **{"prompts": ["1 + 1"], **options}))
+
+
 def test_a_special_token_ends_a_completion_as_an_eos_does(prompts, tmp_path):
     """Base models with a chat template name one EOS and end an answer with another token, which no text holds."""
     folder = shutil.copytree(resolve(MODEL), tmp_path / "base")
