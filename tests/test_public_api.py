@@ -1,5 +1,6 @@
 """The names that scripts use: complete, documented, quick to import, and usable under jit, grad and vmap."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -102,6 +103,8 @@ def test_logits_have_second_derivatives():
 def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_path):
     """Functions differ in what comes third: by position an adapter would be a mask, a base's name a flag."""
     tokens, adapter, rollout = jnp.array([[5, 9, 11]]), tiny_adapter(MODEL), Rollout(*[jnp.zeros(1)] * 4, None)
+    updated = functools.partial(qerl.update_step, optimizer=optax.sgd(0.1), settings=SETTINGS.update)
+    state = qerl.init_state(adapter, optax.sgd(0.1))
     for call in (
         lambda: qerl.logits(MODEL, adapter, tokens),
         lambda: qerl.logits(MODEL, tokens, adapter),
@@ -129,6 +132,21 @@ def test_the_wrong_kind_is_named_and_what_may_be_left_out_is_given_by_name(tmp_p
         (
             "settings is of type StepSettings; expected an UpdateSettings .`StepSettings.update`",
             lambda: qerl.update_step(None, MODEL, None, optimizer=None, settings=SETTINGS),
+        ),
+        ("state is of type Adapter; expected a TrainState", lambda: updated(adapter, MODEL, None)),
+        ("model is of type NoneType; expected a Model", lambda: updated(state, None, None)),
+        ("batch is of type Rollout; expected a Batch", lambda: updated(state, MODEL, rollout)),
+        (
+            "settings is of type UpdateSettings; expected a StepSettings",
+            lambda: qerl.sample_rollout(MODEL, adapter, PROMPTS, KEY, 0, SETTINGS.update),
+        ),
+        (
+            "settings is of type StepSettings; expected an UpdateSettings .`StepSettings.update`",
+            lambda: qerl.with_policies(MODEL, adapter, None, SETTINGS, several_updates=True),
+        ),
+        (
+            "noise is of type float; expected a NoiseSchedule, or None",
+            lambda: dataclasses.replace(SETTINGS, noise=0.01),
         ),
         ("adapter is of type NoneType; expected an Adapter", lambda: qerl.merge_adapter(MODEL, None)),
         ("config is of type str; expected a Config .`load_config`", lambda: train("quickstart")),

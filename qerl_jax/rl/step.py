@@ -45,6 +45,7 @@ class StepSettings:
 
     Raises:
       ValueError: an update at another temperature than that of the log-probabilities which sampling records.
+      TypeError: settings of another kind.
     """
 
     sampling: SamplingSettings
@@ -55,6 +56,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         check_kind("sampling", self.sampling, SamplingSettings)
         check_kind("update", self.update, UpdateSettings)
+        if self.noise is not None:
+            check_kind("noise", self.noise, NoiseSchedule, ", or None")
         recorded = self.sampling.temperature or 1.0  # greedy ones are recorded at 1
         if self.update.temperature != recorded:
             raise ValueError(
@@ -90,8 +93,9 @@ def sample_rollout(
 
     Raises:
       UserError, ValueError: an id in settings.sampling is beyond the vocabulary, prompts that cannot be, or what else
-        `qerl_jax.rollout.generate` refuses, such as what is no PRNG key.
+        `qerl_jax.rollout.generate` refuses, such as what is no PRNG key. TypeError: other settings.
     """
+    check_kind("settings", settings, StepSettings)
     check_key(key)
     norms, sigma = rollout_norms(model, adapter, key, step, settings)
     sample_key = jax.random.fold_in(key, DRAWS)
@@ -192,7 +196,11 @@ def with_policies(
         but the first.
       reference: whether it gets the reference's log-probabilities; a loss of your own may need them. None adds them
         where settings.loss.beta is not 0.
+
+    Raises:
+      TypeError: other settings.
     """
+    check_kind("settings", settings, UpdateSettings, " (`StepSettings.update`)")
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])
     if reference is None:

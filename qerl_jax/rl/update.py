@@ -174,8 +174,12 @@ def update_step(
     Raises:
       ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside
         `advantage_fn`; a function of yours returns something else than it should.
+      TypeError: arguments of another kind, or in another order.
     """
     check_kind("settings", settings, UpdateSettings, " (`StepSettings.update`)")
+    check_kind("state", state, TrainState, " (`init_state` gives one)")
+    check_kind("model", model, Model, " (`load_model` gives one)")
+    check_kind("batch", batch, Batch, " (`make_batch` gives one)")
     batch = _of_arrays(batch)
     constants = _constants(state, batch, settings, advantage_fn)
     gathered = _gathered(state.adapter, model, batch, constants, settings, loss_fn)
