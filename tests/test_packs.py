@@ -307,7 +307,7 @@ def test_a_row_of_nan_spoils_none_beside_it():
     model = MODEL.replace(base=MODEL.base.replace(embed=embed.at[poison].set(jnp.nan), lm_head=embed))
     spoilt = clean.replace(completion=clean.completion.at[6, 3].set(poison))
     adapter, scored = tiny_adapter(MODEL), jax.jit(score, static_argnums=3)
-    right, found = (np.asarray(scored(model, adapter, b, settings_of(2))[0]) for b in (clean, spoilt))
+    right, found = (np.asarray(scored(model, adapter, b, settings_of(2))) for b in (clean, spoilt))
     mask = np.arange(C) < np.asarray(batch.completion_lengths)[:, None]
     assert np.isnan(found[6][4:30]).all() and np.isfinite(right[mask]).all()
     others = np.arange(12) != 6

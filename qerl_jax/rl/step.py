@@ -202,11 +202,11 @@ def with_policies(
     """
     check_kind("settings", settings, UpdateSettings, " (`StepSettings.update`)")
     if several_updates and settings.old_logprobs == "learner":
-        batch = batch.replace(old_logps=score(model, adapter, batch, settings)[0])
+        batch = batch.replace(old_logps=score(model, adapter, batch, settings))
     if reference is None:
         reference = settings.loss.beta != 0
     if reference:
-        batch = batch.replace(ref_logps=score(model, None, batch, settings)[0])
+        batch = batch.replace(ref_logps=score(model, None, batch, settings))
     return batch
 
 

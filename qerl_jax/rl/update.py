@@ -106,26 +106,24 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
     return jax.tree.map(lambda leaf: leaf * inverse, backward(dlogp * scale)[0])
 
 
-def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies [B, C] of the batch's completions under (model, adapter), without gradient."""
+def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> jax.Array:
+    """Log-probabilities [B, C] of the batch's completions under (model, adapter), without gradient."""
     batch = _of_arrays(batch)
     # A bare loop would be compiled in every call, and its program kept.
     run = _scored if is_traced((model, adapter, batch)) else _scored_program
-    logps_BC, entropies_BC = run(model, adapter, batch, settings)
-    return logps_BC, entropies_BC
+    logps_BC: jax.Array = run(model, adapter, batch, settings)
+    return logps_BC
 
 
-def _scored(
-    model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings
-) -> tuple[jax.Array, jax.Array]:
+def _scored(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> jax.Array:
     B = batch.completion.shape[0]
 
-    def run(found: Any, rows: Rows, places: jax.Array) -> Any:
-        return put(found, places, _learner(model, adapter, rows, places < B, settings))
+    def run(found: jax.Array, rows: Rows, places: jax.Array) -> Any:
+        logps, _ = _learner(model, adapter, rows, places < B, settings)
+        return put(found, places, logps)
 
-    zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
-    logps_BC, entropies_BC = _in_packs(run, (zeros_BC, zeros_BC), _rows(batch), batch, settings)
-    return logps_BC, entropies_BC
+    logps_BC: jax.Array = _in_packs(run, jnp.zeros(batch.completion.shape, jnp.float32), _rows(batch), batch, settings)
+    return logps_BC
 
 
 _scored_program = jax.jit(_scored, static_argnames="settings")
@@ -259,7 +257,7 @@ def _gathered(
         *_, mask_BC, _ = constants
         known = token_weights(mask_BC, settings.loss.loss_type)
     elif settings.micro_batch_size < len(batch.completion):
-        known = _gradient(score(model, adapter, batch, settings)[0], constants, settings, loss_fn)
+        known = _gradient(score(model, adapter, batch, settings), constants, settings, loss_fn)
 
     def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
         return _accumulated(gathered, adapter, model, part, places, settings, loss_fn)
