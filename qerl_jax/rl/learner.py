@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.flash_attention import deterministic_jit
@@ -67,8 +66,7 @@ class Learner:
 
     def batch(self, state: TrainState, found: Experience) -> Batch:
         """All that a rollout by the policy of `state` trains on."""
-        # Updates give the memory of their state, the step with it, to the next one.
-        batch = self.batch_fn(found.prompts, found.completions, found.rewards, jnp.copy(state.step))
+        batch = self.batch_fn(found.prompts, found.completions, found.rewards, state.step)
         whole: Batch = self.policies_fn(self.experiment.policy.model, state.adapter, batch)
         return whole
 
