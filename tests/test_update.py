@@ -24,7 +24,7 @@ from tiny_step import (
 from qerl_jax.models.transformer import in_turn
 from qerl_jax.noise import NoiseSchedule
 from qerl_jax.rl import update as update_module
-from qerl_jax.rl.advantages import advantages_by
+from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
@@ -145,7 +145,7 @@ def test_old_logprobs_sampler_uses_what_the_rollout_recorded():
 
 def test_advantages_of_a_whole_rollout_stay_with_its_parts(by_token):
     """With scale_rewards batch the deviation is that of all completions of a rollout, as TRL takes it."""
-    by_batch = advantages_by("batch")
+    by_batch = functools.partial(group_advantages, scale_rewards="batch")
     out, _ = sampled(MODEL, state_of().adapter, PROMPTS, jax.random.key(2), jnp.int32(0), settings=SETTINGS)
     rewards = jnp.arange(12.0) ** 2
     whole = make_batch(PROMPTS, out, rewards, jnp.int32(0), SETTINGS, by_batch)

@@ -3,7 +3,6 @@
 Dimension letters: N prompts, G completions per prompt, C completion slots.
 """
 
-import functools
 from collections.abc import Callable
 from typing import get_args
 
@@ -91,8 +90,3 @@ def informative_groups(scores_NG: jax.Array) -> jax.Array:
 def _refuse_other_shapes(what: str, numbers_NG: jax.Array) -> None:
     if numbers_NG.ndim != 2 or numbers_NG.shape[1] < 2:
         raise ValueError(f"{what} must be [N, G] with num_generations G >= 2, got {numbers_NG.shape}")
-
-
-def advantages_by(scale_rewards: ScaleRewards) -> AdvantageFn:
-    """The advantage function [N, G] -> [N, G] of a configured run."""
-    return functools.partial(group_advantages, scale_rewards=scale_rewards)

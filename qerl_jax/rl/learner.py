@@ -8,7 +8,7 @@ import jax
 from qerl_jax.errors import UserError
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.params import Adapter
-from qerl_jax.rl.advantages import advantages_by
+from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.assembly import Experiment
 from qerl_jax.rl.experience import Experience, shapes_of_a_rollout
 from qerl_jax.rl.optimizer import learning_rate_schedule
@@ -33,7 +33,7 @@ class Learner:
         self.experiment = experiment
         self.learning_rate = jax.jit(learning_rate_schedule(experiment.optimizer_spec))
         loss_fn, advantage_fn = experiment.own
-        advantage_fn = advantage_fn or advantages_by(config.grpo.scale_rewards)
+        advantage_fn = advantage_fn or functools.partial(group_advantages, scale_rewards=config.grpo.scale_rewards)
         self.batch_fn = jax.jit(functools.partial(make_batch, settings=settings, advantage_fn=advantage_fn))
         several = config.updates_per_rollout > 1
         self.policies_fn = jax.jit(functools.partial(with_policies, settings=settings.update, several_updates=several))
