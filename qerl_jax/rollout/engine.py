@@ -39,7 +39,8 @@ class Engine:
       settings: lengths, EOS ids and sampling.
       max_prompt_length: P, the most tokens of a prompt.
       max_slots: most samples that decode at once; None is as many as there are, or as fit in memory.
-      cache_bytes: bytes for the keys and values; None is what the device has left, or 4 GB on a CPU.
+      cache_bytes: bytes for the keys and values; None is what the device has beside this model and an adapter with its
+        optimizer's state, or 4 GB on a CPU. Give a number where the device holds more.
       tail_sizes: numbers of slots in which the last samples go on, () for never; None is `default_tail_sizes()` of
         `qerl_jax.rollout.tail`.
 
@@ -69,7 +70,7 @@ class Engine:
         if cache_bytes is not None and not (is_number(cache_bytes) and 0 < cache_bytes < math.inf):
             raise ValueError(
                 f"cache_bytes is {cache_bytes!r}; allowed: a number of bytes above 0, or None for what the device has "
-                "left"
+                "beside the model"
             )
         if not all(is_whole(size) and size > 0 for size in tail_sizes or ()):
             raise ValueError(

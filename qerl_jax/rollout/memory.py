@@ -84,7 +84,8 @@ def plan_slots(
       max_prompt_length: P, the width of the pool.
       samples, prompts: how many there are, 1 or more.
       max_slots: no more than these.
-      cache_bytes: the bytes for slots and pool; None is what the device has left, or 4 GB on a CPU.
+      cache_bytes: the bytes for slots and pool; None is what the device has beside this model and the adapter with its
+        optimizer's state, or 4 GB on a CPU. Give a number where the device holds more.
       adapter: the policy's, which stays on the device with an optimizer's state.
 
     Raises:
