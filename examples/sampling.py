@@ -17,8 +17,8 @@ tokenizer = qerl.load_tokenizer(path, model.config.vocab_size)
 ends = qerl.load_generation_config(path)
 adapter = qerl.load_adapter(sys.argv[1], model) if len(sys.argv) > 1 else None  # None: the base alone
 
-problems = [qerl.load_dataset("arithmetic", split="train")[i] for i in range(4)]
-tokens, lengths = qerl.encode_prompts(tokenizer, [row["prompt"] for row in problems], max_prompt_length=most)
+problems = qerl.load_dataset("arithmetic", split="train")
+tokens, lengths = qerl.encode_prompts(tokenizer, [problems[i]["prompt"] for i in range(4)], max_prompt_length=most)
 requests = [qerl.Request(row[:length].tolist(), n=2) for row, length in zip(tokens, lengths, strict=True)]
 
 engine = qerl.Engine(model, qerl.SamplingSettings(most, ends.eos_token_ids, ends.pad_token_id), max_prompt_length=most)
