@@ -246,16 +246,16 @@ class _Run:
             return [joined_metrics(row, of_rollout | of_step, "the run") for row, of_step in rows]
 
     @contextlib.contextmanager
-    def _saved_if_it_fails(self) -> Iterator[None]:
+    def _saved_if_it_fails(self, anew: bool = False) -> Iterator[None]:
         """Saves where a function of the user's, a service or the writing of a row fails, or updates are not finite, so
-        that nothing learned is lost."""
+        that nothing learned is lost. For `anew` see `_save`."""
         try:
             yield
         except UserError as error:
             if self.saved_at < 0 and not self.interrupt:  # nothing was
                 raise
             try:
-                self._save()
+                self._save(anew)
             except UserError as unsaved:
                 raise UserError(f"{error}\n{unsaved}") from error
             # A scheduler may send its signal to each process of a job, so that reward functions end by it too.
@@ -277,14 +277,16 @@ class _Run:
         """Stops the run if too many updates in a row were refused.
 
         It is saved with `learned`, the progress as of its newest step. Rollouts since then led to no update and are
-        sampled again when the run is continued; by then a reward function may have been corrected.
+        sampled again when the run is continued; by then a reward function may have been corrected, so refused updates
+        are counted from 0.
         """
         streak, last = self.progress["nonfinite"], self.progress["rollout"] - 1
         if streak < self.config.run.max_nonfinite_steps:
             return
         self.progress = learned | {"nonfinite": 0}
         finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(self.state))
-        with self._saved_if_it_fails() if finite else contextlib.nullcontext():
+        counted = learned["nonfinite"] > 0  # by the checkpoint of this step too, if there is one
+        with self._saved_if_it_fails(anew=counted) if finite else contextlib.nullcontext():
             raise UserError(
                 f"the loss or a gradient was not finite in {streak} updates in a row, at step "
                 f"{int(self.state.step) + 1} (rollout {last}), and none of these was made. Look for extreme rewards in "
@@ -322,10 +324,11 @@ class _Run:
         with self._saved_if_it_fails():
             return evaluate(self.config, experiment.policy, self.state.adapter, self.rewards, examples, seed)
 
-    def _save(self) -> None:
+    def _save(self, anew: bool = False) -> None:
+        """Saves a step that is not saved yet; `anew` replaces its checkpoint, which has another progress."""
         self.check_folder()
         step = int(self.state.step)
-        if step == self.saved_at:
+        if step == self.saved_at and not anew:
             return
         self.writer.sync()
         save_checkpoint(

@@ -130,6 +130,25 @@ def test_what_was_learned_before_updates_that_are_never_finite_is_saved(config, 
     assert differences(run, whole) == []
 
 
+def test_a_run_that_refused_updates_have_stopped_counts_them_anew(config, tmp_path, monkeypatch):
+    """Also where its newest step was saved amid them."""
+    step, run = Learner.step, tmp_path / "run"
+
+    def refusing_all_but_two(self, state, part):
+        if int(state.step) == int(part.rollout_step) < 2:
+            return step(self, state, part)
+        _, metrics = step(self, jax.tree.map(jnp.copy, state), part)
+        return state, metrics | {"nonfinite": 1.0}
+
+    monkeypatch.setattr(Learner, "step", refusing_all_but_two)
+    for last in (2, 3):
+        match = rf"(?s)in 3 updates in a row, at step 3 \(rollout {last}\).*\nsaved at step 2 of 6"
+        with pytest.raises(UserError, match=match):
+            train(config, run)
+        assert checkpoints(run) == [0, 2]
+        assert (leaves(run)[1]["rollout"], leaves(run)[1]["nonfinite"]) == (2, 0)
+
+
 def test_a_state_that_is_not_finite_itself_is_not_saved(config, tmp_path, monkeypatch):
     step, run = Learner.step, tmp_path / "run"
 
