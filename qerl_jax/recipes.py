@@ -24,6 +24,8 @@ from qerl_jax.run_files import CONFIG, is_run
 _UNREADABLE = YAMLError, ValueError, RecursionError
 _MERGE = "tag:yaml.org,2002:merge"
 _MOST_VALUES = 100_000  # of a file with its aliases written out
+_UNFOLDED = 2**30  # columns; where ruamel folds a text at a backslash, it reads back with a space there
+_LINE_BREAKS = "\x85\u2028\u2029"  # which ruamel writes as they are, and may read back as a space
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +79,22 @@ def _run_of(path: Path) -> Path | None:
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:
     """Writes nested dictionaries as block YAML, whole or not at all."""
+    text = _dumped(values, readable=True)
+    if any(mark in text for mark in _LINE_BREAKS):
+        text = _dumped(values, readable=False)
+    write_whole(path, text)
+
+
+def _dumped(values: dict[str, Any], readable: bool) -> str:
+    """Values as YAML; where not `readable`, with all that is not ASCII as escapes."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = _UNFOLDED
+    yaml.allow_unicode = readable
     text = io.StringIO()
     yaml.dump(values, text)
-    write_whole(path, text.getvalue())
+    return text.getvalue()
 
 
 def _read_text(path_or_name: str) -> str:

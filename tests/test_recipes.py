@@ -3,6 +3,8 @@
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qerl_jax.errors import UserError
 from qerl_jax.recipes import read_recipe, shipped_recipes, write_yaml
@@ -95,6 +97,32 @@ def test_written_yaml_reads_back_in_order(tmp_path):
     back = read_recipe(str(tmp_path / "o.yaml"), []).values
     assert back == values
     assert list(back) == list(values)
+
+
+_LETTERS = st.sampled_from("\\ \n\t\r\"'#:-{}[],&*!|>%@~?a1é😀\x85\u2028\ufeff\xa0\x00\x1b") | st.characters(
+    codec="utf-8"
+)
+_WORDS = st.sampled_from(["word", "\\frac{a}{b}", "\\boxed{}", " ", "  ", "\n", "\t", "é", "😀", "\x85"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(_LETTERS, max_size=200) | st.lists(_WORDS, max_size=80).map("".join))
+def test_any_text_reads_back(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "text.yaml"
+    write_yaml({"a": {"b": text, "c": [text]}}, path)
+    assert read_recipe(str(path), []).values == {"a": {"b": text, "c": [text]}}
+
+
+def test_texts_are_neither_folded_nor_escaped_without_need(tmp_path):
+    prompt = (
+        "Show your work.\nWrite fractions as \\frac{a}{b}\nput your final answer in \\boxed{} at the end, and no more\n"
+    )
+    path = tmp_path / "o.yaml"
+    write_yaml({"a": {"system": prompt, "folder": "/home/müller/läufe"}}, path)
+    assert "folder: /home/müller/läufe" in path.read_text("utf-8")
+    assert read_recipe(str(path), []).values["a"]["system"] == prompt
+    write_yaml({"a": {"folder": "müller\x85"}}, path)
+    assert path.read_text("utf-8").isascii()
 
 
 def test_options_taken_over_from_another_mapping_have_a_place(tmp_path):
