@@ -63,7 +63,7 @@ def export_model(
     if where_it_leads(path).resolve() in [folder.resolve() for folder in made_from]:
         raise UserError(f"{path}: the export would replace what it is made from; choose another name")
     folder = where_it_leads(path)
-    if folder.name == run_files.ADAPTER and (folder.parent / run_files.CONFIG).is_file():
+    if folder.name == run_files.ADAPTER and run_files.is_run(folder.parent):
         raise UserError(f"{path}: there the run in {folder.parent} leaves what it has learned; choose another name")
     if format == "nvfp4":
         if adapter is not None:

@@ -14,9 +14,16 @@ ADAPTER = "adapter"  # the PEFT folder of what was learned, when the run has end
 PLOTS = "plots"  # its pictures, then too
 SUMMARY = "summary.json"  # written last: with it the run is finished
 LOCK = ".lock"  # held by the process at work on it
+_OF_A_MODEL = "config.json"  # `models.source.CONFIG`, whose module imports JAX
 
 
 def is_run(folder: Path) -> bool:
     """Whether a folder has what a run writes beside its config, since other programs too have a config.yaml."""
     begun = all((folder / name).is_file() for name in ROWS) or any(folder.glob(f"{CHECKPOINTS}/step_*"))
     return (folder / CONFIG).is_file() and (begun or (folder / SUMMARY).is_file())
+
+
+def means_run(folder: Path) -> bool:
+    """Whether a folder that may be a run's or a model's is a run's, be it that its config and adapter alone were kept:
+    a model's, in which another program has a config.yaml, is not."""
+    return is_run(folder) or ((folder / CONFIG).is_file() and not (folder / _OF_A_MODEL).exists())

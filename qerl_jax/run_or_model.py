@@ -77,7 +77,7 @@ def find_source(name: str, own_adapter: bool) -> Source:
 def _find_run(name: str) -> Path | None:
     """The folder of the run that a name means; None for a model: its folder, or a name that is no folder here."""
     folder = with_home(name)
-    if (folder / run_files.CONFIG).is_file():
+    if run_files.means_run(folder):
         return folder
     if not folder.is_dir() or (folder / CONFIG).exists():
         return None

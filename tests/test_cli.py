@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl_jax.cli import main
+from qerl_jax.config import GenerationOptions
 from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.data.dataset import load_dataset
 
@@ -156,6 +157,14 @@ def test_generate_prints_text_and_uses_the_settings_of_the_run(calls, run, capsy
     printed = capsys.readouterr()
     assert printed.out == "1+1 -> 0\n"
     assert printed.err.startswith("1 completions, 2 tokens in ") and " tokens/s" in printed.err
+
+
+def test_generate_takes_no_settings_from_another_programs_config_in_a_models_folder(calls, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("base_model: x\n")
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 0
+    assert calls.seen[0][2]["temperature"] == GenerationOptions().temperature
+    assert calls.seen[0][2]["max_completion_length"] is None
 
 
 def test_generate_many_prints_rows(calls, tmp_path, capsys):

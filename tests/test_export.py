@@ -171,6 +171,18 @@ def test_a_model_and_an_adapter(tmp_path, base):
         export_model(base, tmp_path / "x", "nvfp4", tmp_path / "adapter")
 
 
+def test_a_config_yaml_of_another_program_makes_no_run(tmp_path, base, run):
+    """Beside a model, and beside an adapter that is written."""
+    (base / "config.yaml").write_text("base_model: x\n")
+    export_model(base, tmp_path / "merged", "bf16")
+    assert_equal(load_model(tmp_path / "merged"), load_model(base))
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").write_text("base_model: x\n")
+    for _ in range(2):
+        export_model(run[0], tmp_path / "project" / "adapter", "peft")
+    assert names(tmp_path / "project") == {"adapter", "config.yaml"}
+
+
 def test_a_packed_model_unpacked(tmp_path):
     folder = write_tokenizer(write_folder(tmp_path / "p", packed_arrays(), V5 | {"quantization_config": NVFP4}))
     export_model(folder, tmp_path / "plain", "bf16")

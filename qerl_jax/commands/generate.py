@@ -16,7 +16,7 @@ from qerl_jax.durable import with_home, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import parse_json
 from qerl_jax.option_names import FORMATS
-from qerl_jax.run_files import CONFIG
+from qerl_jax.run_files import CONFIG, means_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -286,8 +286,9 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
         raise UserError(f"{flags} has no effect with --greedy; leave one of them out")
     names = (*sampling, "max_completion_length")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    saved = with_home(arguments.model_or_run) / CONFIG
-    start = load_config(str(saved)).generation if saved.is_file() else GenerationOptions()
+    folder = with_home(arguments.model_or_run)
+    is_run = means_run(folder)
+    start = load_config(str(folder / CONFIG)).generation if is_run else GenerationOptions()
     try:
         options = dataclasses.replace(start, **given)
     except pydantic.ValidationError as error:
@@ -297,7 +298,7 @@ def _generation_options(arguments: argparse.Namespace) -> tuple["GenerationOptio
         if given.get("temperature") == 0:
             lines["temperature"] += "; use --greedy for the most likely token each time"
         raise UserError("\n".join(lines.values())) from None
-    known = saved.is_file() or "max_completion_length" in given
+    known = is_run or "max_completion_length" in given
     return options, options.max_completion_length if known else None
 
 
