@@ -1,6 +1,7 @@
 """The shipped policy and the script that trained it."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +168,24 @@ def test_quantization_in_training_is_that_of_loading_and_passes_gradients_throug
 def test_steps_come_in_whole_calls():
     with pytest.raises(ValueError, match="multiple of 50"):
         train_quickstart.train(Recipe(steps=70))
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_quickstart, "train", None)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "training.json").write_text("{}")
+    closed, real = tmp_path / "closed", os.access  # who is root may write everything
+    closed.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and real(path, mode))
+    for name, said in (
+        ("old", "old is not empty; expected an empty folder, or a name that is free"),
+        ("old/training.json/new", "training.json is a file; expected a folder"),
+        ("closed/a/b", "closed may not be written; change its permissions, or choose another name"),
+    ):
+        with pytest.raises(SystemExit):
+            train_quickstart.main(["--output", str(tmp_path / name)])
+        assert f"error: --output: {tmp_path}" in (text := capsys.readouterr().err) and said in text
+    train_quickstart.check_output(tmp_path / "a" / "b")
 
 
 def test_the_quantized_policy_has_a_better_way_to_find():

@@ -18,6 +18,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import os
 import re
 import sys
 import tempfile
@@ -33,6 +34,8 @@ import numpy as np
 import optax
 
 from qerl_jax.data import arithmetic
+from qerl_jax.durable import refuse_no_folder, where_it_leads
+from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
 from qerl_jax.models.attention import causal_attention
 from qerl_jax.models.config import ModelConfig
@@ -292,6 +295,20 @@ def save(model: Model, output: Path, report: dict[str, Any]) -> None:
     (output / "training.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
+def check_output(folder: Path) -> None:
+    """Refuses a folder that `save` could not write, which would be seen only after the training.
+
+    Raises:
+      UserError: it is a file or not empty, or what it would lie in is a file or may not be written.
+    """
+    refuse_no_folder(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; expected an empty folder, or a name that is free")
+    there = next(path for path in folder.parents if path.exists())
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{there} may not be written; change its permissions, or choose another name")
+
+
 def main(argv: list[str]) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,7 +317,11 @@ def main(argv: list[str]) -> None:
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=type(field.default), default=field.default, help=f"default {field.default}")
     arguments = vars(parser.parse_args(argv))
-    output = arguments.pop("output")
+    output = where_it_leads(arguments.pop("output"))
+    try:
+        check_output(output)
+    except UserError as error:
+        parser.error(f"--output: {error}")
     recipe = Recipe(**arguments)
     began = time.monotonic()
     model = train(recipe, lambda line: print(line, flush=True))
