@@ -1,6 +1,7 @@
 # Functions for the scripts that make environments; to be read by them with `.`.
 #
 #     find_python OLDEST NAME_OF_MINOR...     such as: find_python 12 3.13 3.12
+#     path_without FOLDER                     such as: PATH=$(path_without .venv/bin)
 #     pip_of_the_environment                  no setting of the user's has pip install elsewhere, or nothing
 
 usable() { # usable OLDEST PYTHON: it really runs (a pyenv shim may exist and fail), is new enough, and makes environments
@@ -31,6 +32,19 @@ find_python() { # prints the first usable Python: of the versions given, in thei
             return
         fi
     done
+}
+
+path_without() { # prints PATH without a folder, by whatever name it is there
+    rest=$PATH:
+    kept=
+    while [ -n "$rest" ]; do
+        entry=${rest%%:*}
+        rest=${rest#*:}
+        if ! [ "$entry" -ef "$1" ]; then
+            kept=$kept${kept:+:}$entry
+        fi
+    done
+    echo "$kept"
 }
 
 pip_of_the_environment() {

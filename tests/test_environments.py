@@ -93,3 +93,27 @@ def test_a_whole_environment_is_brought_up_to_date_in_place(repository):
     (repository / ".venv" / "bin" / "package").unlink()
     assert run(repository, "scripts/make_venv.sh").returncode == 0
     assert (repository / ".venv" / "kept").exists() and (repository / ".venv" / "bin" / "package").exists()
+
+
+def test_an_environment_is_kept_until_another_can_be_made(repository):
+    (repository / ".venv").mkdir()
+    (repository / ".venv" / ".unfinished").touch()
+    stand_in(repository / ".venv" / "bin" / "python3", 12)  # of an active environment
+    done = run(repository, "-c", 'PATH="$PWD/.venv/bin:$PATH" sh scripts/make_venv.sh')
+    assert done.returncode == 1 and "no Python >= 3.12 " in done.stderr and (repository / ".venv").exists()
+
+
+@pytest.mark.parametrize("marker", [None, ".installed"])
+def test_another_programs_environment_is_never_removed(repository, marker):
+    stand_in(repository / "bin" / "python3", 12)
+    stand_in(repository / ".venv" / "bin" / "python", 11)
+    if marker is not None:
+        (repository / ".venv" / marker).touch()
+    (repository / ".venv" / "mine").touch()
+    done = run(repository, "scripts/make_venv.sh")
+    if marker is None:
+        assert done.returncode == 1 and ".venv is another program's" in done.stderr
+        assert "move it away or remove it, and run this again" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+    assert (repository / ".venv" / "mine").exists() == (marker is None)
