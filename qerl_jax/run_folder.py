@@ -168,9 +168,15 @@ def _named(config: Config, fresh: bool) -> tuple[Path, Config]:
             f"{folder}: run.output_dir holds files but no {CONFIG} with the {' and '.join(ROWS)} or {CHECKPOINTS} of a "
             "run beside it, so it is no run; choose another name"
         )
-    if not (folder / SUMMARY).is_file():  # a finished run reports nothing any more
-        check_services(config.run.report_to)
+    refuse_missing_services(config)
     return folder, config
+
+
+def refuse_missing_services(config: Config) -> None:
+    """Refuses what `check_services` refuses, unless the run is finished, and reports nothing any more."""
+    folder = config.run.output_dir
+    if folder is None or not (Path(folder) / SUMMARY).is_file():
+        check_services(config.run.report_to)
 
 
 def _left_before_the_config(path: Path) -> bool:

@@ -21,7 +21,6 @@ from qerl_jax.rl.losses import LossFn
 from qerl_jax.rl.own_functions import OwnFunctions
 from qerl_jax.rl.state import TrainState
 from qerl_jax.rollout.memory import nbytes, sized
-from qerl_jax.services import check_services
 
 
 class Sampling(NamedTuple):
@@ -86,7 +85,7 @@ def plan_run(
     """
     check_kind("config", config, Config, " (`load_config` reads one)")
     config = run_folder.as_begun(settled_config(config))
-    check_services(config.run.report_to)
+    run_folder.refuse_missing_services(config)
     with RewardFunctions(config.reward, config.generation.max_completion_length) as rewards:
         experiment = assemble(config, rewards, OwnFunctions(loss_fn, advantage_fn))
         collector, learner, key = Collector(experiment, rewards), Learner(experiment), jax.random.key(config.run.seed)

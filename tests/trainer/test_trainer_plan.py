@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 
 import jax
 import pytest
@@ -75,9 +76,12 @@ def told(capsys, *words, code=0):
     return line
 
 
-def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp_path, capsys):
+def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp_path, capsys, monkeypatch):
     stored = finished / "config.yaml"
-    assert told(capsys, stored).startswith(f"run: {finished} is finished: see {finished}/summary.json. `--fresh` ")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # a finished run does without it
+    for words in ((), ("run.report_to=[wandb]",)):
+        said = told(capsys, stored, *words)
+        assert said.startswith(f"run: {finished} is finished: see {finished}/summary.json. `--fresh` ")
     run = shutil.copytree(finished, tmp_path / "run")
     (run / "summary.json").unlink()
     stored, before = run / "config.yaml", {*run.rglob("*")}
