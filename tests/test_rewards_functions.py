@@ -5,7 +5,16 @@ from fractions import Fraction
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rewards.functions import accuracy, final_number, format, soft_overlong_punishment, with_parameters
+from qerl_jax.rewards import math
+from qerl_jax.rewards.calling import accepted, call
+from qerl_jax.rewards.functions import (
+    BUILTIN,
+    accuracy,
+    final_number,
+    format,
+    soft_overlong_punishment,
+    with_parameters,
+)
 
 
 def score(completion, answer):
@@ -153,7 +162,7 @@ def test_final_number_is_exact():
     ],
 )
 def test_format(completion, expected):
-    assert format(["p"], [completion], [[1]], answer=["9"]) == [expected]
+    assert format(["p"], [completion], [[1]]) == [expected]
 
 
 # What `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` of TRL 1.16.0 returns.
@@ -174,8 +183,17 @@ def test_the_soft_overlong_punishment_is_trls(longest, cache, expected):
 
 def test_parameters_come_by_name_and_leave_columns_of_these_names_alone():
     bound = with_parameters("soft_overlong_punishment", {"soft_punish_cache": 8, "max_completion_length": 20})
-    assert bound(["p"], ["c"], completion_ids=[[7] * 14], max_completion_length=[3], soft_punish_cache=[4]) == [-0.25]
+    columns = {"max_completion_length": [3], "soft_punish_cache": [4]}
+    assert call("soft_overlong_punishment", bound, ["p"], ["c"], [[7] * 14], columns) == [-0.25]
     assert with_parameters("accuracy", {"soft_punish_cache": None}) is accuracy
+
+
+@pytest.mark.parametrize("name", [*BUILTIN, "math"])
+def test_no_column_is_given_that_a_function_does_not_read(name):
+    """It would be copied for each completion."""
+    parameters = {"soft_punish_cache": 8, "max_completion_length": 20}
+    function = math.accuracy if name == "math" else with_parameters(name, parameters)
+    assert "tests" not in accepted(name, function, ["answer", "tests"])
 
 
 def test_a_parameter_that_is_missing_is_named():

@@ -2,7 +2,8 @@
 
 A reward function has the signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`: one
 score for each completion, None where it does not apply. `columns` are the data set's other columns, one entry for each
-completion. For conversational prompts a completion is `[{"role": "assistant", "content": ...}]`.
+completion. For conversational prompts a completion is `[{"role": "assistant", "content": ...}]`. The built-in functions
+name the columns that they read, since those that a function takes are copied for each call.
 
 What a built-in function takes by position only, in front, are its parameters: options of the config of the same names,
 which `with_parameters` binds. So a column may have the name of a parameter.
@@ -91,7 +92,7 @@ def _expected(answer: Any, row: int) -> Fraction:
 
 
 def accuracy(
-    prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any], **columns: Any
+    prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any]
 ) -> list[float | None]:
     """1 where the completion's final number (see `final_number`) equals column `answer` exactly, else 0.
 
@@ -110,7 +111,7 @@ def accuracy(
     return scores
 
 
-def format(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float | None]:
+def format(prompts: list[Any], completions: list[Any], completion_ids: list[Any]) -> list[float | None]:
     """1 where the completion is well-formed, else 0: it holds `####` once, then one number, then nothing."""
     return [float(well_formed(completion_text(completion))) for completion in completions]
 
@@ -128,7 +129,6 @@ def soft_overlong_punishment(
     prompts: list[Any],
     completions: list[Any],
     completion_ids: list[list[int]],
-    **columns: Any,
 ) -> list[float | None]:
     """DAPO's soft overlong punishment (arXiv 2503.14476, section 3.4, equation 13), by the tokens of a completion.
 

@@ -33,7 +33,7 @@ _SPACES = re.compile(r"\\[,;:! ]|~|\s")
 
 
 def accuracy(
-    prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any], **columns: Any
+    prompts: list[Any], completions: list[Any], completion_ids: list[Any], answer: list[Any]
 ) -> list[float | None]:
     """1 where the completion's last \\boxed{} holds what is mathematically equal to column `answer`, else 0.
 
