@@ -25,7 +25,10 @@ def check_services(report_to: Sequence[Service]) -> None:
     for name in report_to:
         spec = importlib.util.find_spec(package := _SERVICES[name].package)
         if spec is None or spec.origin is None:  # a mere folder, such as the `wandb` that W&B makes, is found too
-            raise _missing(name, package)
+            raise UserError(
+                f"run.report_to names {name}, whose package {package} is not installed; "
+                f"pip install 'qerl-jax[{name}]', or leave it out"
+            )
 
 
 class Reporter:
@@ -42,6 +45,7 @@ class Reporter:
     """
 
     def __init__(self, name: Service, run_dir: Path, step: int, options: Mapping[str, Any]) -> None:
+        check_services((name,))
         self._name = name
         with _failures_told(name):
             self._service = _SERVICES[name](run_dir, step, options)
@@ -77,13 +81,11 @@ class _TensorBoard:
     package = "tensorboardX"
 
     def __init__(self, run_dir: Path, step: int, options: Mapping[str, Any]) -> None:
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-            from tensorboardX.proto.summary_pb2 import Summary
-            from tensorboardX.summary import scalar
-        except ImportError:
-            raise _missing("tensorboard", self.package) from None
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
+
         self._event, self._summary, self._scalar = Event, Summary, scalar
         folder = run_dir / TENSORBOARD
         again = any(folder.glob("*tfevents*"))
@@ -109,10 +111,8 @@ class _WeightsAndBiases:
     package = "wandb"
 
     def __init__(self, run_dir: Path, step: int, options: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb", self.package) from None
+        import wandb
+
         kept = run_dir / WANDB_RUN_ID
         if not kept.exists():
             write_whole(kept, uuid.uuid4().hex[:12])
@@ -138,10 +138,3 @@ _SERVICES: dict[Service, type[_TensorBoard] | type[_WeightsAndBiases]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
 }
-
-
-def _missing(extra: str, package: str) -> UserError:
-    return UserError(
-        f"run.report_to names {extra}, whose package {package} is not installed; "
-        f"pip install 'qerl-jax[{extra}]', or leave it out"
-    )

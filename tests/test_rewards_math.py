@@ -156,3 +156,12 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "qerl_jax.rewards.math")
     with pytest.raises(UserError, match="needs the package math-verify: pip install"):
         importlib.import_module("qerl_jax.rewards.math")
+
+
+def test_what_an_installed_package_lacks_is_told(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("import gone_missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("math_verify", "qerl_jax.rewards.math"):
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'gone_missing'"):
+        importlib.import_module("qerl_jax.rewards.math")

@@ -1,5 +1,6 @@
 """TensorBoard and W&B: what they show, and how their failures are told."""
 
+import importlib.machinery
 import struct
 import sys
 import types
@@ -22,10 +23,25 @@ def test_a_missing_service_names_its_extra(tmp_path, monkeypatch):
             MetricsWriter(tmp_path, [extra])
 
 
+@pytest.mark.parametrize(("service", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_what_an_installed_package_lacks_is_told(tmp_path, monkeypatch, service, package):
+    for module in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("import gone_missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        UserError, match=rf"{service} failed, ModuleNotFoundError: No module named 'gone_missing'\. Mend"
+    ):
+        MetricsWriter(tmp_path / "run", [service])
+
+
 def test_a_service_that_cannot_be_opened_leaves_none_open(tmp_path, monkeypatch):
     closed = []
 
     class Opened:
+        package = "json"
+
         def __init__(self, run_dir, step, options):
             self.close = lambda: closed.append(run_dir)
 
@@ -92,6 +108,14 @@ def test_a_disk_that_is_full_for_tensorboard_is_told(tmp_path):
     assert read_rows(tmp_path / "metrics.jsonl")[-1]["step"] == step < 39
 
 
+def in_place_of_wandb(monkeypatch, init):
+    """W&B that has only this `init`."""
+    stand_in = types.ModuleType("wandb")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="here")
+    stand_in.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+
+
 def failing_wandb(monkeypatch, place):
     """W&B that fails where it begins, at step 3, or where it ends: the program that it starts has died."""
 
@@ -108,9 +132,7 @@ def failing_wandb(monkeypatch, place):
             raise RuntimeError("no API key")
         return types.SimpleNamespace(log=log, finish=finish)
 
-    stand_in = types.ModuleType("wandb")
-    stand_in.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    in_place_of_wandb(monkeypatch, init)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +158,7 @@ def test_wandb_gets_no_step_before_the_last_one(tmp_path, monkeypatch):
     """It would drop the row, such as an evaluation behind an update that was refused."""
     logged = []
     run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row["step"])), finish=lambda: None)
-    stand_in = types.ModuleType("wandb")
-    stand_in.init = lambda **options: run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    in_place_of_wandb(monkeypatch, lambda **options: run)
     with MetricsWriter(tmp_path, ["wandb"], step=3) as writer:
         for step in (4, 5, 4, 5, 6):
             writer.log({"step": step, "rollout": 0})
@@ -155,9 +175,7 @@ def test_what_stopped_a_run_is_told_where_its_service_cannot_be_closed(tmp_path,
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     started, logged = [], []
     run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("end"))
-    stand_in = types.ModuleType("wandb")
-    stand_in.init = lambda **options: (started.append(options), run)[1]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    in_place_of_wandb(monkeypatch, lambda **options: (started.append(options), run)[1])
     options = {"run": {"seed": 3}}
     for step in (1, 2):
         with MetricsWriter(tmp_path, ["wandb"], step - 1, options) as writer:

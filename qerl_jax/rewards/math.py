@@ -21,6 +21,8 @@ from qerl_jax.rewards.functions import MARKER, completion_text, number_value
 try:
     from math_verify import LatexExtractionConfig, parse, verify
 except ModuleNotFoundError as error:
+    if error.name != "math_verify":  # it is there, and lacks something itself
+        raise
     raise UserError("qerl_jax.rewards.math needs the package math-verify: pip install math-verify") from error
 
 _BOX = "\\boxed{"
