@@ -38,7 +38,7 @@ class LiveLine:
             self._ticks = [*self._ticks[-10:], (self._clock(), step - 1)]
         self._line = self._text(row, step)
         if self._rewrites:
-            self._draw()
+            redraw(self._stream, self._line)
         elif self._first or step % self._every == 0 or step == self._total:
             self._stream.write(self._line + "\n")
             self._stream.flush()
@@ -49,7 +49,7 @@ class LiveLine:
         self._stream.write(f"\r\033[K{text}\n" if self._rewrites else f"{text}\n")
         self._stream.flush()
         if self._rewrites and self._line:
-            self._draw()
+            redraw(self._stream, self._line)
 
     def close(self) -> None:
         """Leaves the last state of the line standing."""
@@ -57,11 +57,6 @@ class LiveLine:
             self._stream.write("\n")
             self._stream.flush()
         self._line = ""
-
-    def _draw(self) -> None:
-        width = shutil.get_terminal_size().columns
-        self._stream.write(f"\r\033[K{self._line[: max(1, width - 1)]}")
-        self._stream.flush()
 
     def _text(self, row: Mapping[str, Any], step: int) -> str:
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
@@ -86,6 +81,13 @@ _SHOWN = (
     ("entropy ", "entropy", ".3f"),
     ("sigma ", "aqn/sigma", ".1e"),
 )
+
+
+def redraw(stream: TextIO, line: str) -> None:
+    """Puts `line` in the place of the last one of a terminal, cut where it would go on in another."""
+    width = shutil.get_terminal_size().columns
+    stream.write(f"\r\033[K{line[: max(1, width - 1)]}")
+    stream.flush()
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
-from qerl_jax.live_line import duration
+from qerl_jax.live_line import duration, redraw
 
 _QUIET = 2.0  # seconds; what is over by then says nothing
 _EVERY = {True: 0.2, False: 10.0}  # seconds between two lines, on a terminal and elsewhere
@@ -28,7 +28,8 @@ class Progress:
         self._terminal = self._stream.isatty()
         self._begin = time.monotonic()
         self._next = self._begin + _QUIET
-        self._done_items = self._done_bytes = self._width = 0
+        self._done_items = self._done_bytes = 0
+        self._shown = False
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +46,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Where nothing was shown there is no line to end; where something was, its last state is the final one.
-        if self._width:
+        if self._shown:
             self._show()
             if self._terminal:
                 self._stream.write("\n")
@@ -59,6 +60,9 @@ class Progress:
             f"{self._title}: {self._done_items}/{self._items} tensors, {self._done_bytes / 1e9:.2f}/"
             f"{self._bytes / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s, {duration(seconds)} gone, {duration(left)} left"
         )
-        self._stream.write(f"\r{line:<{self._width}}" if self._terminal else f"{line}\n")
-        self._stream.flush()
-        self._width = len(line)
+        if self._terminal:
+            redraw(self._stream, line)
+        else:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+        self._shown = True

@@ -16,6 +16,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
@@ -43,9 +44,16 @@ def test_lines_in_a_log(clock):
 def test_one_line_on_a_terminal(clock):
     text = run(Terminal(), clock, 400)
     assert text.endswith("\n") and text.count("\n") == 1
-    *_, before, last = text.rstrip("\n").split("\r")
-    assert before.rstrip() == last.rstrip() == "loading m: 4/4 tensors, 8.00/8.00 GB, 20 MB/s, 6m40s gone, 0s left"
+    *_, before, last = text.rstrip("\n").split("\r\033[K")
+    assert before == last == "loading m: 4/4 tensors, 8.00/8.00 GB, 20 MB/s, 6m40s gone, 0s left"
     assert "1/4 tensors, 2.00/8.00 GB, 20 MB/s, 1m40s gone, 5m00s left" in text
+
+
+def test_a_line_is_cut_to_the_terminal(clock, monkeypatch):
+    """Or each redraw would leave a part of it above."""
+    monkeypatch.setenv("COLUMNS", "40")
+    *_, last = run(Terminal(), clock, 400).rstrip("\n").split("\r\033[K")
+    assert last == "loading m: 4/4 tensors, 8.00/8.00 GB, 20"[:39]
 
 
 def test_an_interrupted_line_is_ended(clock):
