@@ -214,6 +214,8 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:
 def _check_output(name: str, prompts: str | None) -> None:
     """Refuses a name that no file can have or that may not be written, and the file of the prompts, without touching
     one that is there."""
+    if name == "-":
+        raise UserError("--output -: expected the name of a file; /dev/stdout is standard output, ./- a file called so")
     file = Path(os.path.realpath(name))  # a link's target, which need not exist
     of_prompts = os.path.expanduser(prompts or "")
     if file.exists() and os.path.exists(of_prompts) and file.samefile(of_prompts):
@@ -225,7 +227,8 @@ def _check_output(name: str, prompts: str | None) -> None:
             raise UserError(f"--output {name}: {folder} is a file; choose another name")
         if not folder.is_dir():
             raise UserError(f"--output {name}: there is no folder {folder}; make it, or choose another name")
-    written = file if file.exists() else file.parent
+    # /dev/stdout may lead to a pipe, which has no path of its own.
+    written = next((path for path in (file, Path(name)) if path.exists()), file.parent)
     if not os.access(written, os.W_OK):
         raise UserError(
             f"--output {name}: {written} may not be written; change its permissions, or choose another name"

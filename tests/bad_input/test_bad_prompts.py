@@ -10,6 +10,7 @@ from mistakes import MODEL, POSITIONS, jsonl, policy
 
 from qerl_jax import generation
 from qerl_jax.cli import main
+from qerl_jax.commands.generate import _check_output
 
 
 def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
@@ -57,6 +58,7 @@ def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
             """--chat-template-kwargs {"x": 1, "x": 2}: not JSON (the name 'x' occurs twice); expected""",
         ),
         ([MODEL, "--prompt", "x", "--output", "."], "--output . is a folder; expected the name of a file"),
+        ([MODEL, "--prompt", "x", "--output", "-"], "--output -: expected the name of a file; /dev/stdout is standard"),
         ([MODEL, "--prompt", "x", "--output", "no/rows.jsonl"], "--output no/rows.jsonl: there is no folder /"),
         (
             [MODEL, "--prompt", "x", "--output", "no/../rows.jsonl"],
@@ -121,6 +123,15 @@ def test_an_output_that_may_not_be_written_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed and real(path, mode))
     said = refused("generate", "/no/such/model", "--prompt", "x", "--output", output)
     assert f"--output {output}: {closed} may not be written; change its permissions" in said
+
+
+def test_an_output_may_be_a_pipe_by_its_name(monkeypatch):
+    reading, writing = os.pipe()
+    name = f"/dev/fd/{writing}"  # as /dev/stdout leads to
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) == name)  # who is root may write /dev/fd itself
+    _check_output(name, None)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_generate_names_the_rows_it_cannot_answer_and_answers_the_others(folder, capsys):
