@@ -38,7 +38,7 @@ def report(folder: Path, summary: dict[str, Any], eval_dataset: str, configured:
     beside = shlex.quote(text_override("run.output_dir", f"{named(folder)}-seed{other}"))
     # A message's text alone would not pass the chat template.
     is_text = isinstance(prompt, str)
-    generate = [f"  {qerl} generate {run} --n 3 --prompt {shlex.quote(_text(prompt))}"] if is_text else []
+    generate = [f"  {qerl} generate {run} --n 3 --prompt {shlex.quote(prompt)}"] if is_text else []
     lines += [
         "",
         f"everything is in {folder}: {METRICS}, {COMPLETIONS}, {SUMMARY}, {PLOTS}/, {CHECKPOINTS}/, {ADAPTER}/",

@@ -50,9 +50,9 @@ def test_a_function_that_applied_nowhere_in_one_measurement_has_a_dash_there():
 
 def test_a_prompt_of_any_text_is_quoted():
     numbers = {"completions/mean_length": 1.0}
-    point = measured(numbers, numbers, prompt='Ann\'s "$5"\nhow many?')
+    point = measured(numbers, numbers, prompt='Ann\'s "$5"\n\nhow  many?')
     text = report(Path("my run"), summary(point, point), "arithmetic")
-    assert "--prompt 'Ann'\"'\"'s \"$5\" how many?'\n" in text
+    assert "--prompt 'Ann'\"'\"'s \"$5\"\n\nhow  many?'\n" in text and '\n  Ann\'s "$5" how many?\n' in text
     assert "plot 'my run'\n" in text and "train 'my run'/config.yaml run.seed=1" in text
     assert " train " not in report(Path("my run"), summary(point, point), "arithmetic", configured=False)
 
