@@ -4,10 +4,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from qerl_jax.config import RewardOptions
 from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards.calling import LARGEST, call
 from qerl_jax.rewards.functions import RewardFunction, with_parameters
@@ -15,29 +16,6 @@ from qerl_jax.rewards.loading import RewardName, parse_name, titles
 from qerl_jax.rewards.pool import Worker
 
 _log = logging.getLogger(__name__)
-
-
-class Weighted(Protocol):
-    """A reward function as configured: `qerl_jax.config.RewardFunction`."""
-
-    @property
-    def function(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-
-class Options(Protocol):
-    """The section `reward` of a config: `qerl_jax.config.RewardOptions`."""
-
-    @property
-    def functions(self) -> Sequence[Weighted]: ...
-
-    @property
-    def timeout(self) -> float: ...
-
-    @property
-    def soft_punish_cache(self) -> int | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +102,7 @@ class RewardFunctions:
         scores = rewards(examples, texts, ids, num_generations)
     """
 
-    def __init__(self, options: Options, max_completion_length: int | None = None) -> None:
+    def __init__(self, options: RewardOptions, max_completion_length: int | None = None) -> None:
         """Starts the workers and waits until the user's modules are imported.
 
         Args:
