@@ -17,7 +17,6 @@ JAX is imported by the commands that compute, so that `--help` answers at once.
 import argparse
 import contextlib
 import errno
-import importlib.metadata
 import io
 import logging
 import os
@@ -26,6 +25,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
+from qerl_jax import __version__
 from qerl_jax.commands import evaluate, export, generate, plan, plot, quantize, train
 from qerl_jax.errors import UserError, nearest
 
@@ -132,18 +132,11 @@ def _wait_for_programs() -> None:
         time.sleep(0.2)
 
 
-def _version() -> str:
-    try:
-        return f"qerl-jax {importlib.metadata.version('qerl-jax')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "qerl-jax (run from a checkout, not installed)"
-
-
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         "qerl", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"qerl-jax {__version__}")
     made = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (train, plan, generate, evaluate, export, plot, quantize):
         command.add(made)

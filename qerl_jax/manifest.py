@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import __version__
 from qerl_jax.errors import UserError
 from qerl_jax.input_files import file_sha256
 
 Progress = dict[str, Any]
 
 _MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
-_LIBRARIES = ("jax", "numpy", "orbax-checkpoint", "qerl-jax")
+_LIBRARIES = ("jax", "numpy", "orbax-checkpoint")
 
 
 class Damaged(Exception):
@@ -100,7 +101,7 @@ def write_manifest(
                 path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
                 for path, digest in zip(files, file_digests, strict=True)
             },
-            "versions": {name: _version(name) for name in _LIBRARIES},
+            "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES} | {"qerl-jax": __version__},
         }
     text = json.dumps(manifest, indent=1).encode()
     (folder / _MANIFEST).write_bytes(text)
@@ -175,10 +176,3 @@ def _digest_array(array: np.ndarray) -> str:
 
 def _digest_line(text: bytes) -> bytes:
     return f"{hashlib.sha256(text).hexdigest()}  {_MANIFEST}\n".encode()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # run from a checkout

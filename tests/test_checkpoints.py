@@ -25,7 +25,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.params import Adapter, LoRA
 
 
-def test_round_trip_keeps_every_bit(tmp_path):
+def test_round_trip_keeps_every_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl_jax.manifest.__version__", "9.9")
     tree = make_tree()
     path = save_checkpoint(tmp_path / "checkpoints", 12, tree, PROGRESS)
     assert path == tmp_path / "checkpoints" / "step_00000012"
@@ -36,6 +37,7 @@ def test_round_trip_keeps_every_bit(tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["leaves"]["adapter.0.q_proj.a"]["shape"] == [4, 6]
     assert manifest["versions"]["jax"] == jax.__version__
+    assert manifest["versions"]["qerl-jax"] == "9.9"
 
 
 @pytest.mark.parametrize("name", ["lr[1e-5]", "a*b", "a\\b", "gs:", "100% #1 \u00e9"])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import qerl_jax
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +64,10 @@ def wheel_of_an_sdist(tmp_path_factory):
     return path
 
 
+def test_the_version_is_kept_in_one_place(wheel):
+    assert wheel.name.startswith(f"qerl_jax-{qerl_jax.__version__}-")
+
+
 def test_an_sdists_wheel_holds_the_same(wheel, wheel_of_an_sdist):
     both = (sorted(zipfile.ZipFile(path).namelist()) for path in (wheel, wheel_of_an_sdist))
     assert next(both) == next(both)
@@ -85,7 +91,7 @@ def test_the_wheel_holds_the_packages_with_their_data_and_nothing_else(wheel):
 def test_the_installed_command_trains_and_evaluates_from_another_folder(scripts, tmp_path):
     where = run([scripts / "python", "-c", "import qerl_jax; print(qerl_jax.__file__)"], tmp_path)
     assert where.startswith(str(scripts.parent))
-    assert run([scripts / "qerl", "--version"], tmp_path).startswith("qerl-jax ")
+    assert run([scripts / "qerl", "--version"], tmp_path) == f"qerl-jax {qerl_jax.__version__}\n"
     words = (
         "optimizer.max_steps=2", "optimizer.per_device_train_batch_size=8", "optimizer.gradient_accumulation_steps=1",
         "noise.num_stages=2", "run.save_steps=1", "evaluation.num_problems=8",
