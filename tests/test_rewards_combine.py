@@ -75,6 +75,10 @@ def test_a_sum_out_of_range_is_an_error():
         combine({"a": [0.0, 3.0], "b": [1.0, 1.0]}, [1e20, 1.0])
 
 
+def test_a_weight_may_be_beyond_float32_where_the_sum_is_not():
+    assert combine({"a": [1e-30, 0.0], "b": [1.0, 1.0]}, [1e39, 1.0]).total.tolist() == [np.float32(1e9 + 1), 1.0]
+
+
 def test_a_negative_sum_out_of_range_is_an_error_too():
     for weight, total in ((1e20, r"-3e\+20"), (1e39, r"-3e\+39")):  # the second is infinite in float32
         with pytest.raises(UserError, match=rf"row 0 \(counted from 0\) has the reward {total}"):
