@@ -31,4 +31,4 @@ check: .venv/.installed
 
 clean:
 	rm -rf .venv .venv-interop .cache .pytest_cache .mypy_cache .ruff_cache build dist
-	find qerl_jax tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find qerl_jax pallas_kernels benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,13 +23,12 @@ def interrupt_flag() -> Iterator[list[bool]]:
     delivers no signals, the list stays empty.
     """
     pressed: list[bool] = []
-    hangup = getattr(signal, "SIGHUP", None)  # which Windows does not have
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if pressed and signum == hangup:
+        if pressed and signum == signal.SIGHUP:
             return
         if pressed:
             raise KeyboardInterrupt("stopped at once: the run goes on from its last checkpoint, if it has one")
@@ -37,7 +36,7 @@ def interrupt_flag() -> Iterator[list[bool]]:
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         print(f"\n{name}: saving after this rollout, or once all is compiled (again to stop at once)", file=sys.stderr)
 
-    signals = [signum for signum in (signal.SIGINT, signal.SIGTERM, hangup) if signum is not None]
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     heard = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
     previous = {signum: signal.signal(signum, handler) for signum in heard}
     try:
