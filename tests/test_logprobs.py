@@ -126,3 +126,12 @@ def test_every_tokens_log_probability_is_that_of_the_logits(monkeypatch, checkpo
         per_token_logps(MODEL, tokens.at[0, 0].set(CONFIG.vocab_size))
     with pytest.raises((TypeError, ValueError)):
         logits(MODEL, tokens, norms=(1.0,))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.float16, bool])
+def test_a_mask_of_any_dtype_counts_as_far_as_a_row_goes(dtype):
+    tokens = jax.random.randint(jax.random.key(7), (1, 260), 0, CONFIG.vocab_size)
+    mask = (jnp.arange(260) > 1)[None]
+    for function in (logits, per_token_logps):
+        whole, found = (function(MODEL, tokens, attention_mask=mask.astype(of)) for of in (jnp.int32, dtype))
+        np.testing.assert_array_equal(found[:, 2:], whole[:, 2:])

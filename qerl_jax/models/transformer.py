@@ -283,8 +283,8 @@ def checked_tokens(
     norms: Norms | None,
     attention_mask: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens with ids that the vocabulary has, and the mask as an array, once all is as `logits` says; raises what it
-    names."""
+    """Tokens with ids that the vocabulary has, and the mask as truth values, once all is as `logits` says; raises what
+    it names."""
     check_kinds(model, adapter)
     if norms is not None:
         check_norms(model, norms)
@@ -296,7 +296,8 @@ def checked_tokens(
     known = None if isinstance(tokens_BT, jax.core.Tracer) else np.asarray(tokens_BT)
     if known is not None and (strange := model.config.unknown_id(known)) is not None:
         raise ValueError(f"tokens have the id {strange}; allowed: 0 to {model.config.vocab_size - 1}")
-    mask_BT = None if attention_mask is None else jnp.asarray(attention_mask)
+    # As truth values, whose running sum is 32 bits wide: that of int8 would be int8 too, and end at 127.
+    mask_BT = None if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
     if mask_BT is not None and mask_BT.shape != tokens_BT.shape:
         raise ValueError(f"attention_mask is {list(mask_BT.shape)}; expected {list(tokens_BT.shape)}, as tokens are")
     # JAX would count an id below 0 from the vocabulary's end, and make NaN of a target beyond it.
