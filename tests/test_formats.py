@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from folders import NVFP4, V5, packed_arrays, random_arrays, write_folder
+from tiny import tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.flax_modules import PackedLinear
@@ -156,6 +157,19 @@ def test_weights_that_do_not_fit_are_named(tmp_path, name, intermediate, message
         load_model(folder, name)
     with pytest.raises(UserError, match=message.replace(".weight", "")):
         quantize(load_model(folder), name)
+
+
+@packed_formats
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_not_quantized(name, broken):
+    plain = tiny_model(weight_format="bf16")
+    first, second = plain.base.layers
+    second = second.replace(k_proj=second.k_proj.at[1, 2].set(broken))
+    model = plain.replace(base=plain.base.replace(layers=(first, second)))
+    with pytest.raises(UserError, match=r"^layer 1: k_proj: expected finite weights, found NaN or infinity$"):
+        quantize(model, name)
+    assert np.array_equal(quantize(model, "bf16").base.layers[1].k_proj, second.k_proj, equal_nan=True)
+    jax.eval_shape(lambda model: quantize(model, name), model)  # a trace knows no values
 
 
 def test_a_stored_format_is_kept_or_unpacked_but_not_exchanged(tmp_path):

@@ -75,17 +75,21 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
     stays as it is. "bf16" unpacks in the embeddings' dtype.
 
     Raises:
-      UserError: an unknown format, a weight whose inputs are not a multiple of the format's block, or one that is in
-        another packed format and would be rounded a second time.
+      UserError: an unknown format, a weight whose inputs are not a multiple of the format's block, one that is not
+        finite (outside of a trace), which 4 bits do not hold, or one that is in another packed format and would be
+        rounded a second time.
     """
     check_format(str(weight_format))  # None, which means a folder's own elsewhere, is no format to write
     dtype = model.base.embed.dtype
 
-    def plain(layer: Layer) -> Layer:
+    def plain(i: int, layer: Layer) -> Layer:
         unpacked = {}
         for name in PROJECTIONS:
             weight = getattr(layer, name)
             found = format_of(weight)
+            known = found == "bf16" and not isinstance(weight, jax.core.Tracer)
+            if weight_format != "bf16" and known and not all_finite(weight):
+                raise UserError(f"layer {i}: {name}: expected finite weights, found NaN or infinity")
             if found in ("bf16", weight_format):
                 continue
             if weight_format != "bf16":
@@ -95,8 +99,14 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
             unpacked[name] = dequantize(weight, dtype)
         return layer.replace(**unpacked)
 
-    layers = tuple(quantize_layer(plain(layer), weight_format) for layer in model.base.layers)
+    layers = tuple(quantize_layer(plain(i, layer), weight_format) for i, layer in enumerate(model.base.layers))
     return model.replace(base=model.base.replace(layers=layers))
+
+
+@jax.jit
+def all_finite(array: jax.Array) -> jax.Array:
+    """Whether no element is NaN or infinite, bool []."""
+    return jnp.isfinite(array).all()
 
 
 def quantize_layer(layer: Layer, weight_format: str) -> Layer:

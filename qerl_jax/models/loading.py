@@ -22,7 +22,7 @@ from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantize
 from qerl_jax.input_files import read_json
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import network_dtype
-from qerl_jax.models.init import SHARED_SCALE, init_model
+from qerl_jax.models.init import SHARED_SCALE, all_finite, init_model
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packed_by import packing_of
 from qerl_jax.models.packing import Packing
@@ -217,7 +217,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         return held(name, array)
 
     def held(name: str, array: jax.Array) -> jax.Array:
-        if array.dtype == jnp.float16 and not _all_finite(array):
+        if array.dtype == jnp.float16 and not all_finite(array):
             raise UserError(
                 f"{tensors[name][0] if name in tensors else folder}: tensor {name} is not finite in float16, whose "
                 "largest number is 65504; allowed: dtype float32 or bfloat16"
@@ -254,11 +254,6 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             lm_head=None if config.tie_word_embeddings else plain(HEAD, dtype),
         )
     return Model(base, config)
-
-
-@jax.jit
-def _all_finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(array).all()
 
 
 def _without_implied(found: Tensors, tied: bool, unread: tuple[str, ...]) -> Tensors:
