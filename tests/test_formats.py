@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from folders import NVFP4, V5, packed_arrays, random_arrays, write_folder
+from folders import assert_equal as assert_trees_equal
 from tiny import tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.flax_modules import PackedLinear
-from qerl_jax.formats import FORMATS, PACKED, dequantize, format_of, repacked
+from qerl_jax.formats import FORMATS, PACKED, dequantize, dequantized, format_of, repacked
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.init import quantize
 from qerl_jax.models.linear import linear
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS, LoRA
+from qerl_jax.models.saving import save_model
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 W = 0.1 * jax.random.normal(KEYS[0], (24, 64))
@@ -69,6 +71,26 @@ def test_values_are_near_and_rounded_once(name, dtype):
     values = dequantize(weight, jnp.float32)
     assert 0.05 < float(jnp.linalg.norm(values - W) / jnp.linalg.norm(W)) < ERROR[name]
     np.testing.assert_array_equal(dequantize(weight, dtype), values.astype(dtype))
+
+
+@packed_formats
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_whole_model_is_unpacked_by_one_program_a_weight(tmp_path, monkeypatch, name, dtype):
+    weight, model = made(name), tiny_model(weight_format=name, dtype=dtype)
+    assert np.array_equal(dequantized(weight, dtype), dequantize(weight, dtype))
+
+    def traced(weight, dtype):
+        assert isinstance(weight.packed, jax.core.Tracer)
+        return unpack(weight, dtype)
+
+    unpack = PACKED[name].dequantize
+    monkeypatch.setitem(PACKED, name, PACKED[name]._replace(dequantize=traced))
+    plain = quantize(model, "bf16")
+    save_model(model, tmp_path / "plain")
+    assert_trees_equal(load_model(tmp_path / "plain"), plain)
+    if name == "nvfp4":
+        save_model(model, tmp_path / "packed", weight_format=name)
+        assert_trees_equal(load_model(tmp_path / "packed", "bf16"), plain)
 
 
 @packed_formats

@@ -6,7 +6,7 @@ from qerl_jax.formats.kernel_nvfp4 import KernelNVFP4, canonical, repacked
 from qerl_jax.formats.mxfp4 import MXFP4Weight, quantize_mxfp4
 from qerl_jax.formats.nf4 import NF4DoubleQuantWeight, NF4Weight, quantize_nf4, quantize_nf4_double_quant
 from qerl_jax.formats.nvfp4 import NVFP4Weight, global_scale, quantize_nvfp4
-from qerl_jax.formats.table import PACKED, PackedFormat, PackedWeight, dequantize, format_of
+from qerl_jax.formats.table import PACKED, PackedFormat, PackedWeight, dequantize, dequantized, format_of
 from qerl_jax.option_names import FORMATS
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Weight",
     "canonical",
     "dequantize",
+    "dequantized",
     "format_of",
     "global_scale",
     "quantize_mxfp4",

@@ -76,8 +76,13 @@ def format_of(weight: Any) -> str:
 
 
 def dequantize(weight: Any, dtype: jnp.dtype) -> jax.Array:
-    """The matrix [N, K] that a weight of any format stands for, in `dtype`."""
+    """The matrix [N, K] that a weight of any format stands for, in `dtype`. Under jit; see `dequantized`."""
     if isinstance(weight, KernelNVFP4):
         weight = canonical(weight)
     name = format_of(weight)
     return weight.astype(dtype) if name == "bf16" else PACKED[name].dequantize(weight, dtype)
+
+
+# `dequantize` for callers outside of a trace, where each of its operations would write its whole result: 5 to 8 times
+# slower, in 7 times the memory of the matrix.
+dequantized = jax.jit(dequantize, static_argnames="dtype")

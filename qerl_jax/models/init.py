@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, check_kind, nearest
-from qerl_jax.formats import PACKED, NVFP4Weight, Weight, dequantize, format_of, repacked
+from qerl_jax.formats import PACKED, NVFP4Weight, Weight, dequantized, format_of, repacked
 from qerl_jax.keys import check_key, of_threefry
 from qerl_jax.models.config import QKV, ModelConfig
 from qerl_jax.models.dtypes import network_dtype
@@ -96,7 +96,7 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
                 raise UserError(
                     f"{name} is in {found} already and would be rounded a second time; allowed: {found}, bf16"
                 )
-            unpacked[name] = dequantize(weight, dtype)
+            unpacked[name] = dequantized(weight, dtype)
         return layer.replace(**unpacked)
 
     layers = tuple(quantize_layer(plain(i, layer), weight_format) for i, layer in enumerate(model.base.layers))

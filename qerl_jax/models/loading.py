@@ -18,7 +18,7 @@ import numpy as np
 
 from qerl_jax import run_files
 from qerl_jax.errors import UserError, nearest, shown
-from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantize
+from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantized
 from qerl_jax.input_files import read_json
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import network_dtype
@@ -234,7 +234,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             for field, name in names.items():
                 if packing is not None and not packing.is_plain(name):
                     weight = packing.read(tensors, name)
-                    fields[field] = held(name, dequantize(weight, dtype)) if weight_format == "bf16" else weight
+                    fields[field] = held(name, dequantized(weight, dtype)) if weight_format == "bf16" else weight
                     for suffix in packing.parts(*weight.shape):
                         progress.advance(tensors[name + suffix][1].nbytes)
             unpacked = {field: name for field, name in names.items() if field not in fields}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from qerl_jax.durable import where_it_leads, whole_folder
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.formats import Weight, dequantize, format_of
+from qerl_jax.formats import Weight, dequantized, format_of
 from qerl_jax.input_files import read_json
 from qerl_jax.models.compressed_tensors import quantization_config, to_store
 from qerl_jax.models.loading import named_weights
@@ -123,7 +123,7 @@ def companions(source: str | os.PathLike[str] | None) -> Iterable[Path]:
 
 
 def _unpacked(weight: Weight, dtype: jnp.dtype) -> Callable[[], jax.Array]:
-    return lambda: dequantize(weight, dtype)
+    return lambda: dequantized(weight, dtype)
 
 
 def _plain_linears(weights: Mapping[str, Weight]) -> list[str]:
