@@ -115,8 +115,7 @@ def measure(folder: Path, save_to: Path | None, merge_to: Path | None) -> dict[s
     """Loads `folder` as NVFP4 in this process; then writes the packed model, or a merged one."""
     from qerl_jax.models.init import init_adapter
     from qerl_jax.models.loading import load_model
-    from qerl_jax.models.merging import save_merged
-    from qerl_jax.models.saving import save_model
+    from qerl_jax.models.saving import save_merged, save_model
 
     jax.block_until_ready(jax.numpy.zeros(1))
     watch = Peak()

@@ -31,10 +31,6 @@ _EXPORTS = {
         "quantize",
     ),
     "qerl_jax.models.linear": ("linear",),
-    "qerl_jax.models.merging": (
-        "merge_adapter",
-        "save_merged",
-    ),
     "qerl_jax.models.params": (
         "Adapter",
         "LoRA",
@@ -46,7 +42,11 @@ _EXPORTS = {
         "load_adapter",
         "save_adapter",
     ),
-    "qerl_jax.models.saving": ("save_model",),
+    "qerl_jax.models.saving": (
+        "merge_adapter",
+        "save_merged",
+        "save_model",
+    ),
     "qerl_jax.models.tokenizer": (
         "load_generation_config",
         "load_tokenizer",

@@ -18,11 +18,10 @@ from qerl_jax.durable import where_it_leads
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.loading import load_model, model_shapes
-from qerl_jax.models.merging import save_merged
 from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter, save_adapter
-from qerl_jax.models.saving import save_model
+from qerl_jax.models.saving import save_merged, save_model
 from qerl_jax.models.source import resolve
 from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program

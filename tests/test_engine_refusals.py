@@ -10,7 +10,7 @@ from tiny_engine import ADAPTER, KEY, MODEL, SETTINGS, C, G, P, engine, requests
 
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter, init_model
-from qerl_jax.models.merging import merge_adapter
+from qerl_jax.models.saving import merge_adapter
 from qerl_jax.models.transformer import logits
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings, generate
 

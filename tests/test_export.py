@@ -22,8 +22,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.export import export_model
 from qerl_jax.models.fingerprint import fingerprint
 from qerl_jax.models.loading import load_model
-from qerl_jax.models.merging import merge_adapter
 from qerl_jax.models.peft import load_adapter, save_adapter
+from qerl_jax.models.saving import merge_adapter
 from qerl_jax.policy import model_identity
 from qerl_jax.quantization.adapters import trained_format
 from qerl_jax.rl.assembly import initial_adapter, optimizer_spec

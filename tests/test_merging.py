@@ -12,9 +12,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
 from qerl_jax.models.init import for_kernels
 from qerl_jax.models.loading import load_model
-from qerl_jax.models.merging import merge_adapter, save_merged
 from qerl_jax.models.params import PROJECTIONS
-from qerl_jax.models.saving import save_model
+from qerl_jax.models.saving import merge_adapter, save_merged, save_model
 from qerl_jax.models.transformer import logits
 
 TOKENS = jnp.array([[5, 9, 11, 20, 3, 1], [7, 8, 2, 2, 40, 6]])

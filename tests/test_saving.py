@@ -124,6 +124,15 @@ def test_a_model_on_the_host_is_quantized_and_called(weight_format):
         assert_equal(jax.jit(lambda tokens, host=host: logits(host, tokens))(tokens), jax.jit(logits)(model, tokens))
 
 
+@pytest.mark.parametrize("weight_format", ["nvfp4", "bf16"])
+def test_numbers_that_are_not_finite_are_not_written(tmp_path, weight_format):
+    model = tiny_model()
+    model = model.replace(base=model.base.replace(embed=model.base.embed.at[3, 4].set(jnp.nan)))
+    with pytest.raises(UserError, match=r"^tensor model\.embed_tokens\.weight has numbers that are not finite"):
+        save_model(model, tmp_path / "a", weight_format=weight_format)
+    assert not list(tmp_path.iterdir())
+
+
 def test_plain_models_are_not_written_as_nvfp4(tmp_path):
     model = load_model(write_folder(tmp_path / "a", random_arrays()))
     with pytest.raises(UserError, match="weight_format is 'nvfp4', but the model's linear layers are plain; quantize"):
