@@ -75,14 +75,16 @@ def beginning(prompt: object) -> str:
     return repr(str(text)[:60])
 
 
-def nearest(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """` (did you mean 'x'?)` for the known name closest to `name`, or an empty string when none is close.
+def nearest(name: object, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+    """` (did you mean 'x'?)` for the known name closest to `name`, which may be no text, or an empty string when none
+    is close.
 
     A name that is right elsewhere was not misspelt, and has none.
     """
-    if name in elsewhere:
+    text = str(name)
+    if text in elsewhere:
         return ""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(text, list(known), n=1, cutoff=0.6)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 

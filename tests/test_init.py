@@ -38,9 +38,11 @@ def test_a_dtype_may_be_given_by_name():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"lora_r": 2.0}, "lora_r is 2.0; allowed: an int from 1 to 2147483647"),
+    ({"lora_r": True}, "lora_r is True; allowed: an int from 1 to 2147483647"),
     ({"lora_r": 0}, "lora_r is 0; allowed: an int from 1 to 2147483647"),
     ({"lora_r": 10**400}, "lora_r is 10{59}; allowed: an int from 1 to 2147483647"),
     ({"lora_alpha": 0}, "lora_alpha is 0; allowed: a number above 0"),
+    ({"lora_alpha": True}, "lora_alpha is True; allowed: a number above 0"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'; allowed: a number above 0"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan; allowed: a number above 0, up to 1e.30"),
     ({"lora_alpha": 10**400}, "lora_alpha is 10{59}; allowed: a number above 0, up to 1e.30"),
@@ -80,6 +82,7 @@ def test_an_adapter_of_no_key_or_no_model_is_refused():
 @pytest.mark.parametrize(("modules", "message"), [
     ("q_proj", r"target_modules is 'q_proj', one text; expected a list of names, such as \['q_proj'\]; allowed in it:"),
     (["q_prj"], r"target_modules holds 'q_prj'; allowed: q_proj, .*, down_proj \(did you mean 'q_proj'\?\)"),
+    ([None], "target_modules holds None; allowed: q_proj, .*, down_proj$"),
     ([], "target_modules is empty; allowed: one projection or more"),
 ])  # fmt: skip
 def test_modules_that_cannot_be_trained_are_refused_by_name(modules, message):

@@ -170,6 +170,8 @@ def test_options(tmp_path):
         UserError, match=r"weight_format is 'nvpf4'; allowed: nvfp4, mxfp4, .*, bf16 \(did you mean 'nvfp4'"
     ):
         load_model(folder, "nvpf4")
+    with pytest.raises(UserError, match=r"weight_format is <class '.*bfloat16'>; allowed: nvfp4, .*, bf16$"):
+        load_model(folder, jnp.bfloat16)
     with pytest.raises(UserError, match="dtype is int8; allowed: float32, bfloat16, float16"):
         load_model(folder, dtype="int8")
 

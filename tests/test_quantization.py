@@ -213,6 +213,7 @@ def test_a_full_disk_is_told_with_the_layers_file(tmp_path):
     ("options", "message"),
     [
         ({"weight_format": "nvfp"}, r"--format is 'nvfp'; allowed: nvfp4 \(did you mean 'nvfp4'\?\)"),
+        ({"weight_format": None}, "--format is None; allowed: nvfp4. Other formats"),
         ({"weight_format": "mxfp4"}, "--format is 'mxfp4'; allowed: nvfp4. Other formats"),
         ({"weight_format": "nf4"}, "--format is 'nf4'; allowed: nvfp4. Other formats"),
         ({"method": "gptq"}, "--method is 'gptq'; allowed: rtn, awq"),

@@ -9,9 +9,8 @@ from typing import Any, get_args
 
 import flax.struct
 import jax
-import numpy as np
 
-from qerl_jax.errors import UserError, check_kind, nearest
+from qerl_jax.errors import UserError, check_kind, is_number, is_whole, nearest
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.option_names import Projection
@@ -94,9 +93,9 @@ MOST_RANK, MOST_ALPHA = 2**31 - 1, 1e30
 
 def check_lora(lora_r: Any, lora_alpha: Any) -> None:
     """Raises UserError for a rank or an alpha of a new pair with which nothing could be trained."""
-    if not isinstance(lora_r, int | np.integer) or not 1 <= lora_r <= MOST_RANK:
+    if not is_whole(lora_r) or not 1 <= lora_r <= MOST_RANK:
         raise UserError(f"lora_r is {lora_r!r:.60}; allowed: an int from 1 to {MOST_RANK}")
-    if not isinstance(lora_alpha, float | int | np.number) or not 0 < lora_alpha <= MOST_ALPHA:
+    if not is_number(lora_alpha) or not 0 < lora_alpha <= MOST_ALPHA:
         raise UserError(f"lora_alpha is {lora_alpha!r:.60}; allowed: a number above 0, up to {MOST_ALPHA:g}")
 
 
@@ -167,7 +166,7 @@ def check_fits(model: Model, adapter: Adapter) -> None:
         raise ValueError(f"the adapter has {len(adapter.lora)} layers, the model {len(model.base.layers)}")
     for i, layer in enumerate(adapter.lora):
         if (name := next((name for name in layer if name not in PROJECTIONS), None)) is not None:
-            hint = nearest(str(name), PROJECTIONS)
+            hint = nearest(name, PROJECTIONS)
             raise ValueError(
                 f"layer {i} of the adapter has a pair of {name!r}{hint}; allowed: {', '.join(PROJECTIONS)}"
             )

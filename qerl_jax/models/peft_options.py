@@ -121,7 +121,7 @@ def _target_modules(options: dict[str, Any], where: Path) -> tuple[str, ...]:
         if name not in PROJECTIONS:
             raise UserError(
                 f"{where}: target_modules: {shown(repr(name))} is not supported; allowed: {', '.join(PROJECTIONS)}"
-                f"{nearest(str(name), PROJECTIONS)}"
+                f"{nearest(name, PROJECTIONS)}"
             )
     return tuple(name for name in PROJECTIONS if name in names)
 

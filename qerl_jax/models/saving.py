@@ -55,7 +55,7 @@ def save_model(
         embeddings' dtype, `path` holds other files, or `tokenizer_from` has no tokenizer.
     """
     if weight_format not in SAVED_FORMATS:
-        hint = nearest(str(weight_format), SAVED_FORMATS, elsewhere=FORMATS)
+        hint = nearest(weight_format, SAVED_FORMATS, elsewhere=FORMATS)
         raise UserError(f"weight_format is {weight_format!r}; written are {', '.join(SAVED_FORMATS)}{hint}")
     if weight_format == "bf16":
         save_merged(model, None, path, tokenizer_from=tokenizer_from)
