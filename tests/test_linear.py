@@ -126,6 +126,15 @@ def test_several_weights_of_one_input():
             np.testing.assert_allclose(ours, apart, atol=KERNEL_TOLERANCE * float(jnp.abs(apart).max()))
 
 
+def test_packed_and_plain_weights_of_one_input_are_as_each_alone():
+    x, weights = X.astype(jnp.bfloat16), [repacked(quantize_nvfp4(W)), 2 * W[:16].astype(jnp.bfloat16)]
+    for unrounded in (False, True):
+        both = linears(x, weights, [LORA, None], [BIAS, None], unrounded=unrounded)
+        for y, weight, lora, bias in zip(both, weights, [LORA, None], [BIAS, None], strict=True):
+            [alone] = linears(x, [weight], [lora], [bias], unrounded=unrounded)
+            np.testing.assert_array_equal(y, alone)
+
+
 @pytest.mark.parametrize(
     ("stored", "read"),
     [

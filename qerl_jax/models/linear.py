@@ -78,7 +78,8 @@ def linears(
     *,
     unrounded: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`linear` for several weights that read the same x (q, k, v; gate, up), by one kernel where there is one.
+    """`linear` for several weights that read the same x (q, k, v; gate, up), by one kernel where there is one for all
+    of them, else by one each.
 
     For few rows the kernel adds LoRA and biases too; then the biases get no gradient either. `unrounded` results are
     the float32 sums whatever x's dtype, to be added to something wider.
@@ -88,14 +89,22 @@ def linears(
     """
     out_dtype = jnp.promote_types(x.dtype, jnp.float32) if unrounded else x.dtype
     _check_inputs(x, weights, loras, biases)
-    x_MK = x.reshape(-1, x.shape[-1])  # two dimensions: XLA's CPU gradient is 1.8 times faster than with [B, T, K]
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
-    if len(packed) == len(weights) and _kernel_takes(x_MK, packed, loras):
+    if 0 < len(packed) < len(weights):  # each alone: together those that are packed would be decoded at every call
+        each = zip(weights, loras, biases, strict=True)
+        return tuple(linears(x, (w,), (lora,), (bias,), unrounded=unrounded)[0] for w, lora, bias in each)
+    x_MK = x.reshape(-1, x.shape[-1])  # two dimensions: XLA's CPU gradient is 1.8 times faster than with [B, T, K]
+    if packed and _kernel_takes(x_MK, packed, loras):
         ys = fp4_matmul(x_MK, *_tiles(packed), lora=_triples(loras), bias=biases, out_dtype=out_dtype)
     else:
-        adds = len(packed) == len(weights) and any(more is not None for more in (*loras, *biases))
+        adds = packed and any(more is not None for more in (*loras, *biases))
         sums_dtype = jnp.promote_types(x.dtype, jnp.float32) if adds else out_dtype
-        products = _frozen_products(x_MK, weights, sums_dtype)
+        if packed:
+            products = fp4_matmul(x_MK, *_tiles(packed), out_dtype=sums_dtype)
+        else:
+            # The backward pass decodes a weight again: kept for it, the decoded ones would be the whole 16-bit model.
+            again = jax.checkpoint(_frozen_matmul, static_argnums=2)
+            products = [(_frozen_matmul if format_of(w) == "bf16" else again)(x_MK, w, sums_dtype) for w in weights]
         sums = map(_adapted, products, [x_MK] * len(products), loras, biases)
         ys = tuple(y_MN.astype(out_dtype) for y_MN in sums)
     return tuple(y_MN.reshape(*x.shape[:-1], y_MN.shape[-1]) for y_MN in ys)
@@ -193,20 +202,6 @@ def _kernel_takes(
     ranks = tuple(0 if lora is None else lora.a.shape[0] for lora in loras)
     fits = all(x_MK.dtype == w.tiles.dtype for w in weights)
     return fits and lora_inside(M, K, tuple(w.shape[0] for w in weights), ranks)
-
-
-def _frozen_products(x_MK: jax.Array, weights: Sequence[Weight], out_dtype: jnp.dtype) -> Sequence[jax.Array]:
-    """x W^T for every weight."""
-    packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
-    if len(packed) == len(weights):
-        products: Sequence[jax.Array] = fp4_matmul(x_MK, *_tiles(packed), out_dtype=out_dtype)
-        return products
-    # The backward pass decodes a packed weight again: kept for it, the decoded ones would be the whole 16-bit model.
-    again = jax.checkpoint(_frozen_matmul, static_argnums=2)
-    plain = [format_of(weight) == "bf16" for weight in weights]
-    return [
-        (_frozen_matmul if is_plain else again)(x_MK, w, out_dtype) for w, is_plain in zip(weights, plain, strict=True)
-    ]
 
 
 def _adapted(y_MN: jax.Array, x_MK: jax.Array, lora: LoRA | None, bias: jax.Array | None) -> jax.Array:

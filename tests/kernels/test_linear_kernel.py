@@ -55,6 +55,13 @@ def test_few_rows_are_one_kernel_and_no_other_product(rows):
     assert "stablehlo.divide" not in module, "an operation on a scalar is a launch"
 
 
+def test_packed_weights_beside_plain_ones_have_a_kernel_each():
+    """As q and v beside a plain k, which one product takes; the packed ones' adapters and biases are in the kernels."""
+    weights = [repacked(WEIGHTS[0]), dequantize(WEIGHTS[1], jnp.bfloat16), repacked(WEIGHTS[2])]
+    module = lowered(linears, _bf16(0, 16, 512), weights, LORAS, BIASES)
+    assert (kernels(module), dots(module)) == (2, 1)
+
+
 def test_weights_that_would_take_two_waves_with_adapters_are_multiplied_one_by_one():
     """Gate and up of Qwen2.5-32B at 64 rows: a kernel that both call, one that orders x, and no other product."""
     shape, (N, K) = jax.ShapeDtypeStruct, (27648, 5120)
