@@ -71,13 +71,13 @@ def test_candidates_by_hand():
 def test_a_scale_is_moved_to_where_the_quotient_is_a_number_of_the_vectors_type(dtype):
     rng = np.random.default_rng(1)
     vector = rng.normal(size=1000).astype(dtype)
-    vector[0] = 0
     scale = np.exp(rng.normal(size=1000))
+    vector[0], vector[1], scale[1] = 0, ml_dtypes.finfo(dtype).smallest_subnormal, 4
     moved = representable(scale, vector)
     quotient = vector.astype(np.float64) / moved
     np.testing.assert_allclose(quotient.astype(dtype).astype(np.float64), quotient, rtol=1e-7)
-    assert moved[0] == 1
-    np.testing.assert_allclose(moved[1:], scale[1:], rtol=2**-7)
+    assert moved[0] == np.float32(scale[0]) and moved[1] == 1
+    np.testing.assert_allclose(moved[2:], scale[2:], rtol=2**-7)
     assert np.array_equal(representable(scale, None), scale.astype(np.float32))
 
 

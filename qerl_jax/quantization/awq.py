@@ -79,14 +79,15 @@ def candidates(x_K: np.ndarray, u_K: np.ndarray) -> list[tuple[np.ndarray, float
 
 
 def representable(scale: np.ndarray, vector: np.ndarray | None) -> np.ndarray:
-    """The scale nearest to `scale` for which vector / scale is a number of the vector's own dtype; 1 where there is
-    none (a vector's entry 0, or one that would become 0)."""
+    """The scale nearest to `scale` for which vector / scale is a number of the vector's own dtype: any for an entry 0;
+    1 where there is none (an entry that would become 0 or infinite)."""
     if vector is None:
         return scale.astype(np.float32)
     wide = vector.astype(np.float64)
     divided = (wide / scale).astype(vector.dtype).astype(np.float64)
     usable = (divided != 0) & np.isfinite(divided)
-    return np.where(usable, wide / np.where(usable, divided, 1), 1).astype(np.float32)
+    moved = np.where(usable, wide / np.where(usable, divided, 1), 1)
+    return np.where(wide == 0, scale, moved).astype(np.float32)
 
 
 @jax.jit
