@@ -23,9 +23,8 @@ from qerl_jax.models.safetensors import read_safetensors
 from qerl_jax.models.transformer import logits
 from qerl_jax.quantization import quantize as quantize_module
 from qerl_jax.quantization import quantize_folder
-from qerl_jax.quantization.methods import METHODS, Made, Method
+from qerl_jax.quantization.methods import METHODS, Made, Method, round_to_nearest
 from qerl_jax.quantization.observation import GROUPS
-from qerl_jax.quantization.rtn import round_to_nearest
 from qerl_jax.quantization.work import WorkFolder, work_folders
 
 ROWS = 16

@@ -15,9 +15,15 @@ from qerl_jax.models.init import init_layer, init_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.transformer import logits, run_layer
 from qerl_jax.quantization.awq import candidates, representable, smooth
-from qerl_jax.quantization.methods import HELD_OUT, SEARCHED, aqn_gain, in_clean_coordinates, quantize_one
+from qerl_jax.quantization.methods import (
+    HELD_OUT,
+    SEARCHED,
+    aqn_gain,
+    in_clean_coordinates,
+    quantize_one,
+    round_to_nearest,
+)
 from qerl_jax.quantization.observation import GROUPS, Seen, nothing_seen, observe, relative_errors
-from qerl_jax.quantization.rtn import round_to_nearest
 
 # The layers of the tiny folders: one compiled program serves the tests of both.
 CONFIG = ModelConfig.from_hf(HF)

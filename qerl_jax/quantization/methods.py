@@ -14,10 +14,10 @@ import numpy as np
 
 from qerl_jax.formats import Weight, dequantize
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.init import quantize_layer
 from qerl_jax.models.params import Layer
 from qerl_jax.quantization.awq import smooth
 from qerl_jax.quantization.observation import GROUPS, Seen, relative_errors
-from qerl_jax.quantization.rtn import round_to_nearest
 
 # Names of texts in the report: the one that scales were searched on, and the one that they were not.
 SEARCHED, HELD_OUT = "calibration", "held_out"
@@ -50,6 +50,13 @@ class Method(NamedTuple):
 
     calibrated: bool
     quantize: Callable[[ModelConfig, Layer, Mapping[str, Seen]], Made]
+
+
+@jax.jit
+def round_to_nearest(layer: Layer) -> Layer:
+    """The layer with its plain projections quantized to NVFP4 as they stand, in the dtype they are stored in, as
+    `load_model` does; q/k/v and gate/up share a global scale."""
+    return quantize_layer(layer, "nvfp4")
 
 
 def _rtn(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:

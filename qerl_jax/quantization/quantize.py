@@ -31,10 +31,9 @@ from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.option_names import FORMATS
 from qerl_jax.quantization.calibration import ARITHMETIC, Calibration, load_calibration
 from qerl_jax.quantization.layers import computed, ends_of, from_tensors, read_layer, to_tensors
-from qerl_jax.quantization.methods import HELD_OUT, METHODS, SEARCHED, quantize_one
+from qerl_jax.quantization.methods import HELD_OUT, METHODS, SEARCHED, quantize_one, round_to_nearest
 from qerl_jax.quantization.observation import Seen
 from qerl_jax.quantization.report import REPORT, mean_errors, progress
-from qerl_jax.quantization.rtn import round_to_nearest
 from qerl_jax.quantization.streams import Stream
 from qerl_jax.quantization.work import WorkFolder, alone, work_folders
 
