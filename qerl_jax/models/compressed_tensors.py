@@ -279,8 +279,3 @@ def to_store(name: str, weight: Weight) -> dict[str, Stored]:
         f"{name}_scale": stored("_scale", lambda w: w.scale),
         f"{name}_global_scale": stored("_global_scale", lambda w: w.divisor.reshape(1)),
     }
-
-
-def stored_tensors(name: str, weight: Weight) -> dict[str, np.ndarray]:
-    """`to_store`, made: the arrays by their names in the folder, byte for byte those of the weight."""
-    return {stored: np.asarray(tensor.make()) for stored, tensor in to_store(name, weight).items()}

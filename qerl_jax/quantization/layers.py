@@ -12,7 +12,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import PACKED, dequantize
-from qerl_jax.models.compressed_tensors import packed_weight, stored_tensors
+from qerl_jax.models.compressed_tensors import packed_weight, to_store
 from qerl_jax.models.loading import EMBED, HEAD, NORM, Opened, layer_name
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
@@ -47,7 +47,8 @@ def to_tensors(layer: Layer, number: int) -> dict[str, np.ndarray]:
     for field in _FIELDS:
         value = getattr(layer, field)
         if field in PROJECTIONS:
-            tensors |= stored_tensors(layer_name(number, field), value)
+            stored = to_store(layer_name(number, field), value)
+            tensors |= {name: np.asarray(tensor.make()) for name, tensor in stored.items()}
         elif value is not None:
             tensors[layer_name(number, field)] = np.asarray(value)
     return tensors

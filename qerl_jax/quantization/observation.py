@@ -43,12 +43,6 @@ def nothing_seen(config: ModelConfig) -> dict[str, Seen]:
     return {group: zeros(projection_shape(config, group)[1]) for group in GROUPS}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def advance(config: ModelConfig, layer: Layer, x_BTD: jax.Array) -> jax.Array:
-    """The residual stream after the layer."""
-    return run_layer(config, layer, x_BTD)
-
-
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def observe(
     config: ModelConfig, layer: Layer, x_BTD: jax.Array, lengths_B: jax.Array, seen: dict[str, Seen]

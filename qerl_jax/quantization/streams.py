@@ -5,7 +5,7 @@ the device a batch of rows at a time and writes its results in its place, so one
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.models.params import Layer, Model
-from qerl_jax.models.transformer import rms_norm
+from qerl_jax.models.transformer import rms_norm, run_layer
 from qerl_jax.quantization.calibration import Rows
-from qerl_jax.quantization.observation import Seen, advance, nothing_seen, observe
+from qerl_jax.quantization.observation import Seen, nothing_seen, observe
 from qerl_jax.rl.logprobs import token_logps
+
+# The residual stream after a layer.
+_after = jax.jit(run_layer, static_argnums=0)
 
 
 class TextFigures(NamedTuple):
@@ -55,7 +58,9 @@ class Stream:
 
     def advance(self, layer: Layer) -> None:
         """Runs the layer, whose weights are plain and in the stream's dtype, on all rows."""
-        self._map(lambda x_BTD: advance(self._ends.config, layer, x_BTD))
+        for place, x_BTD, _ in self._batches():
+            rows = self.x_STD[place : place + self._batch]
+            rows[:] = np.asarray(_after(self._ends.config, layer, x_BTD))[: len(rows)]
 
     def observe(self, layer: Layer) -> dict[str, Seen]:
         """What the layer's projections would read; the stream stays where it is."""
@@ -89,11 +94,6 @@ class Stream:
             entropy += float(np.asarray(entropies_BT, np.float64)[live].sum())
             count += int(live.sum())
         return TextFigures(math.exp(total / count), entropy / count)
-
-    def _map(self, f: Callable[[jax.Array], jax.Array]) -> None:
-        for place, x_BTD, _ in self._batches():
-            rows = self.x_STD[place : place + self._batch]
-            rows[:] = np.asarray(f(x_BTD))[: len(rows)]
 
     def _batches(self) -> Iterator[tuple[int, jax.Array, jax.Array]]:
         """(first row, activations, lengths); the last batch is filled up with rows of length 0, so that one program
