@@ -17,8 +17,14 @@ from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs, unpack_p
 from qerl_jax.formats.row_blocks import in_row_blocks
 
 BLOCK = 32
+NEEDS = f"inputs in multiples of {BLOCK}"
 _BIAS = 127
 _QUARTER_MANTISSA = 1 << 21  # added to a float32's bits it carries into the exponent from mantissa 1.75 on
+
+
+def fits(N: int, K: int) -> bool:
+    """Whether a weight [N, K] can be held."""
+    return K % BLOCK == 0
 
 
 class MXFP4Weight(flax.struct.PyTreeNode):
@@ -51,8 +57,8 @@ def quantize_mxfp4(w_NK: jax.Array) -> MXFP4Weight:
     Raises:
       ValueError: w_NK is not a matrix, K is not a multiple of 32, or the dtype is another.
     """
-    if w_NK.ndim != 2 or w_NK.shape[1] % BLOCK or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"MXFP4 takes float32 or bfloat16 [N, K] with K % {BLOCK} == 0; got {w_NK.dtype}{w_NK.shape}")
+    if w_NK.ndim != 2 or not fits(*w_NK.shape) or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"MXFP4 takes float32 or bfloat16 [N, K] with {NEEDS}; got {w_NK.dtype}{w_NK.shape}")
     return _quantize(w_NK)
 
 

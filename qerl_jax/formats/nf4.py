@@ -28,6 +28,7 @@ from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
 
 BLOCK, NESTED_BLOCK = 64, 256
+NEEDS = f"an even number of inputs and a number of elements in multiples of {BLOCK}"
 # fmt: off
 LEVELS = np.array(
     [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
@@ -58,6 +59,11 @@ NESTED_LEVELS = _nested_levels()
 _NEAREST_LEVEL = np.searchsorted(
     (NESTED_LEVELS[1:].astype(np.float64) + NESTED_LEVELS[:-1]) / 2, np.arange(_GRID + 1) / _GRID * 2 - 1
 ).astype(np.uint8)
+
+
+def fits(N: int, K: int) -> bool:
+    """Whether a weight [N, K] can be held."""
+    return K % 2 == 0 and N * K % BLOCK == 0
 
 
 class NF4Weight(flax.struct.PyTreeNode):
@@ -93,10 +99,8 @@ def quantize_nf4(w_NK: jax.Array) -> NF4Weight:
     Raises:
       ValueError: w_NK is not such a matrix, or the dtype is another.
     """
-    if w_NK.ndim != 2 or w_NK.shape[1] % 2 or w_NK.size % BLOCK or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(
-            f"NF4 takes float32 or bfloat16 [N, K] with K even and N K % {BLOCK} == 0; got {w_NK.dtype}{w_NK.shape}"
-        )
+    if w_NK.ndim != 2 or not fits(*w_NK.shape) or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"NF4 takes float32 or bfloat16 [N, K] with {NEEDS}; got {w_NK.dtype}{w_NK.shape}")
     return _quantize(w_NK)
 
 

@@ -19,8 +19,14 @@ from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
 
 BLOCK = 16
+NEEDS = f"inputs in multiples of {BLOCK}"
 E4M3_MAX = 448.0
 _ZERO_SCALE = 0.125  # what compressed-tensors writes for a block whose scale rounds to zero
+
+
+def fits(N: int, K: int) -> bool:
+    """Whether a weight [N, K] can be held."""
+    return K % BLOCK == 0
 
 
 class NVFP4Weight(flax.struct.PyTreeNode):
@@ -62,8 +68,8 @@ def quantize_nvfp4(w_NK: jax.Array, shared_global_scale: jax.Array | None = None
     Raises:
       ValueError: w_NK is not a matrix, K is not a multiple of 16, or the dtype is another.
     """
-    if w_NK.ndim != 2 or w_NK.shape[1] % BLOCK or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"NVFP4 takes float32 or bfloat16 [N, K] with K % {BLOCK} == 0; got {w_NK.dtype}{w_NK.shape}")
+    if w_NK.ndim != 2 or not fits(*w_NK.shape) or w_NK.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"NVFP4 takes float32 or bfloat16 [N, K] with {NEEDS}; got {w_NK.dtype}{w_NK.shape}")
     return _quantize(w_NK, shared_global_scale)
 
 

@@ -33,35 +33,33 @@ class PackedFormat(NamedTuple):
     shared_scale: Callable[[jax.Array, jnp.dtype], jax.Array] | None = None
 
 
-def _whole_blocks(N: int, K: int) -> bool:
-    return K % 2 == 0 and N * K % nf4.BLOCK == 0
-
-
-_NF4_NEEDS = f"NF4 needs an even number of inputs and a number of elements in multiples of {nf4.BLOCK}"
-
 PACKED: dict[str, PackedFormat] = {
     "nvfp4": PackedFormat(
         nvfp4.NVFP4Weight,
-        lambda N, K: K % nvfp4.BLOCK == 0,
-        f"NVFP4 needs inputs in multiples of {nvfp4.BLOCK}",
+        nvfp4.fits,
+        f"NVFP4 needs {nvfp4.NEEDS}",
         nvfp4.quantize_nvfp4,
         nvfp4.dequantize_nvfp4,
         nvfp4.global_scale,
     ),
     "mxfp4": PackedFormat(
         mxfp4.MXFP4Weight,
-        lambda N, K: K % mxfp4.BLOCK == 0,
-        f"MXFP4 needs inputs in multiples of {mxfp4.BLOCK}",
+        mxfp4.fits,
+        f"MXFP4 needs {mxfp4.NEEDS}",
         lambda w_NK, shared: mxfp4.quantize_mxfp4(w_NK),
         mxfp4.dequantize_mxfp4,
     ),
     "nf4": PackedFormat(
-        nf4.NF4Weight, _whole_blocks, _NF4_NEEDS, lambda w_NK, shared: nf4.quantize_nf4(w_NK), nf4.dequantize_nf4
+        nf4.NF4Weight,
+        nf4.fits,
+        f"NF4 needs {nf4.NEEDS}",
+        lambda w_NK, shared: nf4.quantize_nf4(w_NK),
+        nf4.dequantize_nf4,
     ),
     "nf4_double_quant": PackedFormat(
         nf4.NF4DoubleQuantWeight,
-        _whole_blocks,
-        _NF4_NEEDS,
+        nf4.fits,
+        f"NF4 needs {nf4.NEEDS}",
         lambda w_NK, shared: nf4.quantize_nf4_double_quant(w_NK),
         nf4.dequantize_nf4_double_quant,
     ),

@@ -21,7 +21,7 @@ from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantized
 from qerl_jax.input_files import read_json
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.dtypes import network_dtype
+from qerl_jax.models.dtypes import DTYPES, network_dtype
 from qerl_jax.models.init import SHARED_SCALE, all_finite, init_model
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.packed_by import packing_of
@@ -34,7 +34,6 @@ from qerl_jax.progress import Progress
 
 _log = logging.getLogger(__name__)
 
-_FLOATS = ("float32", "bfloat16", "float16")
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
@@ -53,7 +52,7 @@ class Slot(NamedTuple):
     """One tensor of the network: its shape in the file and the dtypes it may have there."""
 
     shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = _FLOATS
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def layer_name(layer: int, field: str) -> str:
