@@ -14,11 +14,10 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_layer, init_model
 from qerl_jax.models.params import PROJECTIONS
 from qerl_jax.models.transformer import logits, run_layer
-from qerl_jax.quantization.awq import candidates, representable, smooth
+from qerl_jax.quantization.awq import aqn_gain, candidates, representable, smooth
 from qerl_jax.quantization.methods import (
     HELD_OUT,
     SEARCHED,
-    aqn_gain,
     in_clean_coordinates,
     quantize_one,
     round_to_nearest,
@@ -56,7 +55,7 @@ def seen_of(config, layer, x_BTD, lengths):
 def unquantized(layer, done):
     """The smoothed projections before they are rounded to 4 bits, float32 by name."""
     return {
-        name: getattr(layer, name).astype(jnp.float32) * done.choices[group].columns / done.rows[name][:, None]
+        name: getattr(layer, name).astype(jnp.float32) * done.columns[group] / done.rows[name][:, None]
         for group, names in GROUPS.items()
         for name in names
     }
@@ -91,7 +90,7 @@ def test_a_scale_is_moved_to_where_the_quotient_is_a_number_of_the_vectors_type(
 def test_the_function_of_the_unquantized_layer_is_unchanged(heads):
     config, layer, x_BTD = layer_in_bfloat16(heads)
     done = smooth(config, layer, seen_of(config, layer, x_BTD, [9, 9, 9, 9]))
-    assert all(np.ptp(choice.columns) > 0.1 for choice in done.choices.values()), "no scale was at work"
+    assert all(np.ptp(columns) > 0.1 for columns in done.columns.values()), "no scale was at work"
     changed = wide(done.layer.replace(**unquantized(layer, done)))
     for field in ("input_norm", "post_attention_norm", "v_bias"):
         assert getattr(done.layer, field).dtype == jnp.bfloat16
@@ -110,7 +109,7 @@ def test_the_packed_layer_computes_what_its_matrices_in_the_clean_coordinates_sa
     unpacked = {name: dequantize(getattr(done.layer, name), jnp.float32) for name in PROJECTIONS}
     found = run_layer(config, wide(done.layer.replace(**unpacked)), x_BTD)
     clean = {
-        name: in_clean_coordinates(getattr(done.layer, name), done.rows[name], done.choices[group].columns)
+        name: in_clean_coordinates(getattr(done.layer, name), done.rows[name], done.columns[group])
         for group, names in GROUPS.items()
         for name in names
     }

@@ -63,9 +63,9 @@ def test_scales_leave_the_function_of_the_unquantized_layer_as_it_was(name):
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(4, LENGTH, 32)) * channels, jnp.float32)
     seen = observe(opened.config, clean, x_BTD, jnp.full(4, LENGTH, jnp.int32), nothing_seen(opened.config))
     done = smooth(opened.config, layer, seen)
-    assert all(np.ptp(choice.columns) > 0.1 for choice in done.choices.values()), "no scale was at work"
+    assert all(np.ptp(columns) > 0.1 for columns in done.columns.values()), "no scale was at work"
     weights = {
-        field: getattr(clean, field) * done.choices[group].columns / done.rows[field][:, None]
+        field: getattr(clean, field) * done.columns[group] / done.rows[field][:, None]
         for group, names in GROUPS.items()
         for field in names
     }

@@ -19,7 +19,7 @@ where w / s is a number of that type: by at most its rounding, and the folder's 
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,33 +30,12 @@ from qerl_jax.formats.nvfp4 import BLOCK
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.params import Layer
 from qerl_jax.quantization.block_scales import nearest_values, search_block_scales
+from qerl_jax.quantization.layers import Made
 from qerl_jax.quantization.observation import GROUPS, Seen, squared_output
 
 GRID = 20
 # Vectors that are divided by a scale instead of a projection's inputs; the rows of v and up are too.
 _VECTORS = ("input_norm", "post_attention_norm", "v_bias", "up_bias")
-
-
-class Choice(NamedTuple):
-    """The scale of one place: s by input channel of the group [K], and how it was found."""
-
-    columns: np.ndarray
-    alpha: float
-    duo: bool
-
-
-class Smoothed(NamedTuple):
-    """A layer after the search.
-
-    Attributes:
-      layer: packed projections, and the norm scales and biases that took the scales, in the dtypes they came in.
-      rows: what the rows of each projection were divided by [N], 1 where nothing was.
-      choices: by group.
-    """
-
-    layer: Layer
-    rows: dict[str, np.ndarray]
-    choices: dict[str, Choice]
 
 
 def candidates(x_K: np.ndarray, u_K: np.ndarray) -> list[tuple[np.ndarray, float, bool]]:
@@ -137,19 +116,24 @@ def _packed(
     return {name: search_block_scales(w_NK, shared, power_K) for name, w_NK in scaled.items()}
 
 
-def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoothed:
+def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
     """Searches the scales of one layer and quantizes it.
 
     Args:
       config: the network's.
       layer: plain projections; norm scales and biases in the dtype that the file will hold them in.
       seen: the inputs of the groups.
+
+    Returns:
+      Norm scales and biases that took scales have the dtypes they came in. The report has the scales by group, how they
+      were found, and the gain of AQN's noise by norm.
     """
     weights = {group: {name: getattr(layer, name) for name in names} for group, names in GROUPS.items()}
     rows = {name: np.ones(getattr(layer, name).shape[0], np.float32) for names in GROUPS.values() for name in names}
     vectors = {name: np.asarray(value) for name in _VECTORS if (value := getattr(layer, name, None)) is not None}
     Q = config.num_attention_heads // config.num_key_value_heads
-    choices: dict[str, Choice] = {}
+    columns: dict[str, np.ndarray] = {}
+    scales: dict[str, dict[str, Any]] = {}
 
     def to_channels(values_K: np.ndarray) -> np.ndarray:
         """o's inputs -> v's outputs: the mean over the query heads that share a key-value head."""
@@ -167,14 +151,16 @@ def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoot
         x_K = np.asarray(seen[group].magnitude, np.float64) / max(float(seen[group].tokens), 1.0)
         u_K = np.asarray(_relative_magnitude(list(weights[group].values())), np.float64)
         tried = candidates(to_channels(x_K), to_channels(u_K)) if shared else candidates(x_K, u_K)
-        scales = [representable(scale, vectors.get(source)) for scale, _, _ in tried]
-        columns_CK = np.stack([to_inputs(scale) if shared else scale for scale in scales])
+        usable = [representable(scale, vectors.get(source)) for scale, _, _ in tried]
+        columns_CK = np.stack([to_inputs(scale) if shared else scale for scale in usable])
         own_rows = {name: rows[name] for name in weights[group]}
         losses = np.asarray(_losses(weights[group], own_rows, seen[group].gram, columns_CK))
         best = int(np.argmin(losses))
         _, alpha, duo = tried[best]
-        choices[group] = Choice(columns_CK[best], alpha, duo)
-        return scales[best]
+        columns[group] = columns_CK[best]
+        smallest, largest = float(columns[group].min()), float(columns[group].max())
+        scales[group] = {"alpha": alpha, "duo": duo, "smallest": smallest, "largest": largest}
+        return usable[best]
 
     taken = {"v_bias": search("o_proj", "v_bias"), "up_bias": search("down_proj", "up_bias")}
     rows["v_proj"], rows["up_proj"] = taken["v_bias"], taken["up_bias"]
@@ -187,5 +173,23 @@ def smooth(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Smoot
     for group, members in weights.items():
         own_rows = {name: rows[name] for name in members}
         # Waited for: calls that are only queued would run beside each other, with a float32 copy of the layer.
-        changed |= jax.block_until_ready(_packed(members, own_rows, seen[group].gram, choices[group].columns))
-    return Smoothed(layer.replace(**changed), rows, choices)
+        changed |= jax.block_until_ready(_packed(members, own_rows, seen[group].gram, columns[group]))
+    gains = {
+        norm: aqn_gain(np.asarray(getattr(layer, norm)), columns[group], seen[group])
+        for norm, group in (("input_norm", "q_proj"), ("post_attention_norm", "gate_proj"))
+    }
+    return Made(layer.replace(**changed), {"scales": scales, "aqn_gain": gains}, rows, columns)
+
+
+def aqn_gain(norm_D: np.ndarray, columns_D: np.ndarray, seen: Seen) -> float:
+    """By how much AQN's noise grows through the scales, as a factor on sigma.
+
+    AQN adds Z to the norm scale w. After AWQ the scale is w / s and the weights are W diag(s), so the same Z moves the
+    products by W diag(s) Z where it moved them by W diag(Z): channel k gets s_k times the noise. The factor is the root
+    mean square of s over the channels, each weighted by the power of the normalized activation (x_k / w_k)^2.
+    """
+    norm_D = norm_D.astype(np.float64)
+    power_D = np.asarray(jnp.diagonal(seen.gram), np.float64)
+    live = norm_D != 0
+    power_D = power_D[live] / np.square(norm_D[live])
+    return float(np.sqrt((np.square(columns_D[live].astype(np.float64)) * power_D).sum() / power_D.sum()))

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,22 @@ from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model
 
 _NVFP4 = PACKED["nvfp4"]
 _FIELDS = tuple(field.name for field in dataclasses.fields(Layer))
+
+
+class Made(NamedTuple):
+    """What a method makes of a layer.
+
+    Attributes:
+      layer: packed projections, and norm scales and biases as they are beside them.
+      report: what the method has to say.
+      rows: by projection, what its rows were divided by before it was rounded [N]; no entry if they were not.
+      columns: by group, what the columns of its projections were multiplied by [K]; no entry if they were not.
+    """
+
+    layer: Layer
+    report: dict[str, Any]
+    rows: Mapping[str, np.ndarray] = MappingProxyType({})
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 def read_layer(source: Opened, layer: int) -> Layer:

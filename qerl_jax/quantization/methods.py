@@ -5,7 +5,6 @@ the Gram matrices that `observation` keeps are its Hessians, and its columns' fe
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,26 +16,11 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import quantize_layer
 from qerl_jax.models.params import Layer
 from qerl_jax.quantization.awq import smooth
+from qerl_jax.quantization.layers import Made
 from qerl_jax.quantization.observation import GROUPS, Seen, relative_errors
 
 # Names of texts in the report: the one that scales were searched on, and the one that they were not.
 SEARCHED, HELD_OUT = "calibration", "held_out"
-
-
-class Made(NamedTuple):
-    """What a method makes of a layer.
-
-    Attributes:
-      layer: packed projections, and norm scales and biases as they are beside them.
-      report: what the method has to say.
-      rows: by projection, what its rows were divided by before it was rounded [N]; no entry if they were not.
-      columns: by group, what the columns of its projections were multiplied by [K]; no entry if they were not.
-    """
-
-    layer: Layer
-    report: dict[str, Any]
-    rows: Mapping[str, np.ndarray] = MappingProxyType({})
-    columns: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Method(NamedTuple):
@@ -63,26 +47,7 @@ def _rtn(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
     return Made(round_to_nearest(layer), {})
 
 
-def _awq(config: ModelConfig, layer: Layer, seen: Mapping[str, Seen]) -> Made:
-    smoothed = smooth(config, layer, seen)
-    scales = {
-        group: {
-            "alpha": choice.alpha,
-            "duo": choice.duo,
-            "smallest": float(choice.columns.min()),
-            "largest": float(choice.columns.max()),
-        }
-        for group, choice in smoothed.choices.items()
-    }
-    gains = {
-        norm: aqn_gain(np.asarray(getattr(layer, norm)), smoothed.choices[group].columns, seen[group])
-        for norm, group in (("input_norm", "q_proj"), ("post_attention_norm", "gate_proj"))
-    }
-    columns = {group: choice.columns for group, choice in smoothed.choices.items()}
-    return Made(smoothed.layer, {"scales": scales, "aqn_gain": gains}, smoothed.rows, columns)
-
-
-METHODS = {"rtn": Method(False, _rtn), "awq": Method(True, _awq)}
+METHODS = {"rtn": Method(False, _rtn), "awq": Method(True, smooth)}
 
 
 def quantize_one(
@@ -130,17 +95,3 @@ def _errors(
                     label = "weight_error" if kind == "weight" else f"output_error_{kind}"
                     result.setdefault(name, {}).setdefault(label, {})[method] = float(value)
     return result
-
-
-def aqn_gain(norm_D: np.ndarray, columns_D: np.ndarray, seen: Seen) -> float:
-    """By how much AQN's noise grows through the scales, as a factor on sigma.
-
-    AQN adds Z to the norm scale w. After AWQ the scale is w / s and the weights are W diag(s), so the same Z moves the
-    products by W diag(s) Z where it moved them by W diag(Z): channel k gets s_k times the noise. The factor is the root
-    mean square of s over the channels, each weighted by the power of the normalized activation (x_k / w_k)^2.
-    """
-    norm_D = norm_D.astype(np.float64)
-    power_D = np.asarray(jnp.diagonal(seen.gram), np.float64)
-    live = norm_D != 0
-    power_D = power_D[live] / np.square(norm_D[live])
-    return float(np.sqrt((np.square(columns_D[live].astype(np.float64)) * power_D).sum() / power_D.sum()))
