@@ -1,12 +1,13 @@
 """Which configuration of the wide kernel computes a shape: a committed table, and a rule for shapes outside it.
 
 wide_table.json holds, for an operation, K, N and the largest M of a range, the configuration that was fastest on an
-H200, its time there and cuBLAS's BF16 time in the same run (benchmarks/fp4_wide_sweep.py writes it); without them it
-has not been measured. Where cuBLAS's own error asks for it, the fastest that promotes its sums. The order of additions
-for an output depends on how many CTAs split D alone (WideConfig.split): up to 256 rows, where a shape's ranges have
-split 1, or the same in one wave, a row's result is the same for all their M; with more rows the split is chosen for
-each M. Entries for 32 and 64 rows are of shapes where it is faster than the streaming kernel, in calls without
-adapters. Else a rule says where: see few_rows_config.
+H200, its time there and that of XLA's BF16 product in the same run, by cuBLAS or a kernel of its own
+(benchmarks/fp4_wide_sweep.py writes it, now by cuBLAS alone); without them it has not been measured. Where cuBLAS's own
+error asks for it, the fastest that promotes its sums. The order of additions for an output depends on how many CTAs
+split D alone (WideConfig.split): up to 256 rows, where a shape's ranges have split 1, or the same in one wave, a row's
+result is the same for all their M; with more rows the split is chosen for each M. Entries for 32 and 64 rows are of
+shapes where it is faster than the streaming kernel, in calls without adapters. Else a rule says where: see
+few_rows_config.
 """
 
 import contextlib
