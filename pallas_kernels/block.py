@@ -45,12 +45,11 @@ def _check_layer(dtype: jnp.dtype, layer: LayerPart) -> None:
     """x of another dtype, and inputs of another size, would be read as if they had the weights'."""
     if jnp.dtype(dtype).name != layer.dtype:
         raise ValueError(f"x is {jnp.dtype(dtype).name}; the layout of the layer's weights is for {layer.dtype}")
-    sizes = {f"{name} [N, K]": getattr(layer, name).weight.shape for name in ("o", "gate", "up", "down")}
-    (hidden, _), (inner, _), _, _ = sizes.values()
-    fits = sizes["gate [N, K]"] == sizes["up [N, K]"] == (inner, hidden) and sizes["down [N, K]"] == (hidden, inner)
-    if not fits or any(projection.weight.k != hidden for projection in layer.qkv):
-        sizes |= {f"qkv[{i}] [N, K]": projection.weight.shape for i, projection in enumerate(layer.qkv)}
-        raise ValueError(f"weights that do not follow each other: {sizes}")
+    o, gate, up, down, *qkv = (projection.weight for group in layer.groups for projection in group)
+    fits = gate.shape == up.shape == (gate.n, o.n) and down.shape == (o.n, gate.n) and all(w.k == o.n for w in qkv)
+    if not fits:
+        sizes = ", ".join(str(w.shape) for w in (o, gate, up, down, *qkv))
+        raise ValueError(f"weights [N, K] of o, gate, up, down, q, k and v that do not follow each other: {sizes}")
 
 
 def _check_inputs(x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array]) -> None:

@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def ring_at(self) -> int:
-        return max(256, -(-(FACTORS_AT + 4 * len(self.n)) // 128) * 128)
+        return -(-(FACTORS_AT + 4 * len(self.n)) // 128) * 128
 
     @property
     def totals_at(self) -> int:

@@ -58,6 +58,13 @@ def refuse_no_folder(path: Path) -> None:
         raise UserError(f"{there} is a {kind}; expected a folder")
 
 
+def not_writable(path: Path) -> Path | None:
+    """What keeps a file or folder from being written at a path: it, or the nearest folder that it would lie in, if that
+    may not be written to."""
+    there = next(name for name in (path, *path.absolute().parents) if name.exists())
+    return None if os.access(there, os.W_OK) else there
+
+
 def named(folder: Path) -> Path:
     """A folder by a path that ends in its name, as those of `.` and `..` do not."""
     return folder if folder.name not in ("", "..") else folder.resolve()

@@ -14,7 +14,7 @@ ADAPTER = "adapter"  # the PEFT folder of what was learned, when the run has end
 PLOTS = "plots"  # its pictures, then too
 SUMMARY = "summary.json"  # written last: with it the run is finished
 LOCK = ".lock"  # held by the process at work on it
-_OF_A_MODEL = "config.json"  # `models.source.CONFIG`, whose module imports JAX
+MODEL_CONFIG = "config.json"  # of a model's folder, beside which a run's has the others
 
 
 def is_run(folder: Path) -> bool:
@@ -26,4 +26,4 @@ def is_run(folder: Path) -> bool:
 def means_run(folder: Path) -> bool:
     """Whether a folder that may be a run's or a model's is a run's, be it that its config and adapter alone were kept:
     a model's, in which another program has a config.yaml, is not."""
-    return is_run(folder) or ((folder / CONFIG).is_file() and not (folder / _OF_A_MODEL).exists())
+    return is_run(folder) or ((folder / CONFIG).is_file() and not (folder / MODEL_CONFIG).exists())

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
 from qerl_jax.config_files import load_config, save_yaml, settled_config
-from qerl_jax.durable import locked, make_folder, named, refuse_no_folder, staying
+from qerl_jax.durable import locked, make_folder, named, not_writable, refuse_no_folder, staying
 from qerl_jax.errors import UserError
 from qerl_jax.input_files import read_json
 from qerl_jax.json_fields import Fields
@@ -117,8 +117,7 @@ def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
     try:
         folder, config = _named(config, fresh=False)
         _, begun, changed, newest = _compared(folder, config)
-        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not os.access(place, os.W_OK):
+        if (place := not_writable(folder)) is not None:
             raise UserError(f"{place} cannot be written to, so run.output_dir {folder} can hold no run")
         if begun is None or changed:
             return None

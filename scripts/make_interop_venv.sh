@@ -12,18 +12,20 @@ cd "$(dirname "$0")/.."
 . scripts/environments.sh
 pip_of_the_environment
 
+PATH=$(path_without .venv-interop/bin)
+python=$(find_python 11 3.11 3.12 3.13)
+if [ -z "$python" ] && ! command -v uv >/dev/null 2>&1; then
+    echo "make_interop_venv: no Python >= 3.11 (with its venv module) found: install one, or uv, and run this again" >&2
+    exit 1
+fi
 rm -f .venv-interop/.installed
 rm -rf .venv-interop
-python=$(find_python 11 3.11 3.12 3.13)
 if [ -n "$python" ]; then
     echo "make_interop_venv: making .venv-interop with $python ($("$python" --version))"
     "$python" -m venv .venv-interop
-elif command -v uv >/dev/null 2>&1; then
+else
     echo "make_interop_venv: making .venv-interop with uv"
     uv venv --quiet --seed --python '>=3.11' .venv-interop
-else
-    echo "make_interop_venv: no Python >= 3.11 (with its venv module) found: install one, or uv, and run this again" >&2
-    exit 1
 fi
 .venv-interop/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --requirement tests/interop/requirements.txt
 touch .venv-interop/.installed

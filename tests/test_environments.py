@@ -95,12 +95,16 @@ def test_a_whole_environment_is_brought_up_to_date_in_place(repository):
     assert (repository / ".venv" / "kept").exists() and (repository / ".venv" / "bin" / "package").exists()
 
 
-def test_an_environment_is_kept_until_another_can_be_made(repository):
-    (repository / ".venv").mkdir()
-    (repository / ".venv" / ".unfinished").touch()
-    stand_in(repository / ".venv" / "bin" / "python3", 12)  # of an active environment
-    done = run(repository, "-c", 'PATH="$PWD/.venv/bin:$PATH" sh scripts/make_venv.sh')
-    assert done.returncode == 1 and "no Python >= 3.12 " in done.stderr and (repository / ".venv").exists()
+@pytest.mark.parametrize(
+    ("script", "folder", "oldest"), [("make_venv", ".venv", "3.12"), ("make_interop_venv", ".venv-interop", "3.11")]
+)
+def test_an_environment_is_kept_until_another_can_be_made(repository, script, folder, oldest):
+    (repository / folder).mkdir()
+    (repository / folder / ".unfinished").touch()
+    stand_in(repository / folder / "bin" / "python3", 12)  # of an active environment
+    done = run(repository, "-c", f'PATH="$PWD/{folder}/bin:$PATH" sh scripts/{script}.sh')
+    assert done.returncode == 1 and f"no Python >= {oldest} " in done.stderr
+    assert (repository / folder / ".unfinished").exists()
 
 
 @pytest.mark.parametrize("marker", [None, ".installed"])

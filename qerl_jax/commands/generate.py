@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_jax.commands.command import add_command, check_device, check_n, check_seed
 from qerl_jax.data import ROW_FILES
-from qerl_jax.durable import with_home, writing
+from qerl_jax.durable import not_writable, with_home, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import parse_json
 from qerl_jax.option_names import FORMATS
@@ -228,8 +228,8 @@ def _check_output(name: str, prompts: str | None) -> None:
         if not folder.is_dir():
             raise UserError(f"--output {name}: there is no folder {folder}; make it, or choose another name")
     # /dev/stdout may lead to a pipe, which has no path of its own.
-    written = next((path for path in (file, Path(name)) if path.exists()), file.parent)
-    if not os.access(written, os.W_OK):
+    here = Path(name) if Path(name).exists() and not file.exists() else file
+    if (written := not_writable(here)) is not None:
         raise UserError(
             f"--output {name}: {written} may not be written; change its permissions, or choose another name"
         )

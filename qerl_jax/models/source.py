@@ -17,8 +17,9 @@ from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError, nearest, nearest_beside, shown
 from qerl_jax.input_files import read_json
 from qerl_jax.models.safetensors import read_safetensors
+from qerl_jax.run_files import MODEL_CONFIG
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, WEIGHTS, INDEX = MODEL_CONFIG, "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",

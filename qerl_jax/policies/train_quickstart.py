@@ -18,7 +18,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
-import os
 import re
 import sys
 import tempfile
@@ -34,7 +33,7 @@ import numpy as np
 import optax
 
 from qerl_jax.data import arithmetic
-from qerl_jax.durable import refuse_no_folder, where_it_leads
+from qerl_jax.durable import not_writable, refuse_no_folder, where_it_leads
 from qerl_jax.errors import UserError
 from qerl_jax.formats import dequantize
 from qerl_jax.models.attention import causal_attention
@@ -304,8 +303,7 @@ def check_output(folder: Path) -> None:
     refuse_no_folder(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; expected an empty folder, or a name that is free")
-    there = next(path for path in folder.parents if path.exists())
-    if not os.access(there, os.W_OK):
+    if (there := not_writable(folder.parent)) is not None:
         raise UserError(f"{there} may not be written; change its permissions, or choose another name")
 
 

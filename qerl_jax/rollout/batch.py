@@ -23,6 +23,11 @@ class Prompts(flax.struct.PyTreeNode):
     places: jax.Array
 
 
+def is_place(number: int) -> bool:
+    """Whether a whole number may be a prompt's place: an int32."""
+    return -(2**31) <= number < 2**31
+
+
 def of_arrays(prompts: Prompts) -> Prompts:
     """The prompts with arrays, of JAX or NumPy, in the place of lists and ranges.
 
@@ -32,7 +37,7 @@ def of_arrays(prompts: Prompts) -> Prompts:
     parts = {name: _array(name, getattr(prompts, name)) for name in ("tokens", "lengths", "places")}
     if not isinstance(parts["places"], jax.core.Tracer):
         for number, place in enumerate(np.asarray(parts["places"]).ravel().tolist()):
-            if is_whole(place) and not -(2**31) <= place < 2**31:
+            if is_whole(place) and not is_place(place):
                 raise UserError(f"prompt {number} has the place {place}; allowed: an int32")
     return prompts.replace(**parts)
 

@@ -18,7 +18,7 @@ from qerl_jax.errors import check_kind, is_number, is_whole
 from qerl_jax.keys import of_threefry
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
-from qerl_jax.rollout.batch import Prompts, Rollout, of_arrays
+from qerl_jax.rollout.batch import Prompts, Rollout, is_place, of_arrays
 from qerl_jax.rollout.generate import check_limits, check_rows
 from qerl_jax.rollout.memory import Plan, plan_slots
 from qerl_jax.rollout.prepared import prepared
@@ -302,7 +302,7 @@ class Engine:
             return f"has the token id {strange}; allowed: 0 to {vocabulary - 1}"
         if request.n < 1:
             return f"asks for {request.n} samples; allowed: 1 or more"
-        if request.place is not None and not -(2**31) <= request.place < 2**31:
+        if request.place is not None and not is_place(request.place):
             return f"has the place {request.place}; allowed: an int32"
         if limit is not None and not 1 <= limit <= C:
             return f"asks for {limit} tokens; allowed: 1 to the engine's {C}"

@@ -248,8 +248,8 @@ def test_x_a_that_nobody_takes(m, rank, message):
     ("residual", lambda stream: stream.update(shape=(1, 3584)), r"residual must be \[\d+, 3584\], got \[1, 3584\]"),
     ("norms", lambda norms: norms[:1], "2 norms are needed, got 1"),
     ("norms", lambda norms: (norms[0], norms[1].update(shape=(1,))), r"norms\[1\] must be \[3584\], got \[1\]"),
-    ("layer", lambda layer: layer._replace(up=layer.o), "weights that do not follow each other"),
-    ("layer", lambda layer: layer._replace(qkv=(layer.down,) * 3), "weights that do not follow each other"),
+    ("layer", lambda layer: layer._replace(up=layer.o), r"that do not follow each other: \(3584, 3584\), \(18944, "),
+    ("layer", lambda layer: layer._replace(qkv=(layer.down,) * 3), "that do not follow each other"),
     ("layer", lambda layer: layer._replace(qkv=(layer.qkv[0]._replace(bias=layer.qkv[1].bias),)), r"bias is \(512,\)"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(m, which, change, message):
