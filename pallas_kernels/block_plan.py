@@ -219,9 +219,8 @@ class BlockPlan:
 
     @property
     def early_units(self) -> int:
-        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for. One row
-        is there too soon."""
-        if self.cluster == 1 or self.panels > 1:
+        """Units of an item that a warp holds decoded while it waits for x: as many as registers have room for."""
+        if self.panels > 1:
             return 0
         return 4 if self.warps == WARPS else 2
 
