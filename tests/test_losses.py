@@ -91,6 +91,9 @@ def test_delta_bounds_what_no_ratio_exceeds_however_large():
     np.testing.assert_allclose(loss, (4 - 1.28) / 4, rtol=1e-6)
     np.testing.assert_allclose(gradient, np.exp(0.1) / 4 * np.array([[0, 1], [0, -1]]), rtol=1e-6)
     assert metrics["clip_ratio/high_mean"] == 0.25
+    # A delta that float32 does not hold is none.
+    _, _, gradient = loss_and_gradient(LossSpec("dapo", delta=1e300), *parts)
+    np.testing.assert_allclose(gradient[1], [0, -np.exp(0.1) / 4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
@@ -223,9 +226,13 @@ def test_a_row_without_active_tokens_adds_nothing(loss_type, level):
         np.testing.assert_allclose(metrics[name], fewer[name] * (11 / 12 if level == "sequence" else 1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo"])
-def test_a_batch_without_active_tokens_weighs_nothing(loss_type):
-    np.testing.assert_array_equal(token_weights(jnp.zeros((2, 3), bool), loss_type), np.zeros((2, 3)))
+def test_a_batch_without_active_tokens_weighs_nothing(loss_type, level):
+    arrays = (LEVELS[name] for name in ("new", "old", "ref"))
+    parts = *arrays, LEVELS["advantages"][:, None], np.zeros_like(LEVELS["mask"])
+    loss, metrics, gradient = loss_and_gradient(spec_of(loss_type, level, "0.1"), *parts)
+    assert "kl" in metrics and not any(metrics.values()) and loss == 0 and not gradient.any()
 
 
 def test_token_weights_by_hand():
