@@ -162,9 +162,9 @@ def test_advantages_of_a_whole_rollout_stay_with_its_parts(by_token):
         update_step(state_of(), MODEL, whole, optimizer=SGD, settings=UPDATE, advantage_fn=by_batch)
 
 
-def test_advantages_of_tokens_are_those_of_their_rows_where_all_are_equal():
+def test_advantages_of_tokens_are_those_of_their_rows_where_all_are_equal(by_token):
     """In one pack and in several, by a configured loss and by another; behind a completion's end they may be NaN."""
-    state, batch = state_of(), batch_of()
+    (state, run), batch = by_token, batch_of()
     of_rows = jnp.arange(12.0) / 3 - 2
     of_tokens = jnp.where(batch.mask, of_rows[:, None], jnp.nan)
     spec = LossSpec("grpo")
@@ -173,11 +173,11 @@ def test_advantages_of_tokens_are_those_of_their_rows_where_all_are_equal():
             UPDATE, micro_batch_size=size, loss=spec, correction=SamplerCorrection("token", "mask")
         )
         (rows, of_row), (tokens, of_token) = (
-            update(state, batch.replace(advantages=given), settings, loss_fn) for given in (of_rows, of_tokens)
+            run(state, batch.replace(advantages=given), settings, loss_fn) for given in (of_rows, of_tokens)
         )
         assert moved(state, rows) > 1e-3 and int(of_token["nonfinite"]) == 0
         assert_trees_close((tokens, of_token), (rows, of_row), rtol=1e-6, atol=1e-8)
-        _, poisoned = update(state, batch.replace(advantages=of_tokens.at[3, 0].set(jnp.nan)), settings, loss_fn)
+        _, poisoned = run(state, batch.replace(advantages=of_tokens.at[3, 0].set(jnp.nan)), settings, loss_fn)
         assert int(poisoned["nonfinite"]) == 1
 
 
@@ -201,15 +201,15 @@ def test_advantages_of_rows_of_which_nothing_counts_may_be_anything(by_token):
     assert_trees_close(run(state, poisoned), run(state, batch), rtol=0, atol=0)
 
 
-def test_an_advantage_function_may_give_one_for_each_token():
-    later = jnp.arange(6.0)  # as a discount does
+def test_an_advantage_function_may_give_one_for_each_token(by_token):
+    later, (state, _) = jnp.arange(6.0), by_token  # as a discount does
 
     def shaped(rewards):
         return rewards[:, :, None] * later
 
     batch = batch_of()
     states = [
-        update_step(state_of(), MODEL, of, optimizer=SGD, settings=UPDATE, advantage_fn=function)[0]
+        update_step(state, MODEL, of, optimizer=SGD, settings=UPDATE, advantage_fn=function)[0]
         for of, function in (
             (batch, shaped),
             (batch.replace(advantages=batch.rewards[:, None] * later), None),
@@ -403,10 +403,9 @@ def test_finite_gradients_whose_norm_is_not_are_refused(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(jnp.inf), optax.adam(lambda count: jnp.nan * count)])
-def test_what_an_optimizer_makes_of_finite_gradients_is_looked_at_too(optimizer):
-    state = init_state(state_of().adapter, optimizer)
-    step = jax.jit(functools.partial(update_step, optimizer=optimizer, settings=UPDATE))
-    new, metrics = step(state, MODEL, batch_of())
+def test_what_an_optimizer_makes_of_finite_gradients_is_looked_at_too(by_token, optimizer):
+    state = init_state(by_token[0].adapter, optimizer)
+    new, metrics = update_step(state, MODEL, batch_of(), optimizer=optimizer, settings=UPDATE)
     assert np.isfinite(metrics["grad_norm"]) and int(metrics["nonfinite"]) == 1
     assert_trees_close(new, state, rtol=0, atol=0)
 
@@ -427,25 +426,26 @@ def test_what_a_loss_gives_back_is_looked_at(learned, loss, message):
         learned(loss)
 
 
-def test_rows_of_several_rollouts_have_each_its_own_step():
+def test_rows_of_several_rollouts_have_each_its_own_step(by_token):
     """The new rollout's rows have a ratio of exactly 1, those of the one before the ratio to what drew them."""
-    first = state_of()
-    old = batch_of(state=first, several=True)
-    state, _ = update(first, old)
-    new = batch_of(state=state, several=True)
+    state, run = by_token
+    state, batch = state.replace(step=jnp.int32(1)), batch_of()
+    batch = batch.replace(old_logps=0.3 * jnp.sin(batch.completion) - 2)  # the policy of the first rollout
+    both = jax.tree.map(lambda rows: jnp.concatenate([rows, rows]) if rows.ndim else rows, batch)
     steps = jnp.repeat(jnp.array([1, 0]), 12)
-    both = jax.tree.map(lambda *rows: jnp.concatenate(rows) if rows[0].ndim else rows[0], new, old)
 
     def gaps(logp, old_logp, ref_logp, advantages, mask):
-        gap = jnp.where(mask, jnp.abs(logp - old_logp), 0).max(1)
-        return jnp.sum(jnp.where(mask, logp, 0)), {"new": gap[:12].max(), "old": gap[12:].min()}
+        expected = jnp.where(jnp.arange(24)[:, None] < 12, 0, (0.5 - 0.3) * jnp.sin(both.completion))
+        gap = jnp.where(mask, logp - old_logp, 0)
+        found = {"new": jnp.abs(gap[:12]).max(), "wrong": jnp.abs(gap - jnp.where(mask, expected, 0)).max()}
+        return jnp.sum(jnp.where(mask, logp, 0)), found
 
     for size in (24, 8):
         settings = dataclasses.replace(UPDATE, micro_batch_size=size)
-        _, metrics = update(state, both.replace(rollout_step=steps), settings, gaps)
-        assert float(metrics["new"]) == 0.0 and float(metrics["old"]) > 1e-3 and int(metrics["nonfinite"]) == 0
+        _, metrics = run(state, both.replace(rollout_step=steps), settings, gaps)
+        assert float(metrics["new"]) == 0.0 and float(metrics["wrong"]) < 1e-6 and int(metrics["nonfinite"]) == 0
     with pytest.raises(ValueError, match=r"rollout_step has the shape \(3,\); expected \(\), or \(24,\) of each row"):
-        update(state, both.replace(rollout_step=steps[:3]))
+        run(state, both.replace(rollout_step=steps[:3]))
 
 
 def test_a_token_drawn_from_logits_that_are_no_numbers_is_enough():
