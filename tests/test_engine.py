@@ -302,15 +302,16 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples():
     one = engine(max_slots=3)
     assert len(list(one.generate(ADAPTER, requests(), KEY))) == N * G
     assert one.statistics.prompts == N and one.statistics.started == N * G
+    assert one.statistics.prefills == 3  # two at once is the least on a CPU
 
 
-@pytest.mark.parametrize(("slots", "at_once"), [(40, 2), (64, 4)])
-def test_prompts_are_prefilled_as_many_at_once_as_a_program_takes(slots, at_once):
-    many = engine(SamplingSettings(C, ENDLESS, 0), max_slots=slots)
-    waiting = [Request([20, 21], 1, i, 1 + i % C) for i in range(4 * slots + 1)]
+def test_prompts_are_prefilled_as_many_at_once_as_a_program_takes():
+    """A sixteenth of the slots."""
+    many = engine(SamplingSettings(C, ENDLESS, 0), max_slots=64)
+    waiting = [Request([20, 21], 1, i, 1 + i % C) for i in range(257)]
     assert len(list(many.generate(ADAPTER, waiting, KEY))) == len(waiting)
     assert many.statistics.prompts == len(waiting)
-    assert many.statistics.prefills == 4 * slots // at_once + 1
+    assert many.statistics.prefills == 256 // 4 + 1
 
 
 def test_a_key_of_the_older_kind_draws_the_same_and_is_the_callers_still():
@@ -334,7 +335,6 @@ def test_programs_compiled_ahead_are_those_that_a_rollout_of_any_key_calls(key, 
 
 
 def test_more_samples_than_memory_run_in_turn():
-    small = engine(cache_bytes=3 * 10**4)
-    slots = small.plan(N * G, N).slots
-    assert 1 < slots < 8
+    small = engine(cache_bytes=32_500)
+    assert small.plan(N * G, N).slots == 3  # whose programs are there already
     assert_same(finished(small.generate(ADAPTER, requests(), KEY)), with_slots(3))
