@@ -16,6 +16,8 @@ from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 from qerl_jax.rollout.prepared import made, prepared
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 PROMPTS = Prompts(
@@ -176,7 +178,7 @@ def test_prompts_may_be_lists_and_ranges():
             generate(MODEL, ADAPTER, lists.replace(**change), jax.random.key(0), SETTINGS)
 
 
-def test_what_stands_behind_a_prompt_may_be_anything():
+def test_ids_behind_a_prompt_may_be_any_and_of_no_samples_there_are_none():
     jax.eval_shape(
         lambda: generate(
             MODEL, ADAPTER, PROMPTS.replace(tokens=PROMPTS.tokens.at[1, 1].set(99)), jax.random.key(0), SETTINGS
