@@ -75,7 +75,7 @@ def random_arrays(dtype=ml_dtypes.bfloat16, tied=True, seed=0):
 
 
 def packed_arrays(tied=True):
-    """A folder's arrays with its projections packed, and the model they came from."""
+    """`random_arrays` with packed projections in the place of the plain ones: random bytes, whatever those held."""
     arrays = random_arrays(tied=tied)
     packed = {name: array for name, array in arrays.items() if "proj.weight" not in name}
     rng = np.random.default_rng(3)
