@@ -15,7 +15,15 @@ U32, U64, F32 = np.uint32, np.uint64, np.float32
 def _lanes(value, dtype=U32):
     if isinstance(value, np.ndarray):
         return value if value.shape == (32,) else np.broadcast_to(value, (32,))
-    return np.full(32, dtype(value))
+    return _constant(int(value)) if dtype is U32 else np.full(32, dtype(value))
+
+
+@functools.cache
+def _constant(value):
+    """A number's lanes, which are not written to."""
+    lanes = np.full(32, U32(value))
+    lanes.flags.writeable = False
+    return lanes
 
 
 # Made once, on import: the threads of XLA's CPU backend, where callbacks run, take subnormal numbers for zeros.
@@ -26,7 +34,7 @@ with np.errstate(invalid="ignore"):
 def _bf16(words):
     """uint32 [...] -> float64 [..., 2], the lower half first."""
     words = np.ascontiguousarray(words, U32)
-    return _BF16[words.view(np.uint16).reshape(*words.shape, 2)]
+    return _BF16.take(words.view(np.uint16).reshape(*words.shape, 2))
 
 
 def _f16(words):
@@ -39,13 +47,13 @@ def _f16(words):
 NUMBERS = {"bfloat16": _bf16, "float16": _f16}
 
 
-# The places of a warp's fragments: of the left operand [16, 16] by word, lane and half, of the right one [16, 8] alike,
-# and of the sums [16, 8] by element and lane.
+# The places of a warp's fragments, as indices of flat arrays: where word, lane and half have the left operand [16, 16]
+# and the right one [16, 8], and where the sums [16, 8] have element and lane.
 _G, _T = np.divmod(LANES, 4)
 _I, _HALF, _E = np.arange(4)[:, None, None], np.arange(2), np.arange(4)[:, None]
-LEFT = (_G[:, None] + 8 * (_I % 2), 2 * _T[:, None] + _HALF + 8 * (_I // 2))
-RIGHT = (2 * _T[:, None] + _HALF + 8 * _I[:2], np.broadcast_to(_G[:, None], (2, 32, 2)))
-SUMS = (_G + 8 * (_E // 2), 2 * _T + _E % 2)
+LEFT = np.argsort((16 * (_G[:, None] + 8 * (_I % 2)) + 2 * _T[:, None] + _HALF + 8 * (_I // 2)).ravel()).reshape(16, 16)
+RIGHT = np.argsort((8 * (2 * _T[:, None] + _HALF + 8 * _I[:2]) + _G[:, None]).ravel()).reshape(16, 8)
+SUMS = 8 * (_G + 8 * (_E // 2)) + 2 * _T + _E % 2
 
 
 class Barrier:
@@ -66,12 +74,14 @@ def _where_shared(m, address):
     """CTA and byte of a shared address; the upper byte is 1 + the CTA's rank where `map_rank` made it."""
     address = _lanes(address).astype(np.int64)
     rank, byte = address >> 24, address & 0xFFFFFF
+    if not rank.any():
+        return np.full(32, m.now.cta), byte
     first = m.now.cta // m.cluster * m.cluster
     return np.where(rank == 0, m.now.cta, first + rank - 1), byte
 
 
 def _gather(memory, byte, size):
-    return memory[byte[:, None] + np.arange(size)]
+    return memory[byte[..., None] + np.arange(size)]
 
 
 def _words(memory, byte, count, dtype):
@@ -174,26 +184,21 @@ def make_ptx(m):
 
     def tile(acc, a, b, numbers=of_words):
         """acc + A [16, 16] B [16, N] for a warp; b [16, N]."""
-        left = np.empty((16, 16))
-        left[LEFT] = numbers(np.stack(a))
+        left = numbers(np.array(a)).take(LEFT)
         with np.errstate(invalid="ignore", over="ignore"):
             product = (left @ b).reshape(16, -1, 8)
-        picked = product[SUMS[0], :, SUMS[1]]  # element, lane, n
-        return list((np.stack(acc) + picked.transpose(2, 0, 1).reshape(-1, 32)).astype(F32))
+        picked = product.swapaxes(0, 1).reshape(-1, 128).take(SUMS, 1)  # n, element, lane
+        return list((np.array(acc) + picked.reshape(-1, 32)).astype(F32))
 
     def mma(acc, a, b0, b1, numbers=of_words):
-        b = np.empty((16, 8))
-        b[RIGHT] = numbers(np.stack([b0, b1]))
-        return tile(acc, a, b, numbers)
+        return tile(acc, a, numbers(np.array([b0, b1])).take(RIGHT), numbers)
 
     def wgmma(acc, a, descriptor):
         address, k_stride, n_stride = descriptor
-        shared, count = m.shared[m.now.cta], len(acc) // 4
-        b = np.zeros((16, 8 * count))
-        for h, n in np.ndindex(2, count):
-            at = int(address[0]) + h * k_stride + n * n_stride
-            b[8 * h : 8 * h + 8, 8 * n : 8 * n + 8] = of_words(shared[at : at + 128].view(U32)).reshape(8, 8).T
-        return tile(acc, a, b)
+        count = len(acc) // 4
+        at = int(address[0]) + k_stride * np.arange(2)[:, None] + n_stride * np.arange(count)
+        matrices = of_words(_gather(m.shared[m.now.cta], at, 128).view(U32)).reshape(2, count, 8, 8)  # half n row k
+        return tile(acc, a, matrices.transpose(0, 3, 1, 2).reshape(16, -1))
 
     p.mma_half, p.wgmma_half = mma, wgmma
     p.mma_f16 = functools.partial(mma, numbers=_f16)
@@ -286,6 +291,8 @@ def make_memory(m):
             cta, byte = _where_shared(m, address)
             byte = np.where(m.now.mask, byte + byte_offset, 0)
             assert (byte % (4 * count) == 0).all(), "a shared address out of line"
+            if (cta == cta[0]).all():
+                return list(_words(m.shared[cta[0]], byte, count, dtype))
             words = np.empty((count, 32), dtype)
             for which in set(cta.tolist()):
                 lanes = cta == which
@@ -473,10 +480,7 @@ def make_decoding(m):
         return [of_words((word >> at & U32(0xFF)) << U32(made.scale_shift))[:, 0] * step for at in places]
 
     def decode_codes(word, scales, in_place=False):
-        out = []
-        for pair, scale in zip(layout.decode_word(word, m.dtype), scales * 2, strict=True):
-            values = (of_words(pair) * scale[:, None]).astype(m.dtype).view(np.uint16).astype(U32)
-            out.append(values[:, 0] | values[:, 1] << U32(16))
-        return out
+        pairs = of_words(np.array(layout.decode_word(word, m.dtype)))
+        return list((pairs * np.array(scales * 2)[:, :, None]).astype(m.dtype).view(U32)[..., 0])
 
     return {"decode_scales": decode_scales, "decode_codes": decode_codes, "decoding": lambda: made}

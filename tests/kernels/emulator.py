@@ -11,8 +11,8 @@ once a step).
 
 import concurrent.futures
 import contextlib
+import queue
 import random
-import threading
 import types
 
 import jax
@@ -58,7 +58,7 @@ class Stopped(AssertionError):
 class Warp:
     def __init__(self, machine, cta, index):
         self.machine, self.cta, self.index = machine, cta, index
-        self.mask, self.may_go, self.turn, self.done = np.ones(32, bool), lambda: True, threading.Semaphore(0), False
+        self.mask, self.may_go, self.turn, self.done = np.ones(32, bool), lambda: True, queue.SimpleQueue(), False
         self.copies, self.groups, self.stores = [], [], []
 
     def run(self, program):
@@ -68,7 +68,7 @@ class Warp:
             self.publish()
         finally:
             self.done = True
-            self.machine.idle.release()
+            self.machine.idle.put(None)
 
     def publish(self):
         """Let other CTAs see what this warp stored in global memory, and what those did that it met at a barrier."""
@@ -81,11 +81,11 @@ class Warp:
     def pause(self, may_go=lambda: True):
         """Let another warp run; come back some time after `may_go()` holds."""
         self.may_go = may_go
-        self.machine.idle.release()
+        self.machine.idle.put(None)
         self.wait_for_turn()
 
     def wait_for_turn(self):
-        self.turn.acquire()
+        self.turn.get()
         if self.machine.stopped:
             raise Stopped
 
@@ -100,7 +100,7 @@ class Machine:
     """Global memory, CTAs and their warps, whose 16-bit numbers are of `dtype`."""
 
     def __init__(self, seed, dtype="bfloat16"):
-        self.dtype, self.random, self.idle = dtype, random.Random(seed), threading.Semaphore(0)
+        self.dtype, self.random, self.idle = dtype, random.Random(seed), queue.SimpleQueue()
         self.landing = random.Random(seed)  # apart: whether a copy lands at once changes no order of warps
         self.memory, self.end = np.full(1 << 20, 0xFF, np.uint8), 256
         self.now, self.slow = None, ()  # warps, (CTA, index), that run where no others can
@@ -134,7 +134,7 @@ class Machine:
             finally:
                 self.stopped = True
                 for warp in left:
-                    warp.turn.release()
+                    warp.turn.put(None)
 
     def step(self, left, running):
         start = self.random.randrange(len(left))
@@ -144,8 +144,8 @@ class Machine:
         self.now = next((warp for warp in order if warp.may_go()), None)
         if self.now is None:
             raise Deadlock(f"{len(left)} warps wait: {sorted((w.cta, w.index) for w in left)}")
-        self.now.turn.release()
-        self.idle.acquire()
+        self.now.turn.put(None)
+        self.idle.get()
         if self.now.done:
             left.remove(self.now)
             running[self.now].result()

@@ -73,11 +73,8 @@ def _make_ptx(m):
         """The rows of the second operand lie 128 bytes apart; for `wgmma_plain` they are laid as it reads them."""
         start, rows = int(descriptor[0][0]), 2 * len(acc)
         shared = m.shared[m.now.cta]
-        pieces = np.zeros((2, rows, 16), np.uint8)
-        for half, n in np.ndindex(2, rows):
-            at = _swizzled(start + 128 * n + 16 * half)
-            pieces[half, n] = shared[at : at + 16]
-        m.shared[m.now.cta] = pieces.reshape(-1)
+        at = _swizzled(start + 16 * np.arange(2)[:, None] + 128 * np.arange(rows))
+        m.shared[m.now.cta] = shared[at[..., None] + np.arange(16)].reshape(-1)
         try:
             return wgmma_plain(acc, a, (np.zeros(32, U32), 16 * rows, 128))
         finally:
