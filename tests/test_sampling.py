@@ -54,7 +54,7 @@ SPREAD = np.linspace(3, -3, 96)  # logits; probabilities from 0.06 down, less th
 
 
 @functools.cache
-def draws(group=GROUP, **kwargs):
+def draws(group, **kwargs):
     """Tokens' places among `SPREAD`, and their log-probabilities; drawn by groups of so many."""
     order = np.random.default_rng(8).permutation(len(SPREAD))  # so that the vocabulary is not sorted
     run = jax.jit(lambda *given: sample(*given), static_argnums=2)
@@ -94,7 +94,7 @@ def test_frequencies_and_recorded_logps_match_exact_probabilities(kwargs, group)
 @pytest.mark.parametrize("kwargs", CASES, ids=str)
 def test_slightly_wrong_sampling_would_be_noticed(kwargs):
     """A temperature 5% off, a top-p off by 0.02, a top-k by one, a min-p by 0.02: the same draws do not fit."""
-    tokens, _, _ = draws(**kwargs)
+    tokens, _, _ = draws(GROUP, **kwargs)
     temperature = kwargs.get("temperature", 1.0)
     wrong = [{"temperature": temperature * 1.05}, {"temperature": temperature / 1.05}]
     rules = [name for name in ("top_k", "top_p", "min_p") if name in kwargs]
