@@ -154,13 +154,13 @@ def wide_reference(x, lora, data, scales, biases, n, ranks, config, out_dtype, s
     return products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, way.gives_units)
 
 
-def tiny_layer(rank, qkv=True):
+def tiny_layer(rank, qkv=True, dtype=jnp.bfloat16):
     rng = np.random.default_rng(rank)
 
     def projection(n, k, biased, adapted):
         packed = rng.integers(0, 256, (n, k // 2), np.uint8)
-        weight = repack(jnp.asarray(packed), jnp.asarray(rng.integers(40, 60, (n, k // 16), np.uint8)))
-        a, b = (normal(rng, *s, size=s[1] ** -0.5, dtype=jnp.bfloat16) for s in ((rank, k), (n, rank)))
+        weight = repack(jnp.asarray(packed), jnp.asarray(rng.integers(40, 60, (n, k // 16), np.uint8)), dtype)
+        a, b = (normal(rng, *s, size=s[1] ** -0.5, dtype=dtype) for s in ((rank, k), (n, rank)))
         bias = normal(rng, n) if biased else None
         return Projection(weight, jnp.float32(30), bias, (a, b, jnp.float32(0.5)) if adapted else None)
 
