@@ -282,8 +282,8 @@ def test_biases_are_float32_for_the_kernels(m):
     assert taken[0] and taken[0] == taken[1]
 
 
-def test_other_weights_and_more_rows_take_the_plain_way(step, monkeypatch):
+def test_without_a_gpu_a_step_takes_the_plain_way(step, monkeypatch):
     called = []
     monkeypatch.setattr(fused, "between_attentions", lambda *_: called.append(1))
-    step()  # no GPU here
+    step()
     assert not called

@@ -11,7 +11,7 @@ import pytest
 from jax import export
 from tiny import CONFIG
 
-from pallas_kernels import compiling_for, stream_kernel, variants
+from pallas_kernels import compiling_for, fp4_matmul, stream_kernel, variants
 from pallas_kernels.stream_plan import RESIDENT, make_plan
 from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
 from qerl_jax.models.init import for_kernels, init_adapter, init_model, quantize
@@ -53,6 +53,7 @@ def test_few_rows_are_one_kernel_and_no_other_product(rows):
     module = lowered(linears, _bf16(0, rows, 512), [repacked(w) for w in WEIGHTS], LORAS, BIASES)
     assert (kernels(module), dots(module)) == (1, 0)
     assert "stablehlo.divide" not in module, "an operation on a scalar is a launch"
+    assert f"tensor<{rows}x48xf32>" not in module, "the kernel rounds its sums"
 
 
 def test_packed_weights_beside_plain_ones_have_a_kernel_each():
@@ -134,6 +135,13 @@ def emulated_kernel(monkeypatch):
     with compiling_for(90):
         yield calls
     variants.config_for.cache_clear()
+
+
+def test_float32_results_are_the_sums_before_they_are_rounded(emulated_kernel):
+    x, weight = _bf16(3, 5, 512), repacked(WEIGHTS[0])
+    y = fp4_matmul(x, weight.tiles, weight.divisor, out_dtype=jnp.float32)
+    x64, w = np.asarray(x, np.float64), np.asarray(dequantize(weight, jnp.float32), np.float64)
+    assert y.dtype == jnp.float32 and (np.abs(y - x64 @ w.T) <= 1e-5 * (np.abs(x64) @ np.abs(w).T)).all()
 
 
 def test_the_values_are_the_plain_paths(emulated_kernel):

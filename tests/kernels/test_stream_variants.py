@@ -16,7 +16,7 @@ from pallas_kernels.variants import RANGES, apart, choose_prepared, config_for, 
 SWEEP = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "fp4_sweep.json"
 
 
-@pytest.mark.parametrize("ms, mean, most", [((8, 16), 1.06, 1.17), ((32, 64), 1.02, 1.07)])
+@pytest.mark.parametrize("ms, mean, most", [((8, 16), 1.04, 1.11), ((32, 64), 1.004, 1.05)])
 def test_of_what_was_measured_it_takes_nearly_the_fastest(ms, mean, most):
     times = collections.defaultdict(dict)
     for k, n, m, rank, config, us, _ in json.loads(SWEEP.read_text())["rows"]:
