@@ -151,6 +151,15 @@ def test_one_failing_function_leaves_the_others_usable(tmp_path):
         }
 
 
+def test_the_timeout_is_that_of_the_options(tmp_path):
+    (tmp_path / "mine.py").write_text("import time\n\ndef f(**columns):\n    time.sleep(60)\n")
+    with (
+        RewardFunctions(options((f"{tmp_path}/mine.py:f", 1.0), timeout=0.25)) as rewards,
+        pytest.raises(UserError, match=r"took longer than 0\.25 s \(reward\.timeout\)"),
+    ):
+        rewards(EXAMPLES, ["a", "b"], [[1]] * 2, 1)
+
+
 def test_accuracy_needs_its_column():
     with (
         RewardFunctions(options(("accuracy", 1.0))) as rewards,

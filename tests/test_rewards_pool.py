@@ -218,6 +218,15 @@ def test_a_module_that_cannot_be_imported(tmp_path):
     worker.close()
 
 
+def test_a_module_whose_import_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "LOAD_TIMEOUT", 0.3)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    worker = Worker(parse_name(f"{tmp_path}/slow.py:f"), timeout=60)
+    with pytest.raises(UserError, match=r"took longer than 0\.3 s while it was imported"):
+        worker.ready()
+    worker.close()
+
+
 def test_a_missing_function_is_told_at_the_start(source):
     worker = Worker(parse_name(f"{source}:lenght"), timeout=1)
     with pytest.raises(UserError, match="did you mean 'length'"):
