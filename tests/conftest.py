@@ -68,8 +68,9 @@ def cache_restored():
 
 @pytest.fixture(scope="module")
 def quickly_compiled():
-    """For files whose numbers are compared within tolerances: XLA takes half as long for programs of a CPU that it
-    optimizes less. None of them is left to other files, which compare bits that optimizing could change."""
+    """For files whose numbers are compared within tolerances, or with those of programs compiled alike: XLA takes half
+    as long for programs of a CPU that it optimizes less. None of them is left to other files, which compare bits that
+    optimizing could change."""
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -58,12 +58,13 @@ class TrainingProcess:
     """`qerl train` as a program of its own, its output in `log`; a context manager that leaves no process behind."""
 
     def __init__(self, config, run, log, *words, programs=None, stdout=None):
-        """Starts it on `run`; compiled programs are kept in the folder `programs`, or in the run folder; `stdout` takes
-        standard output in place of the log."""
+        """Starts it on `run`; compiled programs are kept in the folder `programs`, compiled as by this process, or in
+        the run folder; `stdout` takes standard output in place of the log."""
         self.run = Path(run)
         env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
         if programs is not None:
             env |= {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(jax.config.read("jax_disable_most_optimizations"))}
         env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "qerl_jax", "train", str(config), f"run.output_dir={run}", *words]
         self.log = Path(log)
