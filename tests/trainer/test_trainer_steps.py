@@ -18,6 +18,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import assembly, experience, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
+from qerl_jax.rl.experience import Collector
 from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.losses import LossSpec
 
@@ -38,6 +39,24 @@ def test_every_step_has_a_row_with_every_metric(finished):
     for row in rows(finished):
         assert row.keys() == ALWAYS | OF_REWARDS
         assert row["grad_norm"] > 0 and row["nonfinite"] == 0
+
+
+def test_another_seed_draws_another_adapter_other_prompts_and_for_each_rollout_another_key(
+    config, finished, tmp_path, monkeypatch
+):
+    collect, keys = Collector.collect, []
+
+    def watched(self, state, key, cursor):
+        keys.append(jax.random.key_data(key).tolist())
+        return collect(self, state, key, cursor)
+
+    monkeypatch.setattr(Collector, "collect", watched)
+    run = train(config, tmp_path / "run", "run.seed=1")
+    assert len({tuple(key) for key in keys}) == len(keys) == 3
+    assert not np.array_equal(leaves(run)[0]["key"], leaves(finished)[0]["key"])
+    assert not same_adapter(run, finished, 0)
+    mine, theirs = ([row["prompt"] for row in rows(folder, "completions.jsonl")] for folder in (run, finished))
+    assert len(mine) == len(theirs) and mine != theirs
 
 
 def test_a_multiple_is_reached_also_by_a_rollout_that_steps_over_it():
@@ -107,11 +126,12 @@ def poison_batches(patch, rollouts):
 def test_updates_that_are_never_finite_are_refused_and_stop_the_run(config, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     poison_batches(monkeypatch, range(10))
-    with pytest.raises(UserError, match=r"not finite in 3 updates in a row, at step 1 \(rollout 1\)"):
-        train(config, run)
-    assert [(row["step"], row["rollout"], row["nonfinite"]) for row in rows(run)] == [(1, 0, 1), (1, 0, 1), (1, 1, 1)]
-    assert len(rows(run, "completions.jsonl")) == 2 * 8
-    assert capsys.readouterr().out.count("step 1: loss or gradient is not finite; this update was refused") == 3
+    with pytest.raises(UserError, match=r"not finite in 5 updates in a row, at step 1 \(rollout 2\)"):
+        train(config, run, "run.max_nonfinite_steps=5")
+    found = [(row["step"], row["rollout"], row["nonfinite"]) for row in rows(run)]
+    assert found == [(1, rollout, 1) for rollout in (0, 0, 1, 1, 2)]
+    assert len(rows(run, "completions.jsonl")) == 3 * 8
+    assert capsys.readouterr().out.count("step 1: loss or gradient is not finite; this update was refused") == 5
     assert checkpoints(run) == [0]
 
 
@@ -219,22 +239,17 @@ def arithmetic_rows(folder, count):
                 "grpo.beta=0.1",
                 "grpo.importance_sampling_level=sequence",
                 "grpo.delta=4.0",
-                "optimizer.gradient_checkpointing=true",
-            ],
-            {"kl"},
-        ),
-        (
-            [
                 "grpo.sampler_correction.level=token",
                 "grpo.num_iterations=1",
                 "grpo.steps_per_generation=2",
-                "generation.kv_cache_dtype=fp8_values",
+                "optimizer.gradient_checkpointing=true",
             ],
             {f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "min", "max")}
-            | {"sampling/truncated_fraction"},
+            | {"sampling/truncated_fraction", "kl"},
         ),
         (
             [
+                "generation.kv_cache_dtype=fp8_values",
                 "grpo.old_logprobs=sampler",
                 "grpo.mask_truncated_completions=true",
                 "generation.top_p=0.9",

@@ -19,6 +19,7 @@ from qerl_jax import cli, run_options
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
+from qerl_jax.metrics import MetricsWriter
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import experience, plan, trainer
@@ -126,7 +127,23 @@ def test_completions_that_are_not_logged_are_not_missed(config, tmp_path, caplog
         stop_after(monkeypatch, step)
         with pytest.raises(Killed):
             train(config, tmp_path / "run", "run.log_completions=false")
-    assert not caplog.records
+    assert not caplog.records and len(rows(tmp_path / "run")) == 4
+    assert rows(tmp_path / "run", "completions.jsonl") == []
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_counts_on_them(config, tmp_path, monkeypatch):
+    sync, save, order = MetricsWriter.sync, trainer.save_checkpoint, []
+
+    def saved(directory, step, *arguments, **options):
+        order.append(step)
+        return save(directory, step, *arguments, **options)
+
+    monkeypatch.setattr(MetricsWriter, "sync", lambda self: order.append("rows") or sync(self))
+    monkeypatch.setattr(trainer, "save_checkpoint", saved)
+    stop_after(monkeypatch, 2)
+    with pytest.raises(Killed):
+        train(config, tmp_path / "run")
+    assert order[:4] == ["rows", 0, "rows", 2]
 
 
 def test_no_whole_checkpoint_left_is_an_error_that_deletes_nothing(config, stopped, tmp_path):
@@ -286,42 +303,39 @@ def with_a_terminal():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.usefixtures("with_a_terminal")
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
-)
-def test_ctrl_c_saves_and_the_command_that_it_names_continues(number, name, config, finished, programs, tmp_path):
+def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, programs, tmp_path):
     run = tmp_path / "run"
     with TrainingProcess(config, run, tmp_path / "log", programs=programs) as process:
         assert process.until(lambda: checkpoints(run) == [0])
-        process.process.send_signal(number)
+        process.interrupt()
         assert process.wait() == 130, process.output()
         said = process.output()
-    assert f"{name}: saving after this rollout" in said and "Traceback" not in said
+    assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
     (saved,) = re.findall(rf"saved at step (\d) of 6; `.*qerl.* train {run}/config.yaml` continues it", said)
     assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
     trainer.train(load_config(f"{run}/config.yaml"))
     assert differences(run, finished) == []
 
 
+@pytest.mark.usefixtures("with_a_terminal")
 @pytest.mark.parametrize(
-    ("module", "during", "call", "saved"),
+    ("number", "module", "during", "call", "saved"),
     [
-        (plan, "lowered_evaluation", 1, 0),
-        (trainer, "evaluate", 1, 0),
-        (experience, "next_examples", 1, 2),
-        (experience, "next_examples", 3, 6),
+        (signal.SIGINT, plan, "lowered_evaluation", 1, 0),
+        (signal.SIGTERM, trainer, "evaluate", 1, 0),
+        (signal.SIGHUP, experience, "next_examples", 1, 2),
+        (signal.SIGINT, experience, "next_examples", 3, 6),
     ],
 )
-def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
-    config, finished, tmp_path, monkeypatch, module, during, call, saved
+def test_a_signal_stops_before_the_next_rollout_or_evaluation(
+    config, finished, tmp_path, monkeypatch, capsys, number, module, during, call, saved
 ):
     run, work, calls = tmp_path / "run", getattr(module, during), []
 
     def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return work(*arguments)
 
     with monkeypatch.context() as patch:
@@ -331,6 +345,8 @@ def test_ctrl_c_stops_before_the_next_rollout_or_evaluation(
         with pytest.raises(trainer.Interrupted, match=f"saved at step {saved} of 6; `.* train .* continues it"):
             train(config, run)
     assert checkpoints(run)[-1] == len(rows(run)) == saved
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    assert f"\n{name}: saving after this rollout" in capsys.readouterr().err
     train(config, run)
     assert differences(run, finished) == []
 
