@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from run_harness import differences, leaves, rows
-from training_runs import config_in, reward_file, same_adapter, train
+from training_runs import Killed, config_in, reward_file, same_adapter, stop_after, train
 
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.data.prompts import encode_prompts
@@ -23,10 +23,6 @@ SPREAD = """\
 """
 # Of the 16 prompts: whether their completions' scores differ.
 DIFFER = [0, 1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1]
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the trainer catches it."""
 
 
 def config_of(folder, policy, differ, **options):
@@ -167,15 +163,9 @@ def test_a_run_stopped_between_rollouts_or_amid_rounds_continues_to_the_same_end
     dynamic, undisturbed, tmp_path, monkeypatch
 ):
     whole, run = undisturbed[0], tmp_path / "run"
-    save, score = trainer.save_checkpoint, RewardFunctions.__call__
-
-    def save_and_die(directory, step, *arguments, **options):
-        save(directory, step, *arguments, **options)
-        if step == 2:
-            raise Killed
-
+    score = RewardFunctions.__call__
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "save_checkpoint", save_and_die)
+        stop_after(patch, 2)
         with pytest.raises(Killed):
             train(dynamic, run)
     assert leaves(run)[1]["cursor"] == 4
