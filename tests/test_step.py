@@ -46,6 +46,10 @@ pytestmark = pytest.mark.usefixtures("quickly_compiled")
 norms_at = jax.jit(rollout_norms, static_argnames="settings")
 learners = jax.jit(completion_logps)
 
+OF_ONE_TOKEN = Rollout(
+    jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
+)  # four completions of each prompt
+
 
 def test_noise_is_of_the_rollout_alone_and_the_learner_and_the_reference_are_clean():
     noisy = dataclasses.replace(
@@ -104,11 +108,8 @@ def test_metrics_of_a_rollout_by_hand():
 
 
 def test_a_completion_that_cannot_be_scored_has_no_reward():
-    completions = Rollout(
-        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
-    )
     rewards = [0.5, None, *range(10)]
-    batch = make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
+    batch = make_batch(PROMPTS, OF_ONE_TOKEN, rewards, jnp.int32(0), SETTINGS)
     np.testing.assert_array_equal(batch.rewards, [0.5, np.nan, *range(10)])
 
 
@@ -119,37 +120,25 @@ def test_a_completion_that_cannot_be_scored_has_no_reward():
     (np.ones(12, complex), "rewards are of the dtype complex128; expected numbers"),
 ])  # fmt: skip
 def test_rewards_that_are_no_numbers_or_too_large_are_refused(rewards, message):
-    completions = Rollout(
-        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
-    )
     with pytest.raises(ValueError, match=message):
-        make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS)
+        make_batch(PROMPTS, OF_ONE_TOKEN, rewards, jnp.int32(0), SETTINGS)
 
 
 def test_a_batch_is_of_arrays_where_prompts_are_lists():
-    completions = Rollout(
-        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
-    )
     lists = Prompts(PROMPTS.tokens.tolist(), PROMPTS.lengths.tolist(), range(3))
-    found, right = (make_batch(of, completions, np.ones(12), jnp.int32(0), SETTINGS) for of in (lists, PROMPTS))
+    found, right = (make_batch(of, OF_ONE_TOKEN, np.ones(12), jnp.int32(0), SETTINGS) for of in (lists, PROMPTS))
     assert found.prompt.dtype == jnp.int32
     assert_trees_close(found, right, rtol=0, atol=0)
 
 
 def test_a_batch_outlives_the_state_whose_step_it_is_of():
-    step, completions = (
-        jnp.int32(3),
-        Rollout(jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None),
-    )
-    batch = make_batch(PROMPTS, completions, jnp.arange(12.0), step, SETTINGS)
+    step = jnp.int32(3)
+    batch = make_batch(PROMPTS, OF_ONE_TOKEN, jnp.arange(12.0), step, SETTINGS)
     step.delete()  # as an update does that is donated the state
     assert batch.rollout_step == 3
 
 
 def test_rewards_of_any_kind_of_number_are_taken():
-    completions = Rollout(
-        jnp.zeros((12, 3), jnp.int32), jnp.ones(12, jnp.int32), jnp.ones(12, bool), jnp.zeros((12, 3)), None
-    )
     half = np.float32([0.5] * 12)
     for rewards in (
         [Fraction(1, 2)] * 12,
@@ -157,15 +146,15 @@ def test_rewards_of_any_kind_of_number_are_taken():
         np.array([0.5] * 12, object),
         [jnp.float16(0.5)] * 12,
     ):
-        np.testing.assert_array_equal(make_batch(PROMPTS, completions, rewards, jnp.int32(0), SETTINGS).rewards, half)
-    mixed = make_batch(PROMPTS, completions, np.array([0.5, None] * 6, object), jnp.int32(0), SETTINGS).rewards
+        np.testing.assert_array_equal(make_batch(PROMPTS, OF_ONE_TOKEN, rewards, jnp.int32(0), SETTINGS).rewards, half)
+    mixed = make_batch(PROMPTS, OF_ONE_TOKEN, np.array([0.5, None] * 6, object), jnp.int32(0), SETTINGS).rewards
     np.testing.assert_array_equal(mixed, [0.5, np.nan] * 6)
     ranks = make_batch(
-        PROMPTS, completions, [-np.inf] * 12, jnp.int32(0), SETTINGS, lambda rewards: 0 * jnp.sign(rewards)
+        PROMPTS, OF_ONE_TOKEN, [-np.inf] * 12, jnp.int32(0), SETTINGS, lambda rewards: 0 * jnp.sign(rewards)
     )
     assert float(jnp.abs(ranks.advantages).max()) == 0
     with pytest.raises(ValueError, match="rewards are of the dtype complex64"):
-        make_batch(PROMPTS, completions, [jnp.complex64(1)] * 12, jnp.int32(0), SETTINGS)
+        make_batch(PROMPTS, OF_ONE_TOKEN, [jnp.complex64(1)] * 12, jnp.int32(0), SETTINGS)
 
 
 def test_a_step_of_groups_of_one_and_of_a_reward_that_is_a_list():
