@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import KernelWeight, repack
+from pallas_kernels import KernelWeight, LayerPart, Projection, repack
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 BYTE = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], -1)  # both values of a byte, the low nibble's first
@@ -19,6 +19,26 @@ CASES = ("all codes and scales", "zeros", "positive", "large global", "small glo
 def normal(rng, *shape: int, size: float = 1, dtype=jnp.float32) -> jax.Array:
     """Drawn by NumPy: jax.random compiles a program for each shape, which takes longer than most tests."""
     return jnp.asarray(size * rng.standard_normal(shape, np.float32), dtype)
+
+
+def tiny_layer(rank: int, qkv: bool = True, dtype=jnp.bfloat16) -> LayerPart:
+    """Of hidden size 256, with 512 inputs of o and of down; up to the last layer's end without q, k, v."""
+    rng = np.random.default_rng(rank)
+
+    def projection(n, k, biased, adapted):
+        packed = rng.integers(0, 256, (n, k // 2), np.uint8)
+        weight = repack(jnp.asarray(packed), jnp.asarray(rng.integers(40, 60, (n, k // 16), np.uint8)), dtype)
+        a, b = (normal(rng, *s, size=s[1] ** -0.5, dtype=dtype) for s in ((rank, k), (n, rank)))
+        bias = normal(rng, n) if biased else None
+        return Projection(weight, jnp.float32(30), bias, (a, b, jnp.float32(0.5)) if adapted else None)
+
+    return LayerPart(
+        projection(256, 512, False, True),
+        projection(512, 256, False, True),
+        projection(512, 256, False, False),
+        projection(256, 512, True, True),
+        tuple(projection(n, 256, True, n != 128) for n in (256, 128, 64)) if qkv else (),
+    )
 
 
 class Matrix(NamedTuple):

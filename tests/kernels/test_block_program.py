@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_weights import normal, random_matrix
-from test_layer_calls import tiny_layer
+from random_weights import normal, random_matrix, tiny_layer
 
 from pallas_kernels import between_attentions, between_attentions_reference, block_kernel, compiling_for
 from pallas_kernels.block import RESIDENT

@@ -10,20 +10,17 @@ import numpy as np
 import pytest
 from ahead import ahead
 from jax import export
-from random_weights import normal
+from random_weights import normal, tiny_layer
 from test_block import scales_of, shapes_of, streams_of
 
 from benchmarks.fp4_block import EPS, SHAPES, random_layer
 from pallas_kernels import (
-    LayerPart,
-    Projection,
     between_attentions,
     between_attentions_reference,
     compiling_for,
     inputs_kernel,
     layer_calls,
     reads_units,
-    repack,
     stream_kernel,
     takes_between_attentions,
     variants,
@@ -152,25 +149,6 @@ def wide_reference(x, lora, data, scales, biases, n, ranks, config, out_dtype, s
         squares = jnp.square(flow).reshape(*flow.shape[:1], -1, 64).sum(-1).T
         return [flow, in_unit_order(x) if way.gives_units else x, jnp.pad(squares, ((0, 0), (0, -len(x) % 32)))]
     return products(x, data, scales, biases, n, ranks, lora, out_dtype, swiglu, way.gives_units)
-
-
-def tiny_layer(rank, qkv=True, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(rank)
-
-    def projection(n, k, biased, adapted):
-        packed = rng.integers(0, 256, (n, k // 2), np.uint8)
-        weight = repack(jnp.asarray(packed), jnp.asarray(rng.integers(40, 60, (n, k // 16), np.uint8)), dtype)
-        a, b = (normal(rng, *s, size=s[1] ** -0.5, dtype=dtype) for s in ((rank, k), (n, rank)))
-        bias = normal(rng, n) if biased else None
-        return Projection(weight, jnp.float32(30), bias, (a, b, jnp.float32(0.5)) if adapted else None)
-
-    return LayerPart(
-        projection(256, 512, False, True),
-        projection(512, 256, False, True),
-        projection(512, 256, False, False),
-        projection(256, 512, True, True),
-        tuple(projection(n, 256, True, n != 128) for n in (256, 128, 64)) if qkv else (),
-    )
 
 
 def not_for_the_wide_kernel(*shape, prepared):
