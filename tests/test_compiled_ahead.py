@@ -15,6 +15,8 @@ from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 
 @pytest.mark.parametrize(
     ("slots", "noisy", "expected"),
@@ -22,7 +24,7 @@ from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 )
 def test_a_rollout_finds_its_programs(slots, noisy, expected):
     jax.clear_caches()
-    model = tiny_model()
+    model = tiny_model(layers=1)
     adapter = tiny_adapter(model)
     engine = Engine(model, SamplingSettings(6, (1,), 0), max_prompt_length=5, max_slots=slots)
     norms = jax.jit(lambda norms: jax.tree.map(jnp.copy, norms))(norms_of(model, adapter)) if noisy else None
@@ -38,7 +40,7 @@ def test_a_rollout_finds_its_programs(slots, noisy, expected):
 @pytest.mark.parametrize("every", [None, 8])
 def test_requests_find_their_programs(every):
     jax.clear_caches()
-    model = tiny_model()
+    model = tiny_model(layers=1)
     adapter = tiny_adapter(model)
     engine = Engine(model, SamplingSettings(6, (1,), 0), max_prompt_length=5, max_slots=4, tail_sizes=())
     requests = [Request([2, 3, 4], 3, 0), Request([2], 2, 1)]
