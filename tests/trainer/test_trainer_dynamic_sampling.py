@@ -21,8 +21,8 @@ SPREAD = """\
     differ = columns.get("differ", [True] * len(completions))
     return [float(differ[i] and i % 4 == 0) for i in range(len(completions))]
 """
-# Of the 16 prompts: whether their completions' scores differ.
-DIFFER = [0, 1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 1]
+# Of the 10 prompts: whether their completions' scores differ.
+DIFFER = [1, 1, 1, 0, 1, 1, 0, 0, 0, 1]
 
 
 def config_of(folder, policy, differ, **options):
@@ -69,11 +69,11 @@ def undisturbed(dynamic, tmp_path_factory):
     return run, seen
 
 
-# By hand from DIFFER, two prompts a round. Rollout 0: 01 | 01 -> places 1 and 3. Rollout 1: 11 at once -> 4, 5.
-# Rollout 2: 10 | 11 -> 6 and 8, and place 9 is left for later.
-SAMPLED = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]]
-CHOSEN = [[1, 3], [4, 5], [6, 8]]
-CURSORS = [4, 6, 9]
+# By hand from DIFFER, two prompts a round. Rollout 0: 11 at once -> places 0 and 1. Rollout 1: 10 | 11 -> 2 and 4, and
+# place 5 is left for rollout 2, which samples it again: 10 | 00 | 11 -> 5 and 9. After the last prompt comes the first.
+SAMPLED = [[0, 1], [2, 3, 4, 5], [5, 6, 7, 8, 9, 0]]
+CHOSEN = [[0, 1], [2, 4], [5, 9]]
+CURSORS = [2, 5, 10]
 
 
 def test_prompts_without_differences_are_replaced_by_the_next_ones(policy, undisturbed):
@@ -102,8 +102,8 @@ def test_prompts_without_differences_are_replaced_by_the_next_ones(policy, undis
 def test_the_metrics_count_everything_sampled(policy, undisturbed):
     run, _ = undisturbed
     logged, completions = rows(run)[::2], rows(run, "completions.jsonl")
-    assert [row["dynamic_sampling/rounds"] for row in logged] == [2, 1, 2]
-    assert [row["dynamic_sampling/informative"] for row in logged] == [0.5, 1.0, 0.75]
+    assert [row["dynamic_sampling/rounds"] for row in logged] == [1, 2, 3]
+    assert [row["dynamic_sampling/informative"] for row in logged] == [1.0, 0.75, 0.5]
     for rollout, row in enumerate(logged):
         of_it = [entry for entry in completions if entry["rollout"] == rollout]
         for name in ("reward", "rewards/digits", "rewards/format"):
@@ -122,21 +122,11 @@ def test_the_metrics_count_everything_sampled(policy, undisturbed):
     assert np.diff([0, *(row["num_tokens"] for row in logged)]).tolist() == expected
 
 
-def test_what_was_left_over_is_sampled_again_by_the_next_rollout(policy, undisturbed, tmp_path):
-    """Place 9 comes twice: for nothing in rollout 2, and first in the next one."""
-    longer = config_of(tmp_path, policy, DIFFER)
-    run = train(longer, tmp_path / "run", "optimizer.max_steps=8")
-    problems = load_dataset("arithmetic", size=len(DIFFER))
-    of_last = [row for row in rows(run, "completions.jsonl") if row["rollout"] == 3]
-    assert of_last[0]["prompt"] == problems[9]["prompt"] and of_last[0]["trained_on"]
-    assert leaves(run)[1]["cursor"] == 16  # 9 | 10 | 11 ... 15
-
-
 def test_one_round_only_measures(policy, tmp_path):
     measured = config_of(tmp_path, policy, DIFFER, max_rounds=1)
     run = train(measured, tmp_path / "run")
     off = train(measured, tmp_path / "off", "grpo.dynamic_sampling={metric: null}")
-    assert [row["dynamic_sampling/informative"] for row in rows(run)[::2]] == [0.5, 0.5, 1.0]
+    assert [row["dynamic_sampling/informative"] for row in rows(run)[::2]] == [1.0, 0.5, 1.0]
     logged = rows(run)
     assert all(row.pop("dynamic_sampling/rounds") == 1 and row.pop("dynamic_sampling/informative") for row in logged)
     assert logged == rows(off)
@@ -168,14 +158,14 @@ def test_a_run_stopped_between_rollouts_or_amid_rounds_continues_to_the_same_end
         stop_after(patch, 2)
         with pytest.raises(Killed):
             train(dynamic, run)
-    assert leaves(run)[1]["cursor"] == 4
+    assert leaves(run)[1]["cursor"] == 2
 
     calls = []
 
     def die_in_the_second_round(self, examples, *arguments):
-        # Rollout 1 has one round, and rollout 2 two of them.
+        # Rollout 1 has two rounds, and rollout 2 three of them.
         calls.append(len(examples))
-        if len(calls) == 3:
+        if len(calls) == 4:
             raise Killed
         return score(self, examples, *arguments)
 
@@ -183,6 +173,6 @@ def test_a_run_stopped_between_rollouts_or_amid_rounds_continues_to_the_same_end
         patch.setattr(RewardFunctions, "__call__", die_in_the_second_round)
         with pytest.raises(Killed):
             train(dynamic, run)
-    assert leaves(run)[1]["cursor"] == 6 and [row["step"] for row in rows(run)] == [1, 2, 3, 4]
+    assert leaves(run)[1]["cursor"] == 5 and [row["step"] for row in rows(run)] == [1, 2, 3, 4]
     train(dynamic, run)
     assert differences(run, whole) == []
