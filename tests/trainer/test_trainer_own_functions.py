@@ -36,6 +36,10 @@ def of_tokens(rewards):
     return centred(rewards)[:, :, None] * 0.9 ** jnp.arange(8)
 
 
+def for_all_tokens(rewards):
+    return jnp.repeat(centred(rewards)[:, :, None], 8, 2)
+
+
 def test_the_configured_functions_given_by_hand_make_the_same_run(config, finished, tmp_path):
     """But for rounding in another order, since a function of one's own sums all of the batch at once."""
     loss = functools.partial(policy_loss, LossSpec())
@@ -72,7 +76,7 @@ def test_a_run_of_own_functions_is_stopped_and_continued_bit_by_bit_with_them_al
     assert not refused and f"run: continues {run} from step 2 of 6" in plan
     train(config, run, **own)
     assert differences(run, whole) == []
-    other = train(config, tmp_path / "other", loss_fn=winners, advantage_fn=centred)
+    other = train(config, tmp_path / "other", loss_fn=winners, advantage_fn=for_all_tokens)
     assert not same_adapter(other, whole)
     # Finished, it is no run of other functions either.
     assert train(config, run, **own) == run
@@ -103,16 +107,18 @@ def test_a_run_that_was_begun_without_is_not_continued_with_them(config, tmp_pat
 
 
 def test_beta_gives_a_loss_the_reference_and_a_stop_says_how_to_go_on(config, tmp_path):
-    def fails(logp, old_logp, ref_logp, advantages, mask):
-        loss, metrics = winners(logp, old_logp, ref_logp, advantages, mask)
-        return loss * jnp.nan, metrics
+    def another(logp, old_logp, ref_logp, advantages, mask):
+        return winners(logp, old_logp, ref_logp, advantages, mask)
+
+    def endless(rewards):
+        return jnp.full(rewards.shape, jnp.inf)
 
     run = tmp_path / "run"
     again = f"saved at step 0 of 6; `train` of {run}/config.yaml, with the same functions, continues it"
     with pytest.raises(UserError, match=f"(?s)not finite in 3 updates.*{again}"):
-        train(config, run, "grpo.beta=0.1", loss_fn=fails)
+        train(config, run, "grpo.beta=0.1", loss_fn=another, advantage_fn=endless)
     assert all(row["reference"] == 1 for row in rows(run))
-    # before the first step nothing was made with it: another one may take its place
+    # before the first step nothing was made with them: others may take their place
     train(config, run, "grpo.beta=0.1", loss_fn=winners)
     assert checkpoints(run)[-1] == 6
 
@@ -121,11 +127,10 @@ def test_beta_gives_a_loss_the_reference_and_a_stop_says_how_to_go_on(config, tm
     ("metrics", "error", "message"),
     [
         ({"each": jnp.ones(3)}, UserError, r"gave the metric 'each' of the shape \(3,\); a run logs numbers"),
-        ({"reward": 1.0, "mine": 1.0}, UserError, "gave metrics whose names the run has itself: reward$"),
         (
-            {"rollout": 1.0, "eval/mine": 1.0},
+            {"reward": 1.0, "mine": 1.0, "rollout": 1.0, "eval/mine": 1.0},
             UserError,
-            "gave metrics whose names the run has itself: eval/mine, rollout$",
+            "gave metrics whose names the run has itself: eval/mine, reward, rollout$",
         ),
     ],
 )
