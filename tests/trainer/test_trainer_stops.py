@@ -290,11 +290,6 @@ def test_a_config_may_be_corrected_while_nothing_is_saved_yet(config, finished, 
     assert differences(tmp_path / "run", finished) == []
 
 
-def test_without_save_steps_the_first_and_the_last_state_are_saved(config, tmp_path):
-    run = train(config, tmp_path / "run", "run.save_steps=null")
-    assert checkpoints(run) == [0, 6]
-
-
 @pytest.fixture
 def with_a_terminal():
     """Also where the tests themselves run under nohup, which what they start would inherit."""
