@@ -91,9 +91,9 @@ def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp
     assert told(capsys, stored, "reward.timeout=9") == f"run: continues {run} from step 2 of 6"
     assert {*run.rglob("*")} < before
     text = stored.read_text()
-    stored.write_text(text.replace("lora_r: 4", "lora_r: 8"))
+    stored.write_text(text.replace("shuffle: true", "shuffle: false"))
     assert re.fullmatch(
-        f"run: `.*qerl.* train` refuses it: {run} was begun with another config: lora.lora_r was 4, is now 8; "
+        f"run: `.*qerl.* train` refuses it: {run} was begun with another config: data.shuffle was True, is now False; "
         r"run.seed was 0, is now 1; Go back to the old values .* run.output_dir=NAME",
         told(capsys, stored, "run.seed=1", code=2),
     )
@@ -115,7 +115,7 @@ def test_a_run_that_began_in_another_dtype_is_planned_in_that(config, tmp_path, 
     run = tmp_path / "run"
     stop_after(monkeypatch, 2)
     with pytest.raises(Killed):
-        train(config, run, "model.dtype=bfloat16")
+        train(config, run, "model.dtype=float16")
     capsys.readouterr()
     line = told(capsys, config, f"run.output_dir={run}", "model.dtype=auto")
     assert line == f"run: continues {run} from step 2 of 6"
