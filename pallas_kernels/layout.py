@@ -88,16 +88,19 @@ DECODINGS = {
 }
 
 
-def decode_word(word: np.ndarray, dtype: str = "bfloat16") -> list[np.ndarray]:
-    """The kernel's decoding in NumPy: uint32 words -> for each pair, two bit patterns of the dtype in a uint32."""
-    decoding, word = DECODINGS[dtype], np.asarray(word, np.uint32)
+@functools.cache
+def _turns_and_masks(dtype: str) -> tuple[np.ndarray, ...]:
+    """Of each pair: its rotation to the left and to the right, the mask behind it, and that of bits that lie there."""
+    made = DECODINGS[dtype]
+    of_pairs = [(turn, 32 - turn, made.turned_mask(i), made.direct_mask(i)) for i, turn in enumerate(made.turns)]
+    return tuple(np.array(of_pairs, np.uint32).T)
 
-    def pair(i):
-        turn = decoding.turns[i]
-        turned = (word << np.uint32(turn)) | (word >> np.uint32(32 - turn))
-        return turned & np.uint32(decoding.turned_mask(i)) | word & np.uint32(decoding.direct_mask(i))
 
-    return [pair(i) for i in range(4)]
+def decode_word(word: np.ndarray, dtype: str = "bfloat16") -> np.ndarray:
+    """The kernel's decoding in NumPy: uint32 words -> for each pair [4, ...], two bit patterns of the dtype."""
+    word = np.asarray(word, np.uint32)
+    left, right, turned, direct = (v.reshape(4, *[1] * word.ndim) for v in _turns_and_masks(dtype))
+    return (word << left | word >> right) & turned | word & direct
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["n", "k", "dtype"])

@@ -44,15 +44,16 @@ def test_the_number_of_slots_changes_no_bit(slots):
     assert_same(with_slots(slots), with_slots(3))
 
 
-@pytest.mark.parametrize("slots", [3, 6])
-def test_nor_with_top_p(slots):
+def test_nor_with_top_p():
     """Which adds as many logarithms as there are slots."""
 
     def found(slots):
         nucleus = engine(dataclasses.replace(SETTINGS, top_p=0.8), max_slots=slots)
         return finished(nucleus.generate(ADAPTER, requests(), KEY))
 
-    assert_same(found(slots), found(8))
+    expected = found(8)
+    for slots in (3, 6):
+        assert_same(found(slots), expected)
 
 
 def test_a_request_alone_changes_no_bit():
@@ -321,7 +322,7 @@ def test_a_key_of_the_older_kind_draws_the_same_and_is_the_callers_still():
         assert all(same(done, with_slots(3)[done.request, done.sample]) for done in found)
 
 
-@pytest.mark.parametrize("slots", [None, 4])
+@pytest.mark.parametrize("slots", [None, 8])
 @pytest.mark.parametrize("key", [KEY, jax.random.key(5, impl="rbg"), jax.random.PRNGKey(5)])
 def test_programs_compiled_ahead_are_those_that_a_rollout_of_any_key_calls(key, slots):
     whole = engine(max_slots=slots)

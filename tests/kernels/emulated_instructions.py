@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels import layout, ptx
 
-LANES = np.arange(32)
+LANES, _COUNTS = np.arange(32), np.arange(4)[:, None]
 U32, U64, F32 = np.uint32, np.uint64, np.float32
 
 
@@ -53,7 +53,13 @@ _G, _T = np.divmod(LANES, 4)
 _I, _HALF, _E = np.arange(4)[:, None, None], np.arange(2), np.arange(4)[:, None]
 LEFT = np.argsort((16 * (_G[:, None] + 8 * (_I % 2)) + 2 * _T[:, None] + _HALF + 8 * (_I // 2)).ravel()).reshape(16, 16)
 RIGHT = np.argsort((8 * (2 * _T[:, None] + _HALF + 8 * _I[:2]) + _G[:, None]).ravel()).reshape(16, 8)
-SUMS = 8 * (_G + 8 * (_E // 2)) + 2 * _T + _E % 2
+_SUM_ROW, _SUM_COLUMN = _G + 8 * (_E // 2), 2 * _T + _E % 2
+
+
+@functools.cache
+def _sums(count):
+    """Where the sums [16, 8 count] of `count` operands side by side have each of their elements and lane."""
+    return 8 * (count * _SUM_ROW + np.arange(count)[:, None, None]) + _SUM_COLUMN
 
 
 class Barrier:
@@ -73,9 +79,9 @@ class Barrier:
 def _where_shared(m, address):
     """CTA and byte of a shared address; the upper byte is 1 + the CTA's rank where `map_rank` made it."""
     address = _lanes(address).astype(np.int64)
+    if address.max() < 1 << 24:
+        return _lanes(m.now.cta), address
     rank, byte = address >> 24, address & 0xFFFFFF
-    if not rank.any():
-        return np.full(32, m.now.cta), byte
     first = m.now.cta // m.cluster * m.cluster
     return np.where(rank == 0, m.now.cta, first + rank - 1), byte
 
@@ -86,7 +92,7 @@ def _gather(memory, byte, size):
 
 def _words(memory, byte, count, dtype):
     """[count, lanes], each lane's from its byte on."""
-    return memory.view(dtype)[(byte >> 2) + np.arange(count)[:, None]]
+    return memory.view(dtype).take((byte >> 2) + _COUNTS[:count])
 
 
 def make_ptx(m):
@@ -186,9 +192,8 @@ def make_ptx(m):
         """acc + A [16, 16] B [16, N] for a warp; b [16, N]."""
         left = numbers(np.array(a)).take(LEFT)
         with np.errstate(invalid="ignore", over="ignore"):
-            product = (left @ b).reshape(16, -1, 8)
-        picked = product.swapaxes(0, 1).reshape(-1, 128).take(SUMS, 1)  # n, element, lane
-        return list((np.array(acc) + picked.reshape(-1, 32)).astype(F32))
+            product = left @ b
+        return list((np.array(acc) + product.take(_sums(b.shape[1] // 8)).reshape(-1, 32)).astype(F32))
 
     def mma(acc, a, b0, b1, numbers=of_words):
         return tile(acc, a, numbers(np.array([b0, b1])).take(RIGHT), numbers)
@@ -200,7 +205,7 @@ def make_ptx(m):
         matrices = of_words(_gather(m.shared[m.now.cta], at, 128).view(U32)).reshape(2, count, 8, 8)  # half n row k
         return tile(acc, a, matrices.transpose(0, 3, 1, 2).reshape(16, -1))
 
-    p.mma_half, p.wgmma_half = mma, wgmma
+    p.mma_half, p.wgmma_half, p.tile = mma, wgmma, tile
     p.mma_f16 = functools.partial(mma, numbers=_f16)
     p.b_descriptor = lambda address, k_stride, n_stride: (address, k_stride, n_stride)
     p.add_64 = lambda d, sixteens: (d[0] + U32(16 * sixteens), d[1], d[2])
@@ -471,16 +476,16 @@ def make_memory(m):
 
 def make_decoding(m):
     """The names of `fragments` that kernels use."""
-    made, of_words = layout.DECODINGS[m.dtype], NUMBERS[m.dtype]
+    made, of_words, dtype = layout.DECODINGS[m.dtype], NUMBERS[m.dtype], np.dtype(m.dtype)
     step = np.prod([np.float64(2.0**exponent) for exponent in made.scale_steps])
 
     def decode_scales(word, which):
         first = np.where(_lanes(which) == 0x4342, U32(16), U32(0))
-        places = [first + U32(8 * row) for row in range(2)]
-        return [of_words((word >> at & U32(0xFF)) << U32(made.scale_shift))[:, 0] * step for at in places]
+        places = first + U32(8) * np.arange(2, dtype=U32)[:, None]
+        return list(of_words((word >> places & U32(0xFF)) << U32(made.scale_shift))[..., 0] * step)
 
     def decode_codes(word, scales, in_place=False):
-        pairs = of_words(np.array(layout.decode_word(word, m.dtype)))
-        return list((pairs * np.array(scales * 2)[:, :, None]).astype(m.dtype).view(U32)[..., 0])
+        pairs = of_words(layout.decode_word(word, m.dtype))
+        return list((pairs * np.array(scales * 2)[:, :, None]).astype(dtype).view(U32)[..., 0])
 
     return {"decode_scales": decode_scales, "decode_codes": decode_codes, "decoding": lambda: made}

@@ -10,6 +10,8 @@ from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
 from qerl_jax.models import linear
 from qerl_jax.models.params import LoRA
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 PATTERNS = [(1, 1, 1), (1, 0, 1), (0, 1, 0), (0, 0, 0)]  # which of gate, up and down have an adapter
 
 
@@ -69,18 +71,19 @@ def test_float16_holds_what_is_beyond_its_range_between_the_products(monkeypatch
     monkeypatch.setattr(linear, "_kernel_takes", lambda *_: way == "kernels")
     weights = [w.astype(jnp.float16) for w in exact] if way == "plain weights" else packed
 
-    def ours(x, pairs):
+    def ours(x, pairs, weights, dy):
         return (linear.gated_mlp(x, weights, _loras(pairs), [None, None, bias]) * dy.astype(jnp.float32)).sum()
 
-    def dense(x, pairs):
+    def dense(x, pairs, exact, dy):
         def product(x, i):
             return x @ exact[i].T + (0.5 * (x @ pairs[i][0].T) @ pairs[i][1].T if pairs[i] else 0)
 
         inner = jax.nn.silu(product(x, 0)) * product(x, 1)
         return ((product(inner, 2) + bias) * dy.astype(jnp.float32)).sum(), jnp.abs(inner).max()
 
-    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, pairs)
-    (value, largest), gradients = jax.jit(jax.value_and_grad(dense, (0, 1), has_aux=True))(x.astype(jnp.float32), pairs)
+    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, pairs, weights, dy)
+    true = jax.jit(jax.value_and_grad(dense, (0, 1), has_aux=True))
+    (value, largest), gradients = true(x.astype(jnp.float32), pairs, exact, dy)
     assert (65504 < largest < 1e6) == (size == 400)
     for g, t in zip(jax.tree.leaves(got), jax.tree.leaves((value, gradients)), strict=True):
         # where silu bends, at gates near 0 among those of 400, one's rounding is felt

@@ -3,6 +3,7 @@ barriers, tensor copies into swizzled slots of one or several CTAs, sums that CT
 memory is under way until the warp's next wgmma, whose operands must have come: an arrival does not wait for it; a wgmma
 until the warp has waited for its group (emulated_products.py). Not modelled: time."""
 
+import functools
 import types
 
 import numpy as np
@@ -62,31 +63,30 @@ def _swizzled(at):
     return at ^ (at >> 7 & 7) << 4
 
 
+@functools.cache
+def _words_of_rows(start, rows):
+    """Where rows of 16 numbers, 128 bytes apart, lie in slots that are swizzled; in words."""
+    return _swizzled(start + 128 * np.arange(rows)[:, None] + 4 * np.arange(8)) // 4
+
+
 def _make_ptx(m):
     p = make_ptx(m)
     for name in ("and_", "sub", "add", "i32"):
         f = getattr(p, name)
         setattr(p, name, lambda *args, f=f: f(*map(_unsigned, args)))
-    wgmma_plain = p.wgmma_half
+    dtype, numbers, low_mask = np.dtype(m.dtype), NUMBERS[m.dtype], U32(DECODINGS[m.dtype].turned_mask(0))
 
     def wgmma(acc, a, descriptor):
-        """The rows of the second operand lie 128 bytes apart; for `wgmma_plain` they are laid as it reads them."""
-        start, rows = int(descriptor[0][0]), 2 * len(acc)
-        shared = m.shared[m.now.cta]
-        at = _swizzled(start + 16 * np.arange(2)[:, None] + 128 * np.arange(rows))
-        m.shared[m.now.cta] = shared[at[..., None] + np.arange(16)].reshape(-1)
-        try:
-            return wgmma_plain(acc, a, (np.zeros(32, U32), 16 * rows, 128))
-        finally:
-            m.shared[m.now.cta] = shared
+        start = int(descriptor[0][0])
+        words = m.shared[m.now.cta].view(U32)[start // 1024 * 256 :].take(_words_of_rows(start % 1024, 2 * len(acc)))
+        return p.tile(acc, a, numbers(words).reshape(-1, 16).T)
 
     def rotated(word, by):
         by = by & U32(31)
         return word << by | word >> (U32(32) - by & U32(31))
 
     def scaled(bits, scale):
-        out = (NUMBERS[m.dtype](bits) * scale[:, None]).astype(m.dtype).view(np.uint16).astype(U32)
-        return out[:, 0] | out[:, 1] << U32(16)
+        return (numbers(bits) * scale[:, None]).astype(dtype).view(U32)[:, 0]
 
     def ptx(code, *args, **_):
         if code.startswith("bar.sync $0, 128"):
@@ -95,7 +95,6 @@ def _make_ptx(m):
         assert f"mul.rn.{p.half()}x2" in code  # `ForwardFragments._pairs`
         word, (low, high), low_turn, high_turn, high_mask, direct_mask = args
         b = rotated(word, high_turn) & high_mask | word & direct_mask
-        low_mask = U32(DECODINGS[m.dtype].turned_mask(0))
         return [scaled(rotated(word, low_turn) & low_mask, low), scaled(b, high)]
 
     p.wgmma_half, p.i32_t = wgmma, lambda: None

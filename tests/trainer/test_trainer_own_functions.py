@@ -107,18 +107,16 @@ def test_a_run_that_was_begun_without_is_not_continued_with_them(config, tmp_pat
 
 
 def test_beta_gives_a_loss_the_reference_and_a_stop_says_how_to_go_on(config, tmp_path):
-    def another(logp, old_logp, ref_logp, advantages, mask):
-        return winners(logp, old_logp, ref_logp, advantages, mask)
-
-    def endless(rewards):
-        return jnp.full(rewards.shape, jnp.inf)
+    def fails(logp, old_logp, ref_logp, advantages, mask):
+        loss, metrics = winners(logp, old_logp, ref_logp, advantages, mask)
+        return loss * jnp.nan, metrics
 
     run = tmp_path / "run"
     again = f"saved at step 0 of 6; `train` of {run}/config.yaml, with the same functions, continues it"
     with pytest.raises(UserError, match=f"(?s)not finite in 3 updates.*{again}"):
-        train(config, run, "grpo.beta=0.1", loss_fn=another, advantage_fn=endless)
+        train(config, run, "grpo.beta=0.1", loss_fn=fails)
     assert all(row["reference"] == 1 for row in rows(run))
-    # before the first step nothing was made with them: others may take their place
+    # before the first step nothing was made with it: another one may take its place
     train(config, run, "grpo.beta=0.1", loss_fn=winners)
     assert checkpoints(run)[-1] == 6
 
