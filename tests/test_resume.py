@@ -10,6 +10,7 @@ from run_harness import (
     checkpoints,
     differences,
     half_saved,
+    one_layer_policy,
     rows,
     small_config,
     train_to_the_end,
@@ -20,7 +21,7 @@ from run_harness import (
 def uninterrupted(tmp_path_factory):
     """A config, a run of it that nobody disturbed, and its compiled programs."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    config, programs = small_config(folder), folder / "programs"
+    config, programs = small_config(folder, one_layer_policy(folder / "policy")), folder / "programs"
     train_to_the_end(config, folder / "run", folder / "log", programs=programs)
     return config, folder / "run", programs
 
