@@ -29,6 +29,8 @@ from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.source import resolve
 from qerl_jax.policy import load_policy
 
+# As long as the run's own: left out, it follows from the prompts, and each length is compiled by itself.
+LENGTH = ("--max-completion-length", 40)
 TENSORBOARD = ["run.report_to=[tensorboard]"] if importlib.util.find_spec("tensorboardX") else []
 
 
@@ -200,7 +202,7 @@ def test_an_option_edited_since_is_named(trained, tmp_path, ended, old, new, cha
             f"Go back to the old values in {stored}\n"
         )
     own = ["--adapter", trained.folder / "adapter", "--greedy", "--prompt", "x"]
-    assert run_main("generate", folder, *own)  # which says itself what it is
+    assert run_main("generate", folder, *own, *LENGTH)  # which says itself what it is
 
 
 def test_other_problems_than_the_run_was_measured_on_are_told(trained, trained_on_another, caplog):
@@ -235,7 +237,8 @@ def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, s
     assert len(verified) == 1  # each time all of a checkpoint is read
     assert evaluated == run_main("evaluate", trained.folder, "--seed", 3)
     sample = summary["after"]["samples"][0]
-    assert run_main("generate", folder, "--greedy", "--prompt", sample["prompt"]) == sample["completion"] + "\n"
+    answer = run_main("generate", folder, "--greedy", *LENGTH, "--prompt", sample["prompt"])
+    assert answer == sample["completion"] + "\n"
     shutil.rmtree(folder / "checkpoints/step_00000003")
     assert run_main("evaluate", folder, "--seed", 3) != evaluated
     said = f"{folder} is of a run that has not ended: taking the checkpoint's of step {{}} of 3"
@@ -247,7 +250,7 @@ def test_of_a_run_that_is_not_finished_the_newest_checkpoint_is_taken(trained, s
 
 def test_generate_answers_as_the_evaluation_did(trained, summary):
     for sample in summary["after"]["samples"]:
-        out = run_main("generate", trained.folder, "--greedy", "--prompt", sample["prompt"])
+        out = run_main("generate", trained.folder, "--greedy", *LENGTH, "--prompt", sample["prompt"])
         assert out == sample["completion"] + "\n"
 
 
@@ -278,7 +281,7 @@ def test_generate_takes_conversations(trained, prompts, tmp_path):
     chat = write_rows(tmp_path / "chat.jsonl", [{"prompt": talk} for talk in talks])
     answers = []
     for file in (plain, chat):
-        out = run_main("generate", trained.folder, "--greedy", "--prompts", file)
+        out = run_main("generate", trained.folder, "--greedy", *LENGTH, "--prompts", file)
         answers.append(sorted((json.loads(line) for line in out.splitlines()), key=lambda row: row["row"]))
     assert [row["prompt"] for row in answers[1]] == talks
     assert [row["completion"] for row in answers[1]] == [row["completion"] for row in answers[0]]
@@ -286,7 +289,7 @@ def test_generate_takes_conversations(trained, prompts, tmp_path):
 
 def test_generate_with_another_adapter(trained, other_adapter, prompts, tmp_path):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
-    words = ("generate", trained.folder, "--greedy", "--prompts", file)
+    words = ("generate", trained.folder, "--greedy", *LENGTH, "--prompts", file)
     own = run_main(*words)
     assert run_main(*words, "--adapter", trained.folder / "adapter") == own
     other = run_main(*words, "--adapter", other_adapter)
@@ -297,15 +300,15 @@ def test_generate_with_another_adapter(trained, other_adapter, prompts, tmp_path
 
 def test_generate_with_the_models_weights_as_a_run_had_them(trained, prompts, tmp_path, caplog):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
-    words = ("--greedy", "--prompts", file, "--logprobs", "--output")
+    words = ("--greedy", *LENGTH, "--prompts", file, "--logprobs", "--output")
     adapter = ("--adapter", trained.folder / "adapter")
 
     def answers(*source):
         run_main("generate", *source, *words, tmp_path / "out.jsonl")
         return sorted((tmp_path / "out.jsonl").read_text().splitlines())
 
-    own = answers(trained.folder, "--max-completion-length", 40)
-    model = (MODEL, *adapter, "--max-completion-length", 40)
+    own = answers(trained.folder)
+    model = (MODEL, *adapter)
     assert answers(*model, "--weight-format", "nvfp4") == own and not caplog.records
     assert answers(*model) != own
     (record,) = caplog.records
@@ -381,7 +384,7 @@ def test_a_length_that_leaves_nothing_is_refused(prompts, length):
 
 
 def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained, prompts):
-    words = ("generate", trained.folder, "--greedy", "--prompt", prompts[0])
+    words = ("generate", trained.folder, "--greedy", *LENGTH, "--prompt", prompts[0])
     pieces = []
 
     class Terminal(io.StringIO):
