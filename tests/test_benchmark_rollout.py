@@ -7,7 +7,8 @@ import pytest
 from benchmarks import rollout
 from benchmarks.shapes import MODELS
 
-pytestmark = pytest.mark.usefixtures("cache_restored")  # the benchmark has a cache of its own
+# The benchmark has a cache of its own.
+pytestmark = pytest.mark.usefixtures("cache_restored", "quickly_compiled")
 
 WORDS = ["--model", "tiny", "--lora-rank", "4", "--prompt", "12", "--new", "6", "--repeats", "1"]
 
