@@ -29,8 +29,8 @@ def test_a_rollout_finds_its_programs(slots, noisy, expected):
     engine = Engine(model, SamplingSettings(6, (1,), 0), max_prompt_length=5, max_slots=slots)
     norms = jax.jit(lambda norms: jax.tree.map(jnp.copy, norms))(norms_of(model, adapter)) if noisy else None
     with large_programs() as ahead:
-        compiled_together(engine.lowered(adapter, 3, jax.random.key(0), 4, norms))
-    assert sorted(ahead) == expected
+        (made,) = compiled_together(engine.lowered(adapter, 3, jax.random.key(0), 4, norms))
+    assert sorted(ahead) == expected and len(made) == len(expected)
     prompts = Prompts(np.full((3, 5), 2, np.int32), np.array([5, 1, 3], np.int32), np.arange(3, dtype=np.int32))
     with large_programs() as later:
         out = engine.rollout(adapter, prompts, jax.random.key(7), 4, norms)
@@ -45,8 +45,8 @@ def test_requests_find_their_programs(every):
     engine = Engine(model, SamplingSettings(6, (1,), 0), max_prompt_length=5, max_slots=4, tail_sizes=())
     requests = [Request([2, 3, 4], 3, 0), Request([2], 2, 1)]
     with large_programs() as ahead:
-        compiled_together(engine.lowered_requests(adapter, requests, jax.random.key(0)))
-    assert sorted(ahead) == ["jit(admit)", "jit(decode_queue)", "jit(made)"]
+        (made,) = compiled_together(engine.lowered_requests(adapter, requests, jax.random.key(0)))
+    assert sorted(ahead) == ["jit(admit)", "jit(decode_queue)", "jit(made)"] and len(made) == 3
     with large_programs() as later:
         done = list(engine.generate(adapter, requests, jax.random.key(0), until=lambda ids: None, every=every))
     assert sum(one.finish_reason is not None for one in done) == 5 and later == []
