@@ -36,8 +36,8 @@ def long_offset(base_64: ir.Value, index_32: ir.Value, stride_32: ir.Value) -> i
     return arith.addi(base_64, arith.muli(arith.extui(i64, index_32), arith.extui(i64, stride_32)))
 
 
-def barrier_init(address: ir.Value, count: int):
-    ptx("mbarrier.init.shared::cta.b64 [$0], $1;", address, i32(count))
+def barrier_init(address: ir.Value, count: int | ir.Value):
+    ptx("mbarrier.init.shared::cta.b64 [$0], $1;", address, i32(count) if isinstance(count, int) else count)
 
 
 def barrier_expect(address: ir.Value, n_bytes: ir.Value):

@@ -38,9 +38,16 @@ class ComputeWarps(LoraWarps, OutputTiles):
         slot = p.add(slot, 1)
         return p.select(p.eq(slot, depth), 0, slot)
 
+    def working_warps(self):
+        """Of the warps along row tiles those that this CTA has row tiles for, with wgmma whole groups of four."""
+        warps = self.plan.warps_together
+        tiles = warps * self.plan.config.tiles
+        return p.mul(p.div(p.add(self.tile_count, tiles - 1), tiles), warps)
+
     def compute(self):
         plan, c = self.plan, self.plan.config
         warp_k, warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
+        quads = p.select(p.lt(warp_n, self.working_warps()), self.quads, 0)
         first_unit = p.mul(warp_k, plan.units_warp)
         used = plan.used_warps // c.warps_k
         self.is_used = p.lt(warp_n, used)  # the others read what their neighbour fetches, and keep nothing
@@ -69,7 +76,7 @@ class ComputeWarps(LoraWarps, OutputTiles):
             else:
                 self.fetch_b(adds_lora, self.first_tile)
         for d in range(c.depth - 1):
-            p.when(p.lt(d, self.quads), lambda d=d: self.fetch(p.i32(d), p.add(self.first_slot, d * plan.slot)))
+            p.when(p.lt(d, quads), lambda d=d: self.fetch(p.i32(d), p.add(self.first_slot, d * plan.slot)))
             mem.copy_commit()
         p.named_sync(PREPARED, self.prepared_threads)
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
@@ -107,16 +114,16 @@ class ComputeWarps(LoraWarps, OutputTiles):
                 return after
 
             # A loop for each chain of additions: with a branch in one loop ptxas lets no two wgmma overlap.
-            p.for_range(0, self.quads, plan.promote_quads, state, add_chain)
+            p.for_range(0, quads, plan.promote_quads, state, add_chain)
         elif c.promote:
 
             def add_chain_to(first, carry):
                 after, acc = self.chain(first, carry[: len(state)], step)
                 return after + p.total([carry[len(state) :], acc])
 
-            acc = p.for_range(0, self.quads, plan.promote_quads, state + acc, add_chain_to)[len(state) :]
+            acc = p.for_range(0, quads, plan.promote_quads, state + acc, add_chain_to)[len(state) :]
         else:
-            acc = p.for_range(0, self.quads, 1, state + acc, step)[len(state) :]
+            acc = p.for_range(0, quads, 1, state + acc, step)[len(state) :]
             acc = p.total([acc[n : n + plan.sums_warp] for n in range(0, len(acc), plan.sums_warp)])
         if plan.ranks:
             if c.late_b:

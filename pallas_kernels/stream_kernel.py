@@ -82,10 +82,17 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
         self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
         # results' row tiles; with SwiGLU each is two of the weights'
-        results = plan.all_tiles // plan.joined
-        first = p.div(p.mul(self.cluster, results), plan.clusters)
-        self.result_tiles = p.sub(p.div(p.mul(p.add(self.cluster, 1), results), plan.clusters), first)
+        first = self.first_result(self.cluster)
+        self.result_tiles = p.sub(self.first_result(p.add(self.cluster, 1)), first)
         self.first_tile, self.tile_count = p.mul(first, plan.joined), p.mul(self.result_tiles, plan.joined)
+
+    def first_result(self, cluster):
+        """The first of a cluster's results."""
+        plan = self.plan
+        full = p.minimum(cluster, plan.full_clusters)
+        rest = plan.results - plan.full_clusters * plan.full_results
+        shared = p.div(p.mul(p.sub(cluster, full), rest), plan.clusters - plan.full_clusters)
+        return p.add(p.mul(full, plan.full_results), shared)
 
     def run(self):
         if self.plan.config.cluster > 1:
@@ -108,7 +115,7 @@ class _Kernel(ComputeWarps, SliceWarps):
 
     def load_x(self):
         plan, c = self.plan, self.plan.config
-        both = [(self.x_full, 1 if c.wgmma else 32), (self.x_empty, c.warps)]
+        both = [(self.x_full, 1 if c.wgmma else 32), (self.x_empty, p.mul(self.working_warps(), c.warps_k))]
         barriers = [(p.add(first, 8 * i), count) for first, count in both for i in range(c.x_depth)]
         self.make_barriers(barriers + ([(self.h_full, 32)] if plan.given_h else []))
         scales = [mem.load_global_f32(scale) for scale in self.global_scale]  # at the end their latency would count

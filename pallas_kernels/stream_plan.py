@@ -26,7 +26,8 @@ class StreamConfig:
       x_depth: quads in the CTA's ring of x.
       wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
         neighbouring warps act as one, and x comes reordered (see fragment_order.py).
-      waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers.
+      waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers. The first
+        are full; the last has what is left, and warps that have nothing to do.
       promote: steps of a sum on the tensor core, whose additions truncate, before it is added to a total outside: in
         registers, with wgmma in shared memory. 0: never; with mma.sync a warp's units of a quad, if they are several,
         then take turns in two sums.
@@ -146,12 +147,44 @@ class Plan:
 
     @property
     def clusters(self) -> int:
-        return min(RESIDENT[self.config.cluster] * self.config.waves, self.all_tiles // self.joined)
+        return min(RESIDENT[self.config.cluster] * self.config.waves, self.results)
+
+    @property
+    def results(self) -> int:
+        """Row tiles of the results."""
+        return self.all_tiles // self.joined
+
+    @property
+    def full_clusters(self) -> int:
+        """The first ones, which have `full_results` each; the others share the rest."""
+        before = RESIDENT[self.config.cluster] * (self.config.waves - 1)
+        behind, rest = self.clusters - before, self.results - before * self.full_results
+        return before if 0 < behind <= rest <= behind * self.full_results else 0
+
+    @property
+    def full_results(self) -> int:
+        return self.config.warps_n * self.config.tiles // self.joined
+
+    @property
+    def working_tiles(self) -> int:
+        """Row tiles that the working warps of a multiprocessor hold in all waves together, where it has most."""
+        waves, together = self.config.waves, self.warps_together * self.config.tiles
+        full_waves = waves - 1 if self.full_clusters else 0
+        rest = self.results - self.full_clusters * self.full_results
+        last = -(-rest // (self.clusters - self.full_clusters)) * self.joined
+        return full_waves * self.full_results * self.joined + (waves - full_waves) * -(-last // together) * together
+
+    @property
+    def warps_together(self) -> int:
+        """That work if one of them does."""
+        return 4 if self.config.wgmma else 1
 
     @property
     def most_tiles(self) -> int:
         """Row tiles of the cluster that has most."""
-        return -(-self.all_tiles // self.joined // self.clusters) * self.joined
+        if self.full_clusters:
+            return self.full_results * self.joined
+        return -(-self.results // self.clusters) * self.joined
 
     @property
     def used_warps(self) -> int:

@@ -64,24 +64,22 @@ def _registers_hold(plan: Plan) -> bool:
     return 4 * plan.config.tiles * plan.m_tiles <= (64 if warps <= 15 else 48 if warps <= 19 else 32)
 
 
-def _busy(plan: Plan) -> float:
-    """The mean of the CTAs' work over the most that one has."""
+def _busy(plan: Plan, most: int) -> float:
+    """The mean of the multiprocessors' work over what one does that has the most row tiles."""
     c = plan.config
-    places = plan.most_tiles * RESIDENT[c.cluster] * c.waves
-    return plan.all_tiles / places * plan.quads / (-(-plan.quads // c.cluster) * c.cluster)
+    return plan.all_tiles / (most * RESIDENT[c.cluster]) * plan.quads / (-(-plan.quads // c.cluster) * c.cluster)
 
 
 def _with_mma(plan: Plan) -> float:
-    warps = plan.config.warps
+    warps, busy = plan.config.warps, _busy(plan, plan.most_tiles * plan.config.waves)
     even = warps / (4 * -(-warps // 4))  # on the four schedulers
-    return _busy(plan) * even**0.3 * min(1, warps / 12) ** 0.4 * min(1, 16 / warps) ** 0.15
+    return busy * even**0.3 * min(1, warps / 12) ** 0.4 * min(1, 16 / warps) ** 0.15
 
 
 def _with_wgmma(plan: Plan) -> float:
     c = plan.config
-    filled = plan.most_tiles / (c.warps_n * c.tiles)
     ahead = min(1, plan.bytes_ahead / 40_000)
-    return _busy(plan) * filled * _room(plan) * ahead**0.5 * min(1, c.warps / 12) ** 0.3
+    return _busy(plan, plan.working_tiles) * _room(plan) * ahead**0.5 * min(1, c.warps / 12) ** 0.3
 
 
 def _room(plan: Plan) -> float:

@@ -142,10 +142,14 @@ class MultiplyWarps(LoraWarps):
         w, w_parity, x, x_parity, *acc = carry
         block = p.add(self.w_base, p.mul(w, BLOCK_BYTES))
         mem.barrier_wait(p.add(self.w_full, p.mul(w, 8)), w_parity)
+        ahead = None
         for slot in range(plan.slots_of_block):
             for stage in range(plan.stages_of_slot):
                 step = slot * plan.stages_of_slot + stage
-                operands = self.fragments.decode(self.fragments.load(block, step), step)
+                operands = self.fragments.decode(ahead or self.fragments.load(block, step), step)
+                # the next step's words before these products, behind which they would be waited for; dx gains nothing
+                has_next = step + 1 < BLOCK // STAGE and not plan.transposed
+                ahead = self.fragments.load(block, step + 1) if has_next else None
                 if stage == 0:
                     mem.barrier_wait(p.add(self.x_full, p.mul(x, 8)), x_parity)
                     descriptor = pt.swizzled_descriptor(p.add(self.base, p.mul(x, plan.x_slot)))

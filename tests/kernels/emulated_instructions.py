@@ -356,7 +356,7 @@ def make_memory(m):
         return m.barriers[m.now.cta][int(address[0])]
 
     def barrier_init(address, count):
-        m.barriers[m.now.cta][int(address[0])] = Barrier(count)
+        m.barriers[m.now.cta][int(address[0])] = Barrier(int(_lanes(count)[0]))
 
     def barrier_wait(address, parity):
         b, odd = barrier(address), int(_lanes(parity)[0])

@@ -191,6 +191,7 @@ def test_prepared_operands(config, m, k, n, ranks, bias):
     (StreamConfig(1, 4, 1, 1, 3, 2, True), 33, 512, 48, (0, 32), True, 2, 4),
     (StreamConfig(2, 4, 1, 2, 2, 2, True, promote=0), 17, 768, 79, (32, 16), False, 2, 6),
     (StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2), 9, 512, 65, (16, 32), True, 4, 4),
+    (StreamConfig(1, 8, 1, 1, 2, 2, True, waves=2), 9, 512, 155, (16, 32), True, 4, 8),  # 8, 8, 2 and 2
     (StreamConfig(1, 4, 1, 4, 2, 2, True), 12, 512, 76, (), False, 2, 6),  # two of four warps are used
     (StreamConfig(1, 4, 1, 4, 2, 2, True, late_b=True), 12, 512, 76, (48, 128), False, 2, 6),
     (StreamConfig(1, 4, 1, 1, 2, 2, True, waves=2, late_b=True), 9, 512, 65, (16, 32), True, 4, 4),
@@ -225,6 +226,30 @@ def test_swiglu_with_lora_inside():
     first, second = case.run(calls=2)
     assert case.is_right(first)
     np.testing.assert_array_equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("config, n, tiles", [
+    (StreamConfig(1, 8, 1, 1, 2, 2, True, waves=2, promote=0), (160, 155, 9), [8, 8, 2, 3]),  # one group of two
+    (StreamConfig(1, 8, 1, 1, 2, 2, True, waves=2), (160, 155, 9), [8, 8, 2, 3]),
+    (StreamConfig(1, 3, 2, 2, 2, 2, waves=2), (160, 96), [6, 6, 2, 2]),  # one warp of three, of either half of K
+    (StreamConfig(2, 4, 1, 1, 2, 2, True, waves=2), (160,), [4, 4, 1, 1]),
+    (StreamConfig(1, 8, 1, 1, 2, 2, True, waves=2), (160, 96), [4, 4, 4, 4]),  # nothing would be left for the last
+])  # fmt: skip
+def test_all_waves_but_the_last_are_full(config, n, tiles):
+    case = Case(9, 512, n, config, bias=True)
+    starts = [_first_result(case.plan, cluster) for cluster in range(case.plan.clusters + 1)]
+    assert np.diff(starts).tolist() == tiles
+    assert case.is_right(case.run()[0])
+
+
+def _first_result(plan, cluster: int) -> int:
+    """By the kernel's own arithmetic."""
+    on_ints = {"div": "floordiv", "mul": "mul", "add": "add", "sub": "sub"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, of_int in on_ints.items():
+            patch.setattr(stream_kernel.p, name, getattr(int, f"__{of_int}__"))
+        patch.setattr(stream_kernel.p, "minimum", min)
+        return stream_kernel._Kernel.first_result(types.SimpleNamespace(plan=plan), cluster)
 
 
 def test_given_h_may_be_several_waves(monkeypatch):
