@@ -123,7 +123,7 @@ def _start_prepared(programs, m, k, ns, ranks, config, swiglu=False):
     (32, 18944, (3584,), (128,), None),
     (33, 3584, (3584, 512, 512), (16, 32, 32), None),
     (64, 18944, (3584,), (32,), None),
-    (64, 1024, (27648, 27648), (32, 32), StreamConfig(1, 16, 1, 1, 3, 3, True, waves=2, promote=0)),
+    (64, 1024, (27648, 27648), (32, 32), StreamConfig(1, 16, 1, 1, 2, 3, True, waves=2, promote=0)),
 ])  # fmt: skip
 def test_prepared_operands(rng, programs, m, k, ns, ranks, config):
     x, matrices, loras, _ = _call(rng, m, k, ns, ranks)
