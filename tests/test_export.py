@@ -31,7 +31,10 @@ from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.saved import Saved
 from qerl_jax.rl.state import init_state
 
-COMPANIONS = {"generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+COMPANIONS = {
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "additional_chat_templates",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -41,6 +44,8 @@ def base(tmp_path):
     write_tokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 21}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -146,7 +151,7 @@ def test_base_and_adapter_merged_in_bfloat16(tmp_path, run):
     for one, other in zip(found.base.layers, expected.base.layers, strict=True):
         assert np.array_equal(one.v_proj, other.v_proj.astype("bfloat16"))
         assert np.array_equal(one.input_norm, other.input_norm)
-    for name in COMPANIONS:
+    for name in COMPANIONS - {"additional_chat_templates"} | {"additional_chat_templates/tool_use.jinja"}:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 

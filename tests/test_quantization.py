@@ -43,13 +43,15 @@ def source(folder, dtype=ml_dtypes.bfloat16, tied=True, shards=1):
 @pytest.mark.parametrize(("dtype", "tied", "shards"), [(ml_dtypes.bfloat16, True, 3), (np.float16, False, 1)])
 def test_rounding_to_nearest_writes_what_loading_makes(tmp_path, dtype, tied, shards):
     model, _ = source(tmp_path, dtype, tied, shards)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     report = quantize_folder(model, tmp_path / "out")
     expected, found = load_model(model, "nvfp4"), load_model(tmp_path / "out")
     assert jax.tree.structure(expected) == jax.tree.structure(found)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert isinstance(found.base.layers[0].q_proj, NVFP4Weight)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tool_use.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
     assert report == json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     assert report["mean"].keys() == {"weight_error"} and "text" not in report

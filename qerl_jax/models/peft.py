@@ -10,7 +10,6 @@ stands in a file of its own, qerl_adapter.json.
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +35,8 @@ from qerl_jax.models.params import (
 )
 from qerl_jax.models.peft_options import NORMS, PeftOptions, read_options
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
-from qerl_jax.models.saving import companions
-from qerl_jax.models.source import ADAPTER_CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
+from qerl_jax.models.saving import folder_with_tokenizer
+from qerl_jax.models.source import ADAPTER_CONFIG, COMPANIONS, copy_companions, resolve, write_json
 from qerl_jax.option_names import check_format
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -242,11 +241,11 @@ def save_adapter(
         "use_rslora": stabilised,
     }
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
-    copied = companions(tokenizer_from)
-    own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_ON, GENERATION_CONFIG, *TOKENIZER_FILES]
+    tokenizer = folder_with_tokenizer(tokenizer_from)
+    own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_ON, *COMPANIONS]
     with whole_folder(path, own) as folder:
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
+        if tokenizer is not None:
+            copy_companions(tokenizer, folder)
         write_json(folder / ADAPTER_CONFIG, options)
         if weight_format is not None:
             write_json(folder / TRAINED_ON, {"weight_format": weight_format})

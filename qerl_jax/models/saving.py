@@ -7,8 +7,7 @@ float32 on a GPU too, whose default would round A and B to fewer bits than the s
 
 import functools
 import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from qerl_jax.models.init import all_finite
 from qerl_jax.models.loading import layer_name, named_weights
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_fits, check_kinds
 from qerl_jax.models.shards import Stored, weight_files, write_shards
-from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve, write_json
+from qerl_jax.models.source import COMPANIONS, CONFIG, TOKENIZER_FILES, copy_companions, resolve, write_json
 from qerl_jax.option_names import FORMATS, SAVED_FORMATS
 
 
@@ -192,30 +191,30 @@ def _write_model_folder(
     tokenizer_from: str | os.PathLike[str] | None,
 ) -> None:
     """Writes config.json, weights and the files copied from another model; whole or not at all."""
-    copied = companions(tokenizer_from)
+    tokenizer = folder_with_tokenizer(tokenizer_from)
 
     def names(folder: Path) -> list[str]:
-        return [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, *weight_files(folder)]
+        return [CONFIG, *COMPANIONS, *weight_files(folder)]
 
     with whole_folder(path, names) as folder:
         write_json(folder / CONFIG, dict(hf))
         write_shards(folder, tensors)
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
+        if tokenizer is not None:
+            copy_companions(tokenizer, folder)
 
 
-def companions(source: str | os.PathLike[str] | None) -> Iterable[Path]:
-    """Tokenizer files and generation_config.json of another model; none for None.
+def folder_with_tokenizer(source: str | os.PathLike[str] | None) -> Path | None:
+    """The folder of another model, whose `COMPANIONS` are to be copied; None for None.
 
     Raises:
       UserError: it has no tokenizer.
     """
     if source is None:
-        return ()
+        return None
     folder = resolve(source)
     if not (folder / TOKENIZER_FILES[0]).is_file():
         raise UserError(f"{folder / TOKENIZER_FILES[0]} is missing; tokenizer_from must name a model with a tokenizer")
-    return [folder / name for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if (folder / name).is_file()]
+    return folder
 
 
 def _plain_linears(weights: Mapping[str, Weight]) -> list[str]:

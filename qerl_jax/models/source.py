@@ -8,6 +8,7 @@ import importlib.resources
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder: those with a name, as for tools, one in each .jinja file
 GENERATION_CONFIG = "generation_config.json"
+# What stands beside a model's weights, and is copied with them.
+COMPANIONS = (*TOKENIZER_FILES, CHAT_TEMPLATES, GENERATION_CONFIG)
 # Tensors by name: the file and a view of its bytes.
 Tensors = dict[str, tuple[Path, np.ndarray]]
 
@@ -86,7 +90,7 @@ def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*TOKENIZER_FILES, "*.json", "*.safetensors"]
+    patterns = [*TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*.jinja", "*.json", "*.safetensors"]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -95,6 +99,16 @@ def _download(name: str) -> Path:
             f"{name}: no such folder here{nearest_beside(Path(name))}, and it could not be had from the Hugging Face "
             f"Hub ({reason}). Check the name, the network and, for a gated repository, `hf auth login`"
         ) from error
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies what a model's folder has of `COMPANIONS` to an empty one."""
+    templates = (source / CHAT_TEMPLATES).glob("*.jinja")
+    for file in [*(source / name for name in COMPANIONS), *templates]:
+        if file.is_file():
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from qerl_jax.models.compressed_tensors import quantization_config
 from qerl_jax.models.loading import EMBED, Opened, open_model
 from qerl_jax.models.params import Layer
 from qerl_jax.models.shards import Stored, write_shards
-from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, write_json
+from qerl_jax.models.source import CONFIG, copy_companions, write_json
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.option_names import FORMATS
 from qerl_jax.quantization.calibration import ARITHMETIC, Calibration, load_calibration
@@ -248,6 +248,4 @@ def _assemble(opened: Opened, work: WorkFolder, target: Path, report: dict[str, 
         write_json(folder / CONFIG, hf)
         write_shards(folder, {name: stored(array) for name, array in own.items()})
         write_json(folder / REPORT, report)
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
-            if (opened.folder / name).is_file():
-                (folder / name).write_bytes((opened.folder / name).read_bytes())
+        copy_companions(opened.folder, folder)
