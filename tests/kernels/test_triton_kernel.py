@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import secrets
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from pallas_kernels.triton_plan import BLOCKS_M, WARPS, TritonPlan, make_plan
 pytest.importorskip("triton")
 
 INTERPRETED = """
-import numpy as np, jax.numpy as jnp, ml_dtypes
+import sys, numpy as np, jax.numpy as jnp, ml_dtypes
 from pallas_kernels import layout, repack
 from pallas_kernels.triton_kernel import (
     dequantize_constants, dequantize_grid, in_step_order, matmul_constants, matmul_grid, nvfp4_dequantize, nvfp4_matmul
@@ -36,7 +37,7 @@ class Array:
     def size(self): return self.array.shape
     def stride(self): return (1,)
 
-rng = np.random.default_rng()
+rng = np.random.default_rng(int(sys.argv[1]))
 # the planned sizes; K in parts of which the last has fewer quads; rows and outputs that fill no program
 for dtype, m, n, k, plan in (
     ("bfloat16", 5, 72, 512, None),
@@ -64,8 +65,10 @@ for dtype, m, n, k, plan in (
 
 def test_numbers_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    seed = secrets.randbits(32)
+    command = [sys.executable, "-c", INTERPRETED, str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
     assert done.stdout.splitlines() == [
         "right bfloat16 5 72 512", "right float16 70 40 512", "right bfloat16 17 160 1280"
     ]  # fmt: skip
