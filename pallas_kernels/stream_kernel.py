@@ -90,9 +90,8 @@ class _Kernel(ComputeWarps, SliceWarps):
         """The first of a cluster's results."""
         plan = self.plan
         full = p.minimum(cluster, plan.full_clusters)
-        rest = plan.results - plan.full_clusters * plan.full_results
-        shared = p.div(p.mul(p.sub(cluster, full), rest), plan.clusters - plan.full_clusters)
-        return p.add(p.mul(full, plan.full_results), shared)
+        of_last = p.div(p.mul(p.sub(cluster, full), plan.last_results), plan.last_clusters)
+        return p.add(p.mul(full, plan.full_results), of_last)
 
     def run(self):
         if self.plan.config.cluster > 1:

@@ -156,23 +156,37 @@ class Plan:
 
     @property
     def full_clusters(self) -> int:
-        """The first ones, which have `full_results` each; the others share the rest."""
+        """The first ones, which have `full_results` each: those of all waves but the last, if it is left any."""
         before = RESIDENT[self.config.cluster] * (self.config.waves - 1)
         behind, rest = self.clusters - before, self.results - before * self.full_results
         return before if 0 < behind <= rest <= behind * self.full_results else 0
 
     @property
     def full_results(self) -> int:
+        """That a cluster's warps have places for."""
         return self.config.warps_n * self.config.tiles // self.joined
+
+    @property
+    def last_clusters(self) -> int:
+        """The others, which share `last_results`."""
+        return self.clusters - self.full_clusters
+
+    @property
+    def last_results(self) -> int:
+        return self.results - self.full_clusters * self.full_results
+
+    @property
+    def last_tiles(self) -> int:
+        """Row tiles of the one of them that has most."""
+        return -(-self.last_results // self.last_clusters) * self.joined
 
     @property
     def working_tiles(self) -> int:
         """Row tiles that the working warps of a multiprocessor hold in all waves together, where it has most."""
         waves, together = self.config.waves, self.warps_together * self.config.tiles
         full_waves = waves - 1 if self.full_clusters else 0
-        rest = self.results - self.full_clusters * self.full_results
-        last = -(-rest // (self.clusters - self.full_clusters)) * self.joined
-        return full_waves * self.full_results * self.joined + (waves - full_waves) * -(-last // together) * together
+        last = -(-self.last_tiles // together) * together
+        return full_waves * self.full_results * self.joined + (waves - full_waves) * last
 
     @property
     def warps_together(self) -> int:
@@ -182,9 +196,7 @@ class Plan:
     @property
     def most_tiles(self) -> int:
         """Row tiles of the cluster that has most."""
-        if self.full_clusters:
-            return self.full_results * self.joined
-        return -(-self.results // self.clusters) * self.joined
+        return self.full_results * self.joined if self.full_clusters else self.last_tiles
 
     @property
     def used_warps(self) -> int:
