@@ -155,6 +155,18 @@ def test_base_and_adapter_merged_in_bfloat16(tmp_path, run):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 
+@pytest.mark.parametrize("format", ["peft", "bf16"])
+def test_what_lies_among_chat_templates_and_is_none_is_not_lost(tmp_path, run, format):
+    folder, *_ = run
+    export_model(folder, tmp_path / "out", format)
+    export_model(folder, tmp_path / "out", format)  # which replaces it
+    notes = tmp_path / "out" / "additional_chat_templates" / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(UserError, match="out holds additional_chat_templates, which would be lost"):
+        export_model(folder, tmp_path / "out", format)
+    assert notes.read_text() == "mine"
+
+
 def test_the_base_alone_in_nvfp4(tmp_path, run):
     folder, model, _ = run
     export_model(folder, tmp_path / "out", "nvfp4")

@@ -36,7 +36,7 @@ from qerl_jax.models.params import (
 from qerl_jax.models.peft_options import NORMS, PeftOptions, read_options
 from qerl_jax.models.safetensors import read_safetensors, write_safetensors
 from qerl_jax.models.saving import folder_with_tokenizer
-from qerl_jax.models.source import ADAPTER_CONFIG, COMPANIONS, copy_companions, resolve, write_json
+from qerl_jax.models.source import ADAPTER_CONFIG, copy_companions, replaceable, resolve, write_json
 from qerl_jax.option_names import check_format
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -242,8 +242,11 @@ def save_adapter(
     }
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
     tokenizer = folder_with_tokenizer(tokenizer_from)
-    own = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_ON, *COMPANIONS]
-    with whole_folder(path, own) as folder:
+
+    def names(folder: Path) -> list[str]:
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_ON, *replaceable(folder)]
+
+    with whole_folder(path, names) as folder:
         if tokenizer is not None:
             copy_companions(tokenizer, folder)
         write_json(folder / ADAPTER_CONFIG, options)

@@ -24,7 +24,7 @@ from qerl_jax.models.init import all_finite
 from qerl_jax.models.loading import layer_name, named_weights
 from qerl_jax.models.params import PROJECTIONS, Adapter, LoRA, Model, check_fits, check_kinds
 from qerl_jax.models.shards import Stored, weight_files, write_shards
-from qerl_jax.models.source import COMPANIONS, CONFIG, TOKENIZER_FILES, copy_companions, resolve, write_json
+from qerl_jax.models.source import CONFIG, TOKENIZER_FILES, copy_companions, replaceable, resolve, write_json
 from qerl_jax.option_names import FORMATS, SAVED_FORMATS
 
 
@@ -194,7 +194,7 @@ def _write_model_folder(
     tokenizer = folder_with_tokenizer(tokenizer_from)
 
     def names(folder: Path) -> list[str]:
-        return [CONFIG, *COMPANIONS, *weight_files(folder)]
+        return [CONFIG, *replaceable(folder), *weight_files(folder)]
 
     with whole_folder(path, names) as folder:
         write_json(folder / CONFIG, dict(hf))

@@ -111,6 +111,12 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(file, copy)
 
 
+def replaceable(folder: Path) -> list[str]:
+    """`COMPANIONS`, without the folder of chat templates where this one's holds anything else, which would be lost."""
+    foreign = any(file.suffix != ".jinja" for file in (folder / CHAT_TEMPLATES).glob("*"))
+    return [name for name in COMPANIONS if not (foreign and name == CHAT_TEMPLATES)]
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """An indented JSON file that ends with a newline."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
