@@ -67,7 +67,7 @@ def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rings_make_room_for_adapters(name):
-    """Up to rank 64 at 33-64 rows; beyond, B is late."""
+    """Up to rank 64 at 33-64 rows, where they are not the shortest anyway (14B); beyond, B is late."""
     with compiling_for(90):
         without, given = (layer_calls.calls_of(48, shapes_of(name, rank)) for rank in (0, 64))
         assert layer_calls.calls_of(48, shapes_of(name, 128))[1].config.late_b
@@ -78,7 +78,7 @@ def test_rings_make_room_for_adapters(name):
             shorter += (b.config.depth, b.config.x_depth) < (a.config.depth, a.config.x_depth)
         else:
             assert b.makes_h and not b.before
-    assert shorter
+    assert bool(shorter) == (name != "14B")
 
 
 @pytest.mark.parametrize("rank, rows, launches", [(32, 32, 5), (32, 64, 5), (8, 200, 5), (0, 64, 5)])
