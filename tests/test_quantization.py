@@ -219,7 +219,9 @@ def test_a_full_disk_is_told_with_the_layers_file(tmp_path):
         ({"weight_format": "nf4"}, "--format is 'nf4'; allowed: nvfp4. Other formats"),
         ({"method": "gptq"}, "--method is 'gptq'; allowed: rtn, awq"),
         ({"method": "awq"}, "--method awq needs --calibration"),
-        ({"sequences": 4}, "--sequences and --length have no effect without --calibration"),
+        ({"sequences": 4}, "--sequences, --length and --chat-template-kwargs have no effect without --calibration"),
+        ({"chat_template_kwargs": {"loud": True}}, "--chat-template-kwargs have no effect without --calibration"),
+        ({"calibration": "TEXT", "chat_template_kwargs": {}}, r"\(--chat-template-kwargs\) has no effect: no row"),
         ({"calibration": "TEXT", "sequences": 1}, "--sequences is 1; allowed: 2 or more"),
         ({"calibration": "TEXT", "sequences": 99}, "text.jsonl: has 16 rows; expected 99 or more"),
         ({"calibration": "TEXT", "length": 65}, "--length is 65; allowed: 2 to 64"),
@@ -265,6 +267,9 @@ def test_the_command_prints_a_line_a_layer_and_the_table(tmp_path, capsys):
     assert [line.split()[0] for line in lines[-3:]] == ["plain", "rtn", "awq"]
     assert main(words) == 2
     assert "is there already" in capsys.readouterr().err
+    words[2] = str(tmp_path / "other")
+    assert main([*words, "--chat-template-kwargs", '{"enable_thinking": false}']) == 2
+    assert "(--chat-template-kwargs) is {'enable_thinking': False}, and the" in capsys.readouterr().err
 
 
 def test_a_second_command_for_the_same_folder_is_refused(tmp_path, monkeypatch):

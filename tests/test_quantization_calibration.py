@@ -10,7 +10,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_tokenizer
 from qerl_jax.quantization.calibration import load_calibration
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} <eos> {% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} <eos> {% endfor %}{% if loud %}w19 {% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,33 @@ def test_the_three_kinds_of_rows(tmp_path, tokenizer):
     assert found.search.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 21, 7, 21, 0], [8, 9, 21, 10, 0]]
     assert found.search.lengths.tolist() == [5, 4, 4] and found.search.starts.tolist() == [3, 1, 3]
     assert found.held_out.tokens.tolist() == [[11, 12, 0, 0, 0]]
+
+
+def test_variables_of_the_chat_template(tmp_path, tokenizer):
+    rows = [
+        {"messages": [{"role": "user", "content": "w6"}]},
+        {"prompt": [{"role": "user", "content": "w8"}], "completion": "w10"},
+        {"prompt": [{"role": "user", "content": "w9"}]},
+        {"text": "w1 w2"},
+    ]
+    path = written(tmp_path, rows)
+    plain, loud = (load_calibration(path, tokenizer, None, None, 64, kwargs) for kwargs in (None, {"loud": True}))
+    assert plain.search.tokens.tolist() == [[6, 21, 0], [8, 21, 10], [9, 21, 0]]
+    assert loud.search.tokens.tolist() == [[6, 21, 19, 0], [8, 21, 19, 10], [9, 21, 19, 0]]
+    assert loud.held_out.tokens[0, :2].tolist() == [1, 2]
+    assert loud.description["chat_template_kwargs"] == {"loud": True}
+    assert "chat_template_kwargs" not in plain.description
+
+
+def test_variables_that_would_do_nothing_are_refused(tmp_path, tokenizer):
+    messages, texts = [{"messages": [{"role": "user", "content": "w6"}]}] * 2, [{"text": "w1 w2"}] * 2
+    for rows, kwargs, message in (
+        (messages, {"lout": True}, r"\(--chat-template-kwargs\) sets 'lout', which the .* does not use.*'loud'"),
+        (texts, {"loud": True}, "has no effect: no row of .*rows.jsonl has messages"),
+        (texts, {}, "has no effect: no row of .*rows.jsonl has messages"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_calibration(written(tmp_path, rows), tokenizer, None, None, 64, kwargs)
 
 
 def test_the_shipped_policys_own_problems():

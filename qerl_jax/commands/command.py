@@ -3,10 +3,11 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl_jax.durable import with_home
-from qerl_jax.errors import UserError, nearest_beside
+from qerl_jax.errors import UserError, nearest_beside, shown
+from qerl_jax.input_files import parse_json
 
 if TYPE_CHECKING:
     from qerl_jax.config import Config
@@ -50,6 +51,34 @@ def config_of(words: list[str]) -> "Config":
     if len(configs) > 1:
         raise UserError(f"found {' and '.join(configs)}; expected one config, then section.option=value overrides")
     return load_config(configs[0] if configs else "quickstart", [word for word in words if _is_override(word)])
+
+
+def add_template_kwargs(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Adds the argument that sets variables of the chat template; `default` says what they are without it."""
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help=f"""variables of the chat template, as '{{"enable_thinking": false}}'{default}""",
+    )
+
+
+def template_kwargs(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The variables that this argument sets, a JSON object; None without it."""
+    text = arguments.chat_template_kwargs
+    if text is None:
+        return None
+    try:
+        values = parse_json(os.fsencode(text))
+    except ValueError as error:
+        found = f"not JSON ({error})"
+    else:
+        if isinstance(values, dict):
+            return values
+        found = "no JSON object"
+    raise UserError(
+        f"--chat-template-kwargs {shown(text, 80)}: {found}; expected variables of the chat template with their "
+        """values, as '{"enable_thinking": false}'"""
+    )
 
 
 def _is_override(word: str) -> bool:

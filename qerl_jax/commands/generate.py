@@ -10,11 +10,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl_jax.commands.command import add_command, check_device, check_n, check_seed
+from qerl_jax.commands.command import (
+    add_command,
+    add_template_kwargs,
+    check_device,
+    check_n,
+    check_seed,
+    template_kwargs,
+)
 from qerl_jax.data import ROW_FILES
 from qerl_jax.durable import not_writable, with_home, writing
-from qerl_jax.errors import UserError, shown
-from qerl_jax.input_files import parse_json
+from qerl_jax.errors import UserError
 from qerl_jax.option_names import FORMATS
 from qerl_jax.run_files import CONFIG, means_run
 
@@ -57,11 +63,7 @@ def add(commands: "Commands") -> None:
         help="many: rows with a `prompt` (text, or messages, which pass the chat template); or one text that does not "
         "look like the name of a file",
     )
-    parser.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help="""variables of the chat template, as '{"enable_thinking": false}' (default of a run: its own)""",
-    )
+    add_template_kwargs(parser, " (default of a run: its own)")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="X", help="divides the logits")
     parser.add_argument("--top-p", type=float, metavar="X", help="sample from the most likely tokens that sum to X")
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--stop is empty; expected a text")
     if arguments.output is not None:
         _check_output(arguments.output, arguments.prompts)
-    kwargs = _template_kwargs(arguments.chat_template_kwargs)
+    kwargs = template_kwargs(arguments)
     prompts, from_file = _prompts(arguments)
     as_rows = from_file or arguments.output is not None
     if arguments.logprobs and not as_rows:
@@ -170,24 +172,6 @@ def run(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return _SOME_FAILED if refused else 0
-
-
-def _template_kwargs(text: str | None) -> dict[str, Any] | None:
-    """The object that a text is as JSON; None for none."""
-    if text is None:
-        return None
-    try:
-        values = parse_json(os.fsencode(text))
-    except ValueError as error:
-        found = f"not JSON ({error})"
-    else:
-        if isinstance(values, dict):
-            return values
-        found = "no JSON object"
-    raise UserError(
-        f"--chat-template-kwargs {shown(text, 80)}: {found}; expected variables of the chat template with their "
-        """values, as '{"enable_thinking": false}'"""
-    )
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], bool]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, check_device
+from qerl_jax.commands.command import add_command, add_template_kwargs, check_device, template_kwargs
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -49,11 +49,13 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--length", type=int, metavar="N", help="most tokens of a row (default: 2048, or the positions the model has)"
     )
+    add_template_kwargs(parser, ", which messages of the calibration text pass")
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints a line for each layer to standard error, and the table."""
+    kwargs = template_kwargs(arguments)
     check_device()
     from qerl_jax.quantization import quantize_folder
     from qerl_jax.quantization.report import table
@@ -66,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.calibration,
         arguments.sequences,
         arguments.length,
+        kwargs,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(table(report))

@@ -6,18 +6,18 @@ perplexity and entropy are also measured on it: of all tokens, or of the complet
 
     {"text": ...}                        as the tokenizer encodes a text
     {"messages": [{"role": ..., "content": ...}, ...]}   a whole conversation through the chat template
-    {"prompt": text or messages, "completion": text}     a prompt as training encodes it where it sets no
-                                                         chat_template_kwargs, and what follows (optional)
+    {"prompt": text or messages, "completion": text}     a prompt as training encodes it, and what follows (optional)
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
-from qerl_jax.data.prompts import Prompt, prompt_ids, templated, text_ids
+from qerl_jax.data.prompts import Prompt, check_template_kwargs, prompt_ids, templated, text_ids
 from qerl_jax.data.row_files import line_of, numbered_lines, read_bytes, read_row
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
@@ -27,6 +27,7 @@ ARITHMETIC = "arithmetic"
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 2048
 _HELD_OUT = 8  # one row in so many
 _COLUMNS = ("text", "messages", "prompt")
+_KWARGS = "chat_template_kwargs (--chat-template-kwargs)"
 
 
 class Rows(NamedTuple):
@@ -50,7 +51,12 @@ class Calibration(NamedTuple):
 
 
 def load_calibration(
-    source: str, tokenizer: Tokenizer, sequences: int | None, length: int | None, max_length: int
+    source: str,
+    tokenizer: Tokenizer,
+    sequences: int | None,
+    length: int | None,
+    max_length: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Calibration:
     """Reads calibration text.
 
@@ -60,6 +66,7 @@ def load_calibration(
       sequences: rows to take; None takes 256, or all where the file has fewer.
       length: most tokens of a row; None takes 2048, or `max_length` where that is less.
       max_length: positions that the network has.
+      chat_template_kwargs: variables of the chat template, which messages pass; None sets none.
 
     Raises:
       UserError: naming the file and line, or the option, what was found and what is allowed.
@@ -69,10 +76,17 @@ def load_calibration(
     if length is not None and not 2 <= length <= max_length:
         raise UserError(f"--length is {length}; allowed: 2 to {max_length}, the positions that the network has")
     length = min(DEFAULT_LENGTH, max_length) if length is None else length
+    check_template_kwargs(tokenizer, chat_template_kwargs, _KWARGS)
     if source == ARITHMETIC:
-        documents = _arithmetic(tokenizer, sequences or DEFAULT_SEQUENCES)
+        documents, templates = _arithmetic(tokenizer, sequences or DEFAULT_SEQUENCES), False
     else:
-        documents = _jsonl(with_home(source), tokenizer, sequences)
+        rows = _jsonl(with_home(source), sequences)
+        documents = [_document(row, where, tokenizer, chat_template_kwargs) for row, where in rows]
+        templates = any("messages" in row or isinstance(row.get("prompt"), list) for row, _ in rows)
+    if chat_template_kwargs is not None and not templates:
+        raise UserError(
+            f"{_KWARGS} has no effect: no row of {source} has messages, and texts pass no chat template; leave it out"
+        )
     lengths = np.asarray([min(length, len(ids)) for ids, _ in documents], np.int32)
     starts = np.asarray([start for _, start in documents], np.int32)
     tokens = np.zeros((len(documents), lengths.max()), np.int32)
@@ -90,6 +104,8 @@ def load_calibration(
         "held_out_tokens": int(lengths[held].sum()),
         "sha256": hashlib.sha256(b"".join(array.tobytes() for array in (tokens, lengths, starts))).hexdigest(),
     }
+    if chat_template_kwargs is not None:
+        description["chat_template_kwargs"] = dict(chat_template_kwargs)
     search, held_out = (Rows(tokens[part], lengths[part], starts[part]) for part in (~held, held))
     return Calibration(search, held_out, description)
 
@@ -104,13 +120,13 @@ def _arithmetic(tokenizer: Tokenizer, count: int) -> list[Document]:
     return [_joined(tokenizer, prompts[i], (worked, direct)[(i + i // _HELD_OUT) % 2][i] + end) for i in range(count)]
 
 
-def _joined(tokenizer: Tokenizer, prompt: Prompt, completion: str) -> Document:
-    before = prompt_ids(tokenizer, prompt)
+def _joined(tokenizer: Tokenizer, prompt: Prompt, completion: str, kwargs: Mapping[str, Any] | None = None) -> Document:
+    before = prompt_ids(tokenizer, prompt, chat_template_kwargs=kwargs)
     return before + text_ids(tokenizer, completion, "completion", special=False), max(1, len(before))
 
 
-def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Document]:
-    """Documents of a file, by evenly spaced lines."""
+def _jsonl(path: Path, sequences: int | None) -> list[tuple[dict[str, Any], str]]:
+    """Rows of a file at evenly spaced lines, and where each is."""
     if path.suffix not in ROW_FILES:
         raise UserError(f"--calibration is {path}; allowed: a .jsonl file, or {ARITHMETIC}")
     lines = numbered_lines(path, read_bytes(path))
@@ -118,15 +134,15 @@ def _jsonl(path: Path, tokenizer: Tokenizer, sequences: int | None) -> list[Docu
         raise UserError(f"{path}: has {len(lines)} rows; expected {max(2, sequences or 0)} or more (--sequences)")
     count = min(DEFAULT_SEQUENCES, len(lines)) if sequences is None else sequences
     chosen = [lines[i * len(lines) // count] for i in range(count)]
-    return [_document(read_row(path, number, line), line_of(path, number), tokenizer) for number, line in chosen]
+    return [(read_row(path, number, line), line_of(path, number)) for number, line in chosen]
 
 
-def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document:
+def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer, kwargs: Mapping[str, Any] | None) -> Document:
     if sum(name in row for name in _COLUMNS) != 1:
         found = ", ".join(map(repr, row)) or "none"
         raise UserError(f"{where}: expected one of the columns {', '.join(_COLUMNS)}; found {found}")
     try:
-        ids, start = _encode(row, tokenizer)
+        ids, start = _encode(row, tokenizer, kwargs)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if len(ids) < 2:
@@ -134,7 +150,7 @@ def _document(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> Document
     return ids, start
 
 
-def _encode(row: dict[str, Any], tokenizer: Tokenizer) -> Document:
+def _encode(row: dict[str, Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any] | None) -> Document:
     def text(name: str) -> str:
         if not isinstance(row[name], str):
             raise UserError(f"{name} is {row[name]!r:.80}; expected a text")
@@ -146,12 +162,14 @@ def _encode(row: dict[str, Any], tokenizer: Tokenizer) -> Document:
         _check_messages(row["messages"])
         if not tokenizer.chat_template:
             raise UserError("has messages, and the model's tokenizer has no chat template; use text")
-        chat = templated(tokenizer, row["messages"], answers=False)
+        chat = templated(tokenizer, row["messages"], answers=False, chat_template_kwargs=kwargs)
         return text_ids(tokenizer, chat, "conversation", special=False), 1
     if isinstance(row["prompt"], list):
         _check_messages(row["prompt"])
     prompt = row["prompt"] if isinstance(row["prompt"], list) else text("prompt")
-    return _joined(tokenizer, prompt, text("completion")) if "completion" in row else (prompt_ids(tokenizer, prompt), 1)
+    if "completion" in row:
+        return _joined(tokenizer, prompt, text("completion"), kwargs)
+    return prompt_ids(tokenizer, prompt, chat_template_kwargs=kwargs), 1
 
 
 def _check_messages(messages: Any) -> None:

@@ -51,6 +51,7 @@ def quantize_folder(
     calibration: str | None = None,
     sequences: int | None = None,
     length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Quantizes the linear layers of a model into a new folder, which appears whole or not at all.
@@ -66,6 +67,7 @@ def quantize_folder(
       method: "rtn" rounds to nearest, as `load_model` does; "awq" searches scales on the calibration text first.
       calibration: text to calibrate and measure on (see `calibration`); with "rtn" it is only measured on.
       sequences, length: rows of it to take, and most tokens of a row; None as `load_calibration` says.
+      chat_template_kwargs: variables of the chat template, which messages of it pass.
       say: gets a line of text for each layer.
 
     Returns:
@@ -83,8 +85,10 @@ def quantize_folder(
         raise UserError(
             f"--method {method} needs --calibration: a .jsonl file with `text`, `messages` or `prompt` in its rows"
         )
-    if text is None and (sequences, length) != (None, None):
-        raise UserError("--sequences and --length have no effect without --calibration; leave them out")
+    if text is None and (sequences, length, chat_template_kwargs) != (None, None, None):
+        raise UserError(
+            "--sequences, --length and --chat-template-kwargs have no effect without --calibration; leave them out"
+        )
     target = where_it_leads(destination)
     _refuse_existing(target)
     opened = open_model(source)
@@ -93,7 +97,7 @@ def quantize_folder(
     rows = None
     if text is not None:
         tokenizer = load_tokenizer(opened.folder, opened.config.vocab_size)
-        rows = load_calibration(text, tokenizer, sequences, length, opened.config.positions)
+        rows = load_calibration(text, tokenizer, sequences, length, opened.config.positions, chat_template_kwargs)
     dtype = _compute_dtype(opened)
     settings = {
         "qerl_jax": qerl_jax.__version__,
