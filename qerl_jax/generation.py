@@ -8,7 +8,14 @@ import jax
 import numpy as np
 
 from qerl_jax.compiled import compiled_together
-from qerl_jax.data.prompts import check_prompt, check_template_kwargs, prompt_ids, prompt_text
+from qerl_jax.data.prompts import (
+    KWARGS_OPTION,
+    check_prompt,
+    check_template_kwargs,
+    prompt_ids,
+    prompt_text,
+    refuse_idle_kwargs,
+)
 from qerl_jax.errors import UserError, is_whole
 from qerl_jax.models.loading import model_shapes
 from qerl_jax.models.peft import load_adapter
@@ -100,12 +107,9 @@ def generate_texts(
         raise UserError(f"n is {n!r}; allowed: a whole number, 1 or more")
     if "" in stop:
         raise UserError("stop holds an empty text, which would end every completion before its first token")
-    kwargs_option = "chat_template_kwargs (--chat-template-kwargs)"
-    if chat_template_kwargs is not None and not any(isinstance(prompt, list) for prompt in prompts):
-        raise UserError(
-            f"{kwargs_option} has no effect: no prompt is a list of messages, and texts pass no chat template; leave "
-            "it out"
-        )
+    kwargs_option = KWARGS_OPTION
+    has_messages = any(isinstance(prompt, list) for prompt in prompts)
+    refuse_idle_kwargs(chat_template_kwargs, has_messages, "no prompt is a list of messages")
     source = find_source(model_or_run, own_adapter=adapter is None)
     if source.weight_format is not None and weight_format is not None:
         raise UserError(

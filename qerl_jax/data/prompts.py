@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qerl_jax.models.tokenizer import Tokenizer
 
 Prompt = str | list[dict[str, Any]]
+KWARGS_OPTION = "chat_template_kwargs (--chat-template-kwargs)"  # as scripts and commands have it
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -76,6 +77,12 @@ def check_template_kwargs(
             if name not in _taken(apply):
                 why = f"the tokenizer's chat template does not use{nearest(str(name), known)}"
             raise UserError(f"{option} sets {name!r}, which {why}; allowed: {', '.join(sorted(known)) or 'nothing'}")
+
+
+def refuse_idle_kwargs(chat_template_kwargs: Mapping[str, Any] | None, has_messages: bool, otherwise: str) -> None:
+    """Refuses variables of the chat template (`KWARGS_OPTION`) where no messages pass it, which `otherwise` says."""
+    if chat_template_kwargs is not None and not has_messages:
+        raise UserError(f"{KWARGS_OPTION} has no effect: {otherwise}, and texts pass no chat template; leave it out")
 
 
 def reads_clock(tokenizer: "Tokenizer", chat_template_kwargs: Mapping[str, Any] | None) -> bool:

@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qerl_jax.data import ROW_FILES, arithmetic
-from qerl_jax.data.prompts import Prompt, check_template_kwargs, prompt_ids, templated, text_ids
+from qerl_jax.data.prompts import (
+    KWARGS_OPTION,
+    Prompt,
+    check_template_kwargs,
+    prompt_ids,
+    refuse_idle_kwargs,
+    templated,
+    text_ids,
+)
 from qerl_jax.data.row_files import line_of, numbered_lines, read_bytes, read_row
 from qerl_jax.durable import with_home
 from qerl_jax.errors import UserError
@@ -27,7 +35,6 @@ ARITHMETIC = "arithmetic"
 DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 2048
 _HELD_OUT = 8  # one row in so many
 _COLUMNS = ("text", "messages", "prompt")
-_KWARGS = "chat_template_kwargs (--chat-template-kwargs)"
 
 
 class Rows(NamedTuple):
@@ -76,17 +83,14 @@ def load_calibration(
     if length is not None and not 2 <= length <= max_length:
         raise UserError(f"--length is {length}; allowed: 2 to {max_length}, the positions that the network has")
     length = min(DEFAULT_LENGTH, max_length) if length is None else length
-    check_template_kwargs(tokenizer, chat_template_kwargs, _KWARGS)
+    check_template_kwargs(tokenizer, chat_template_kwargs, KWARGS_OPTION)
     if source == ARITHMETIC:
-        documents, templates = _arithmetic(tokenizer, sequences or DEFAULT_SEQUENCES), False
+        documents, has_messages = _arithmetic(tokenizer, sequences or DEFAULT_SEQUENCES), False
     else:
         rows = _jsonl(with_home(source), sequences)
         documents = [_document(row, where, tokenizer, chat_template_kwargs) for row, where in rows]
-        templates = any("messages" in row or isinstance(row.get("prompt"), list) for row, _ in rows)
-    if chat_template_kwargs is not None and not templates:
-        raise UserError(
-            f"{_KWARGS} has no effect: no row of {source} has messages, and texts pass no chat template; leave it out"
-        )
+        has_messages = any("messages" in row or isinstance(row.get("prompt"), list) for row, _ in rows)
+    refuse_idle_kwargs(chat_template_kwargs, has_messages, f"no row of {source} has messages")
     lengths = np.asarray([min(length, len(ids)) for ids, _ in documents], np.int32)
     starts = np.asarray([start for _, start in documents], np.int32)
     tokens = np.zeros((len(documents), lengths.max()), np.int32)
