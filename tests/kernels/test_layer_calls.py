@@ -67,18 +67,19 @@ def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rings_make_room_for_adapters(name):
-    """Up to rank 64 at 33-64 rows, where they are not the shortest anyway (14B); beyond, B is late."""
+    """Up to rank 64 at 33-64 rows, if they are longer than two without; beyond, B is late."""
     with compiling_for(90):
         without, given = (layer_calls.calls_of(48, shapes_of(name, rank)) for rank in (0, 64))
         assert layer_calls.calls_of(48, shapes_of(name, 128))[1].config.late_b
-    shorter = 0
+    shorter = longer = 0
     for a, b in zip(without, given, strict=True):
         if isinstance(b.config, StreamConfig):
             assert dataclasses.replace(a.config, depth=b.config.depth, x_depth=b.config.x_depth) == b.config
             shorter += (b.config.depth, b.config.x_depth) < (a.config.depth, a.config.x_depth)
+            longer += max(a.config.depth, a.config.x_depth) > 2
         else:
             assert b.makes_h and not b.before
-    assert bool(shorter) == (name != "14B")
+    assert shorter == longer
 
 
 @pytest.mark.parametrize("rank, rows, launches", [(32, 32, 5), (32, 64, 5), (8, 200, 5), (0, 64, 5)])
