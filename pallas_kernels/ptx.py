@@ -122,8 +122,9 @@ def _v(x):
     return i32(x) if isinstance(x, int) else x
 
 
-def sreg(name: str) -> ir.Value:
-    return ptx(f"mov.u32 $0, %{name};", results=[i32_t()])[0]
+def sreg(name: str, again: bool = False) -> ir.Value:
+    """A special register; read `again`, what follows from it is computed again too, and no register keeps it."""
+    return ptx(f"mov.u32 $0, %{name};", results=[i32_t()], effects=again)[0]
 
 
 def opaque_zero() -> ir.Value:
@@ -141,6 +142,11 @@ def opaque(value: int | ir.Value) -> ir.Value:
 def uniform(value: ir.Value) -> ir.Value:
     """Lane 0's value, so that the compiler knows that the warp agrees on it."""
     return ptx("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", value, results=[i32_t()], effects=True)[0]
+
+
+def set_registers(count: int, more: bool):
+    """A thread's, by all of four warps that begin with a multiple of four; for `more` others must have set fewer."""
+    ptx(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};", convergent=True)
 
 
 def cta_sync():

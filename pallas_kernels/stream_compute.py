@@ -9,11 +9,12 @@ from .layout import CODE_BYTES, QUAD_BYTES
 from .pick import of_tile
 from .stream_lora import LoraWarps
 from .stream_outputs import FINISHED, OutputTiles
+from .stream_shared import SharedTiles
 
 PREPARED = 2  # a named barrier; see stream_outputs.py and stream_slices.py for others, 0 is the whole CTA's
 
 
-class ComputeWarps(LoraWarps, OutputTiles):
+class ComputeWarps(LoraWarps, OutputTiles, SharedTiles):
     """What one compute warp does. The CTA's class sets the plan and the addresses before."""
 
     @property
@@ -47,7 +48,8 @@ class ComputeWarps(LoraWarps, OutputTiles):
     def compute(self):
         plan, c = self.plan, self.plan.config
         warp_k, warp_n = p.div(self.warp, c.warps_n), p.rem(self.warp, c.warps_n)
-        quads = p.select(p.lt(warp_n, self.working_warps()), self.quads, 0)
+        works = p.lt(warp_n, self.working_warps())
+        first_turn, end = self.turns(warp_n, works)
         first_unit = p.mul(warp_k, plan.units_warp)
         used = plan.used_warps // c.warps_k
         self.is_used = p.lt(warp_n, used)  # the others read what their neighbour fetches, and keep nothing
@@ -61,7 +63,7 @@ class ComputeWarps(LoraWarps, OutputTiles):
             local_tile = p.add(p.mul(warp_n, c.tiles), r)
             self.local_tiles.append(local_tile)
             self.valid.append(p.lt(local_tile, self.tile_count))
-            (w,), at = of_tile(plan, p.add(self.first_tile, local_tile), [(d,) for d in self.data])
+            (w,), at = of_tile(plan, self.tile(local_tile), [(d,) for d in self.data])
             source = mem.offset(mem.wide_offset(w, at, plan.quads * QUAD_BYTES), p.mul(self.first_quad, QUAD_BYTES))
             self.codes.append(mem.offset(source, p.add(p.mul(first_unit, 512), p.mul(self.lane, 16))))
             pair = p.mul(p.shr(first_unit, 1), 128)
@@ -70,13 +72,14 @@ class ComputeWarps(LoraWarps, OutputTiles):
         self.scale_bytes = p.select(p.eq(p.and_(first_unit, 1), 1), 0x4342, 0x4140)
         adds_lora = arith.andi(p.eq(warp_k, 0), p.eq(self.rank, 0))
         if plan.ranks:
-            adds_lora = arith.andi(adds_lora, self.is_used)
+            adds_lora = arith.andi(adds_lora, self.finishes(warp_n) if c.shares else self.is_used)
             if c.late_b:
                 self.prefetch_b(adds_lora)
             else:
                 self.fetch_b(adds_lora, self.first_tile)
         for d in range(c.depth - 1):
-            p.when(p.lt(d, quads), lambda d=d: self.fetch(p.i32(d), p.add(self.first_slot, d * plan.slot)))
+            turn, slot = p.add(first_turn, d), p.add(self.first_slot, d * plan.slot)
+            p.when(p.lt(turn, end), lambda turn=turn, slot=slot: self.fetch(turn, slot))
             mem.copy_commit()
         p.named_sync(PREPARED, self.prepared_threads)
         g, t = p.shr(self.lane, 2), p.and_(self.lane, 3)
@@ -89,7 +92,7 @@ class ComputeWarps(LoraWarps, OutputTiles):
             slot, spare, x_slot, x_parity, *acc = carry
             mem.copy_wait(c.depth - 2)
             ahead = p.add(q, c.depth - 1)
-            p.when(p.lt(ahead, self.quads), lambda: self.fetch(ahead, spare))
+            p.when(p.lt(ahead, end if c.shares else self.quads), lambda: self.fetch(ahead, spare))
             mem.copy_commit()
             mem.barrier_wait(p.add(self.x_full, p.mul(x_slot, 8)), x_parity)
             multiply = self.quad_wgmma if c.wgmma else self.quad
@@ -114,17 +117,23 @@ class ComputeWarps(LoraWarps, OutputTiles):
                 return after
 
             # A loop for each chain of additions: with a branch in one loop ptxas lets no two wgmma overlap.
-            p.for_range(0, quads, plan.promote_quads, state, add_chain)
+            p.for_range(0, end, plan.promote_quads, state, add_chain)
         elif c.promote:
 
             def add_chain_to(first, carry):
                 after, acc = self.chain(first, carry[: len(state)], step)
                 return after + p.total([carry[len(state) :], acc])
 
-            acc = p.for_range(0, quads, plan.promote_quads, state + acc, add_chain_to)[len(state) :]
+            acc = p.for_range(0, end, plan.promote_quads, state + acc, add_chain_to)[len(state) :]
         else:
-            acc = p.for_range(0, quads, 1, state + acc, step)[len(state) :]
+            if c.shares:
+                state[2:] = self.let_x_pass(0, first_turn, state[2:])
+            state = p.for_range(first_turn, end, 1, state + acc, step)
+            x_state, acc = state[2:4], state[4:]
             acc = p.total([acc[n : n + plan.sums_warp] for n in range(0, len(acc), plan.sums_warp)])
+            if c.shares:
+                acc = self.with_neighbours(acc)
+                self.let_x_pass(end, p.select(works, plan.quads, 0), x_state)
         if plan.ranks:
             if c.late_b:
                 p.named_sync(FINISHED, c.warps * 32)  # every warp has read its last slot

@@ -69,8 +69,7 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.lane = p.and_(self.tid, 31)
         self.warp = p.uniform(p.shr(self.tid, 5))
         self.is_lane_0 = p.eq(self.lane, 0)
-        self.cta = cta = p.sreg("ctaid.x")
-        self.rank, self.cluster = p.rem(cta, c.cluster), p.div(cta, c.cluster)
+        self.locate()
         self.x_full, self.x_empty = base, p.add(base, 8 * c.x_depth)
         self.h_full, self.sums_full, self.rings_free = (p.add(base, 128 + 8 * n) for n in range(3))
         self.factor_base = p.add(base, FACTORS_AT)
@@ -79,12 +78,23 @@ class _Kernel(ComputeWarps, SliceWarps):
         self.x_base = p.add(base, plan.x_at)
         self.b_base, self.h_base = p.add(base, plan.b_at), p.add(base, plan.h_at)
         self.sums_base = p.add(base, plan.sums_at)
+        self.received_base = p.add(base, plan.received_at)
         self.first_quad = p.div(p.mul(self.rank, plan.quads), c.cluster)
         self.quads = p.sub(p.div(p.mul(p.add(self.rank, 1), plan.quads), c.cluster), self.first_quad)
+
+    def locate(self, again: bool = False):
+        """Which CTA this is, and which row tiles are its own."""
+        plan, c = self.plan, self.plan.config
+        self.cta = cta = p.sreg("ctaid.x", again)
+        self.rank, self.cluster = p.rem(cta, c.together), p.div(cta, c.together)
+        if c.shares:  # `side` of the two; each has all of K
+            self.side, self.rank = self.rank, p.i32(0)
         # results' row tiles; with SwiGLU each is two of the weights'
         first = self.first_result(self.cluster)
         self.result_tiles = p.sub(self.first_result(p.add(self.cluster, 1)), first)
         self.first_tile, self.tile_count = p.mul(first, plan.joined), p.mul(self.result_tiles, plan.joined)
+        if c.shares:
+            self.share()
 
     def first_result(self, cluster):
         """The first of a cluster's results."""
@@ -94,9 +104,13 @@ class _Kernel(ComputeWarps, SliceWarps):
         return p.add(p.mul(full, plan.full_results), of_last)
 
     def run(self):
-        if self.plan.config.cluster > 1:
+        if self.plan.config.together > 1:
             self.make_cluster_barriers()
-        p.if_else(p.lt(self.warp, self.plan.config.warps), self.compute, self.serve)
+        is_compute = p.lt(self.warp, self.plan.config.warps)
+        if self.plan.config.shares:
+            p.if_else(is_compute, self.compute_and_add_up, self.serve_with_few_registers)
+            return
+        p.if_else(is_compute, self.compute, self.serve)
         p.warp_sync()
         self.add_up()
 
@@ -108,7 +122,7 @@ class _Kernel(ComputeWarps, SliceWarps):
             p.if_else(is_loader, self.load_x, self.multiply_by_a)
         else:
             p.when(is_loader, self.load_x)
-        if self.plan.config.cluster > 1:
+        if self.plan.config.together > 1:
             p.warp_sync()
             p.cluster_wait()
 
@@ -204,7 +218,7 @@ def build(
         dtype,
         grid=plan.clusters,
         warps=4 * plan.warpgroups,
-        cluster=config.cluster,
+        cluster=config.together,
         shared=plan.total,
     )
 

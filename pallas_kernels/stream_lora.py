@@ -25,7 +25,7 @@ class LoraWarps:
         ends = [sum(plan.rank_tiles[: i + 1]) for i in range(len(plan.n))]
         values = [(p.i32(end - count), p.i32(end)) for end, count in zip(ends, plan.rank_tiles, strict=True)]
         (first, _), _ = of_tile(plan, self.first_tile, values)
-        (_, end), _ = of_tile(plan, p.sub(p.add(self.first_tile, self.tile_count), 1), values)
+        (_, end), _ = of_tile(plan, self.tile(p.sub(self.tile_count, 1)), values)
         return first, end
 
     # ---- the warp that loads x -----------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class LoraWarps:
             (self.b[i], p.i32(plan.h_tile * first[i]), p.i32(plan.rank_tiles[i]), p.i32(plan.n[i]))
             for i in range(len(plan.n))
         ]
-        (b, h, count, n), local = of_tile(plan, p.add(first_tile, self.local_tiles[r]), values)
+        (b, h, count, n), local = of_tile(plan, self.tile(self.local_tiles[r], first_tile), values)
         return (b, h, p.select(arith.andi(adds_lora, self.valid[r]), count, 0), n), local
 
     def fetch_b(self, adds_lora, first_tile):

@@ -72,7 +72,7 @@ class OutputTiles:
             first, row = p.mul(p.shr(rest, 3), plan.joined), p.mul(p.and_(rest, 7), 2)
             tiles = [p.add(first, i) for i in range(plan.joined)]
             loaded = [load(tile, m, row) for tile in tiles]
-            self.store([p.add(self.first_tile, tile) for tile in tiles], m, row, list(map(p.total, loaded)))
+            self.store([self.tile(tile) for tile in tiles], m, row, list(map(p.total, loaded)))
             return []
 
         def load(tile, m, row):
@@ -82,7 +82,7 @@ class OutputTiles:
             return [mem.load_shared_f32x2(p.add(at, k * part)) for k in range(c.warps_k)]
 
         pairs = p.mul(self.result_tiles, plan.m * ROWS // 2)
-        p.for_range(self.tid, pairs, plan.warpgroups * 128, [], one)
+        p.for_range(self.tid, pairs, plan.adding_threads, [], one)
 
     # ---- the CTAs of a cluster
 
@@ -91,9 +91,11 @@ class OutputTiles:
         plan, c = self.plan, self.plan.config
 
         def make():
-            mem.barrier_init(self.sums_full, 2)  # this lane, for the bytes, and the warp that keeps the factors
-            mem.barrier_expect(self.sums_full, p.mul(self.own_fragments(), plan.fragment_sums))
-            if not plan.sums_apart:
+            # this lane, for the bytes, and, where all sums are sent, the warp that keeps the factors
+            mem.barrier_init(self.sums_full, 1 if c.shares else 2)
+            sent = self.received_bytes() if c.shares else p.mul(self.own_fragments(), plan.fragment_sums)
+            mem.barrier_expect(self.sums_full, sent)
+            if c.cluster > 1 and not plan.sums_apart:
                 mem.barrier_init(self.rings_free, c.cluster * c.warps)
             mem.fence_barrier_init()
 

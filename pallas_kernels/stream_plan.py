@@ -11,6 +11,7 @@ SMEM_LIMIT = 226 * 1024  # of 227 KiB: Mosaic keeps a little for itself
 RESIDENT = {1: 132, 2: 66, 4: 30, 8: 15}
 STREAM_ROWS = 64  # at most, of x
 FACTORS_AT = 160  # behind 2 x x_depth barriers, those of LoRA and of the end: 128 / each global scale
+SHARING = 4  # warps of each of two CTAs that share row tiles
 COUNTERS = 63  # two are in use, see stream_slices.py
 
 
@@ -33,6 +34,7 @@ class StreamConfig:
         then take turns in two sums.
       late_b: B of LoRA, for which there is no room beside the rings, comes in their place when all of K is multiplied;
         the L2 fetches it before.
+      shares: CTAs come in pairs, whose last four warps have the same row tiles, each CTA's half of K of them.
     """
 
     cluster: int = 1
@@ -45,10 +47,26 @@ class StreamConfig:
     waves: int = 1
     promote: int = 32
     late_b: bool = False
+    shares: bool = False
 
     @property
     def warps(self) -> int:
         return self.warps_n * self.warps_k
+
+    @property
+    def together(self) -> int:
+        """CTAs of a cluster as they are launched."""
+        return 2 if self.shares else self.cluster
+
+    @property
+    def own_tiles(self) -> int:
+        """Row tiles of a CTA that it does not share: all that its warps have places for, but the last four's."""
+        return (self.warps_n - SHARING * self.shares) * self.tiles
+
+    @property
+    def places(self) -> int:
+        """Row tiles for which a cluster's, or a pair's, warps have places."""
+        return 2 * self.own_tiles + SHARING if self.shares else self.own_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +165,7 @@ class Plan:
 
     @property
     def clusters(self) -> int:
-        return min(RESIDENT[self.config.cluster] * self.config.waves, self.results)
+        return min(RESIDENT[self.config.together] * self.config.waves, self.results)
 
     @property
     def results(self) -> int:
@@ -157,14 +175,14 @@ class Plan:
     @property
     def full_clusters(self) -> int:
         """The first ones, which have `full_results` each: those of all waves but the last, if it is left any."""
-        before = RESIDENT[self.config.cluster] * (self.config.waves - 1)
+        before = RESIDENT[self.config.together] * (self.config.waves - 1)
         behind, rest = self.clusters - before, self.results - before * self.full_results
         return before if 0 < behind <= rest <= behind * self.full_results else 0
 
     @property
     def full_results(self) -> int:
         """That a cluster's warps have places for."""
-        return self.config.warps_n * self.config.tiles // self.joined
+        return self.config.places // self.joined
 
     @property
     def last_clusters(self) -> int:
@@ -331,7 +349,31 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return max(self.end, self.sums_at + self.sums)
+        return max(self.received_at + self.received, self.sums_at + self.sums)
+
+    @property
+    def own_results(self) -> int:
+        """Of a CTA that shares others with its neighbour."""
+        return self.config.own_tiles // self.joined
+
+    @property
+    def gives_registers(self) -> bool:
+        """Whether warps that load leave registers to those that multiply, which have few (stream_shared.py)."""
+        return self.config.shares and self.warpgroups == 6
+
+    @property
+    def adding_threads(self) -> int:
+        """That add up a CTA's sums."""
+        return 32 * self.config.warps if self.config.shares else 128 * self.warpgroups
+
+    @property
+    def received_at(self) -> int:
+        """The neighbour's sums of shared row tiles that this CTA finishes."""
+        return self.end
+
+    @property
+    def received(self) -> int:
+        return SHARING * self.m_tiles * 512 if self.config.shares else 0
 
     @property
     def bytes_ahead(self) -> int:
@@ -372,10 +414,19 @@ def make_plan(
     plan = Plan(m, m_tiles, tuple(n), tiles_of, quads, config, tuple(ranks), prepared, swiglu, gives_units)
     if config.cluster > quads:
         raise ValueError(f"K = {k} is {quads} quads of 256, too few for a cluster of {config.cluster}")
-    slots = config.warps_n * config.tiles
+    slots = config.places
     if plan.most_tiles > slots:
         tiles = f"{plan.all_tiles} row tiles" + ", two by two" * swiglu
         raise ValueError(f"N = {n} is {tiles}; {plan.clusters} clusters of {slots} do not hold them")
+    if config.shares:
+        others = config.cluster, config.warps_k, config.tiles, config.waves, config.promote
+        if not config.wgmma or others != (1, 1, 1, 1, 0) or plan.computes_h or config.warps_n <= SHARING:
+            needs = "wgmma alone, one to a warp, in one wave, without chains, and with x A^T given"
+            raise ValueError(f"row tiles are shared with {needs}: {config}")
+        if quads < 2:
+            raise ValueError(f"K = {k} is one quad of 256, which no two CTAs share: {config}")
+        if plan.results // plan.clusters < 2 * plan.own_results:
+            raise ValueError(f"N = {n} leaves warps that share none without a row tile of their own: {config}")
     if config.late_b and plan.b_size > plan.totals_at - plan.ring_at:
         raise ValueError(f"B of {plan.b_size} bytes does not fit in rings of {plan.totals_at - plan.ring_at}: {config}")
     if plan.warpgroups * 128 > 1024:

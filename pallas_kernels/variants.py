@@ -231,7 +231,9 @@ def choose_prepared(
         return few_rows_config(m, k, n, ranks, prepared=True)
     entry = config_for(m, k, n, swiglu=swiglu)
     is_measured = entry == TABLE.get((k, sum(n), _range(m), False))
-    configs = (entry,) if is_measured else by_rule(_range(m), k, n, swiglu=swiglu)
+    # shared row tiles take more room
+    measured = (entry, dataclasses.replace(entry, shares=False)) if entry.shares else (entry,)
+    configs = measured if is_measured else by_rule(_range(m), k, n, swiglu=swiglu)
     for late_b, config in itertools.product((False, True), configs):
         rings = itertools.product(range(config.depth, 1, -1), range(config.x_depth, 1, -1))
         for depth, x_depth in rings:  # which have the room that B and x A^T need

@@ -41,6 +41,7 @@ from pallas_kernels import (
     stream_kernel,
     stream_lora,
     stream_outputs,
+    stream_shared,
     stream_slices,
     swiglu,
 )
@@ -176,7 +177,8 @@ def _emulated(m):
     p = make_ptx(m)
     names = {"p": p, "mem": make_memory(m), "fp8": make_fp8(p), "arith": ARITH}
     names |= make_decoding(m)
-    stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_outputs, stream_slices
+    stream = fragment_order, stream_kernel, stream_compute, stream_lora, stream_outputs
+    stream += stream_shared, stream_slices
     inputs = inputs_kernel, inputs_sources, hidden, float16_range, swiglu
     block = block_compute, block_kernel, block_lora, block_outputs, block_service
     attention = attention_cache, attention_inputs, attention_kernel, attention_outputs, attention_tiles
@@ -248,7 +250,7 @@ def run(plan, x, weights, scales, biases=(), loras=(), *, wide_out=True, scaled=
             def program():
                 stream_kernel._Kernel(plan, [*operands, *outs, None], bool(biases), wide_out, scaled).run()
 
-            m.launch(plan.clusters * c.cluster, c.cluster, 4 * plan.warpgroups, plan.total, program)
+            m.launch(plan.clusters * c.together, c.together, 4 * plan.warpgroups, plan.total, program)
             results.append([m.get(at, *shape) for at, shape in zip(outs, shapes[: len(plan.outs)], strict=False)])
     return results
 

@@ -164,7 +164,7 @@ def test_no_rows_and_wrong_shapes():
 
 def holds(plan, k, n):
     """Whether every output has a warp, all of K is walked, and the CTA fits a multiprocessor's shared memory."""
-    places = plan.clusters * plan.config.warps_n * plan.config.tiles
+    places = plan.clusters * plan.config.places
     return places >= plan.all_tiles >= n / 16 and plan.quads * 256 >= k and plan.total <= 227 << 10
 
 

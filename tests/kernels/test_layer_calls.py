@@ -74,7 +74,8 @@ def test_rings_make_room_for_adapters(name):
     shorter = longer = 0
     for a, b in zip(without, given, strict=True):
         if isinstance(b.config, StreamConfig):
-            assert dataclasses.replace(a.config, depth=b.config.depth, x_depth=b.config.x_depth) == b.config
+            room = {name: getattr(b.config, name) for name in ("depth", "x_depth", "shares")}
+            assert dataclasses.replace(a.config, **room) == b.config
             shorter += (b.config.depth, b.config.x_depth) < (a.config.depth, a.config.x_depth)
             longer += max(a.config.depth, a.config.x_depth) > 2
         else:

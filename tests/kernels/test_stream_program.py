@@ -67,7 +67,7 @@ class Case:
         self.loras = stream_kernel.lora_operands(loras, k, dtype)
         if all_h:
             self.h_and_b = [np.concatenate(all_h, 1).astype(dtype), *all_b]
-        self.plan = make_plan(m, k, n, config, padded_ranks(loras))
+        self.plan = make_plan(m, k, n, config, padded_ranks(loras), prepared=config.shares)
 
     def run(self, prepared=False, **options):
         plan = dataclasses.replace(self.plan, prepared=prepared)
@@ -84,7 +84,7 @@ class Joined(Case):
     def __init__(self, m, k, n, config, ranks=(), bias=False):
         self.apart = Case(m, k, (n, n), config, ranks, bias, (40.0, 700.0))
         vars(self).update(vars(self.apart))
-        self.plan = make_plan(m, k, (n, n), config, self.plan.ranks, swiglu=True)
+        self.plan = make_plan(m, k, (n, n), config, self.plan.ranks, config.shares, swiglu=True)
         self.true, self.bound = ([v] for v in swiglu(self.true, self.bound))
 
 
@@ -119,6 +119,7 @@ def small_gpu(monkeypatch):
     (StreamConfig(1, 4, 4, 1, 2, 2, True, promote=12), 12, 1024, (48,), False),  # chains of 3 quads and of 1
     (StreamConfig(1, 1, 1, 3, 2, 2, waves=2), 5, 512, (70,), False),
     (StreamConfig(1, 5, 1, 3, 2, 2), 2, 256, (16,) * 30, False),  # more global scales than 256 bytes hold
+    (StreamConfig(1, 8, 1, 1, 2, 2, True, promote=0, shares=True), 17, 1024, (160, 140), True),
 ])  # fmt: skip
 def test_products(config, m, k, n, bias):
     case = Case(m, k, n, config, bias=bias)
@@ -205,6 +206,45 @@ def test_swiglu(config, m, k, n, ranks, bias, clusters, most):
     gate, up = case.apart.run(prepared=True)[0]
     silu = gate * (np.float32(1) / (np.float32(1) + np.exp2(gate * np.float32(-ptx.LOG2_E))))
     np.testing.assert_array_equal(product, silu * up)
+
+
+@pytest.mark.parametrize("m, k, n, ranks, bias, late_b", [
+    (33, 1024, 139, (0, 32), True, False),  # one shared result of two
+    (9, 768, 160, (16, 32), False, False),
+    (9, 768, 130, (), True, False),
+    (9, 512, 120, (16, 32), True, True),  # nothing is shared
+    (64, 512, 150, (32, 16), True, False),
+])  # fmt: skip
+def test_two_ctas_share_row_tiles(m, k, n, ranks, bias, late_b):
+    case = Joined(m, k, n, StreamConfig(1, 8, 1, 1, 2, 2, True, promote=0, late_b=late_b, shares=True), ranks, bias)
+    runs = [case.run(prepared=True, seed=seed)[0] for seed in range(3)]
+    assert case.is_right(runs[0])
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run[0], runs[0][0])
+
+
+def test_sums_that_a_neighbour_sends_are_waited_for(monkeypatch):
+    case = Joined(9, 512, 160, StreamConfig(1, 8, 1, 1, 2, 2, True, promote=0, shares=True))
+    monkeypatch.setattr(emulator, "make_memory", waiting_at_all_but(136, emulator.make_memory))
+
+    def is_right(seed):
+        try:
+            return case.is_right(case.run(prepared=True, seed=seed)[0])
+        except AssertionError as error:
+            assert "a CTA that has ended" in str(error)
+            return False
+
+    assert not all(is_right(seed) for seed in range(4))
+
+
+@pytest.mark.parametrize("k, n, promote, match", [
+    (512, (160, 160), 32, "with wgmma alone, one to a warp"),
+    (512, (160,), 0, "without a row tile of their own"),
+    (256, (160, 160), 0, "K = 256 is one quad of 256"),
+])  # fmt: skip
+def test_what_cannot_be_shared(k, n, promote, match):
+    with pytest.raises(ValueError, match=match):
+        make_plan(9, k, n, StreamConfig(1, 8, 1, 1, 2, 2, True, promote=promote, shares=True))
 
 
 def test_swiglu_is_rounded_once():
