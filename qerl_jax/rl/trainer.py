@@ -143,7 +143,8 @@ class _Run:
             run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
         options = run_options.options_to_keep(self.config)
         self.progress |= {"identity": identity, "rewards": self.rewards.sources, run_options.OPTIONS: options}
-        left = truncate_after(self.folder, self.progress["rollout"])
+        is_evaluated = self.progress["before"] is not None  # before training; else a row of it would come twice
+        left = truncate_after(self.folder, self.progress["rollout"] if is_evaluated else -1)
         logged = self.progress["rollout"] if self.config.run.log_completions else 0
         warn_of_missing_rows(self.folder, left, int(saved.train.step), logged)
         self.state = saved.train
@@ -166,7 +167,9 @@ class _Run:
             self._compile()
             self._stop_if_interrupted()
             if self.progress["before"] is None:
-                self.progress["before"] = self._evaluate("before training")
+                self.progress["before"] = results = self._evaluate("before training")
+                if config.evaluation.eval_steps is not None:
+                    self._log_evaluation(results)
             if self.saved_at < 0:
                 self._save()
             # Trace a rollout that compiles nothing, if more than one is left.
@@ -310,12 +313,16 @@ class _Run:
         if not _reached(self.config.evaluation.eval_steps, before, step):
             return None
         results = self._evaluate(f"at step {step}")
-        row = {"step": step, "rollout": self.progress["rollout"] - 1}
+        self._log_evaluation(results)
+        return results
+
+    def _log_evaluation(self, results: dict[str, Any]) -> None:
+        """As a row of the newest step, and of its rollout; before training of step 0 and rollout -1."""
+        row = {"step": int(self.state.step), "rollout": self.progress["rollout"] - 1}
         for mode, prefix in (("sampled", "eval/"), ("greedy", "eval/greedy/")):
             row |= {prefix + name: value for name, value in results[mode].items()}
         with self._saved_if_it_fails():
             self.writer.log(row)
-        return results
 
     def _evaluate(self, when: str) -> dict[str, Any]:
         self.live.note(f"evaluating {when}, on held-out problems of {self.config.evaluation.eval_dataset}")

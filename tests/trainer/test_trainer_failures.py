@@ -12,6 +12,7 @@ from training_runs import COUNTED, config_in, reward_file, train
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import Interrupted
 from qerl_jax.metrics import MetricsWriter
+from qerl_jax.rl import trainer
 
 
 def test_a_failing_reward_function_loses_nothing_and_the_run_continues_once_it_is_fixed(policy, finished, tmp_path):
@@ -86,9 +87,32 @@ def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluatio
     reward_file(tmp_path, COUNTED + "    return scores\n")
     train(config, run)
     train(config, undisturbed)
-    assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    assert rows(run) == rows(undisturbed) and [row["step"] for row in rows(run)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
     mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
     assert mine["after"] == theirs["after"] and mine["before"] == theirs["before"]
+
+
+def test_the_evaluation_before_training_is_logged_once_whenever_the_run_dies(policy, tmp_path, monkeypatch):
+    config, run = config_in(tmp_path, policy, run={"save_steps": 6}, evaluation={"eval_steps": 6}), tmp_path / "run"
+    evaluated, save = trainer._Run._log_evaluation, trainer._Run._save
+
+    def interrupted(self, *_):  # saved without the evaluation, of which there is a row
+        evaluated(self, *_)
+        self.progress["before"] = None
+        save(self)
+        raise KeyboardInterrupt
+
+    def killed(self, *_):  # before anything is saved
+        raise KeyboardInterrupt
+
+    for patched, method in (("_save", killed), ("_log_evaluation", interrupted)):
+        monkeypatch.setattr(trainer._Run, patched, method)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, run)
+        assert [row["step"] for row in rows(run)] == [0]
+        monkeypatch.undo()
+    train(config, run)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4, 5, 6, 6]
 
 
 def test_what_was_learned_before_completions_could_not_be_written_is_saved(config, finished, tmp_path, monkeypatch):
