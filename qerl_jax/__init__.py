@@ -2,8 +2,8 @@
 
 The functions that scripts need. What computes is pure over explicit pytrees: usable under `jax.jit`, `jax.vmap` and,
 where it means something, `jax.grad`; beside it what loads and saves. `Model` is the frozen base, `Adapter` what is
-trained, `TrainState` what an update changes. A run as the command line makes it is `qerl_jax.rl.trainer.train`, of a
-`Config` of `qerl_jax.config`.
+trained, `TrainState` what an update changes. A run as the command line makes it is `train`, of a `Config`, which
+`load_config` reads.
 
 Each name is imported from its module on first use, so that `import qerl_jax` and the command line start at once.
 """
@@ -18,6 +18,8 @@ _EXPORTS = {
         "restore_checkpoint",
         "save_checkpoint",
     ),
+    "qerl_jax.config": ("Config",),
+    "qerl_jax.config_files": ("load_config",),
     "qerl_jax.data.dataset": ("load_dataset",),
     "qerl_jax.data.prompts": ("encode_prompts",),
     "qerl_jax.errors": ("UserError",),
@@ -75,6 +77,7 @@ _EXPORTS = {
         "StepSettings",
         "grpo_step",
         "make_batch",
+        "reward_metrics",
         "sample_rollout",
         "with_policies",
     ),
@@ -84,6 +87,7 @@ _EXPORTS = {
         "UpdateSettings",
         "init_state",
     ),
+    "qerl_jax.rl.trainer": ("train",),
     "qerl_jax.rl.update": ("update_step",),
     "qerl_jax.rollout": (
         "Completion",
@@ -93,6 +97,7 @@ _EXPORTS = {
         "Rollout",
         "SamplingSettings",
         "generate",
+        "join_rows",
     ),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -11,10 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.errors import check_fields, settle_fields
+from qerl_jax.errors import check_fields, check_kind, settle_fields
 from qerl_jax.keys import of_threefry
 from qerl_jax.models.params import Norms
 from qerl_jax.option_names import NoiseDecay
+from qerl_jax.tracing import is_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +90,14 @@ def perturb_norms(norms: Norms, sigma: jax.Array | float, key: jax.Array, *, fin
       final_norm: also perturb the final norm.
 
     Raises:
-      TypeError: a scale in 16 bits, in which small noise would vanish.
+      TypeError: a scale in 16 bits, in which small noise would vanish, or arguments of another kind.
+      ValueError: not one sigma, or one that is negative or not finite, where it is known.
     """
-
+    check_kind("norms", norms, Norms, " (`norms_of` gives one)")
+    if jnp.shape(sigma) != ():
+        raise ValueError(f"sigma has the shape {jnp.shape(sigma)}; expected one number")
+    if not (is_traced(sigma) or 0 <= float(sigma) < math.inf):
+        raise ValueError(f"sigma is {float(sigma)}; allowed: 0 or more, and finite")
     scales = [*norms.input, *norms.post_attention, norms.final]
     if (narrow := next((w.dtype for w in scales if w.dtype not in (jnp.float32, jnp.float64)), None)) is not None:
         raise TypeError(f"norm scales must be float32 when noise is added, got {narrow}")

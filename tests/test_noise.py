@@ -126,6 +126,17 @@ def test_sixteen_bit_scales_are_refused(narrow):
         perturb_norms(Norms((first,), (second,), final), 1e-3, jax.random.key(0))
 
 
+def test_what_is_no_sigma_and_what_are_no_norms():
+    norms = Norms((jnp.ones(4),), (jnp.ones(4),), jnp.ones(4))
+    for sigma, found in ((-0.1, "-0.1"), (jnp.inf, "inf"), (jnp.nan, "nan")):
+        with pytest.raises(ValueError, match=f"sigma is {found}; allowed: 0 or more, and finite"):
+            perturb_norms(norms, sigma, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"sigma has the shape \(2, 1\); expected one number"):
+        perturb_norms(norms, jnp.ones((2, 1)), jax.random.key(0))
+    with pytest.raises(TypeError, match="norms is of type tuple; expected a Norms"):
+        perturb_norms((), 0.1, jax.random.key(0))
+
+
 def test_trained_norms_are_the_ones_perturbed():
     """By the noise that the base's own would get; the final norm is the base's."""
     model = tiny_model()

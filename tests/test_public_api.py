@@ -368,3 +368,22 @@ def test_grpo_step_takes_them_too():
     assert seen == {"logp": (8, 6), "reference": None, "rewards": (2, 4)}
     assert metrics["mine"].shape == () and {"reward", "aqn/sigma", "grad_norm"} <= metrics.keys()
     assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_joined_rows_are_read_as_they_were_sampled():
+    adapter, B, P = tiny_adapter(MODEL), 8, 4
+    rollout = qerl.generate(MODEL, adapter, PROMPTS, KEY, SETTINGS.sampling, 4)
+    assert len(set(np.asarray(rollout.lengths).tolist())) > 1  # rows end at different places
+    tokens, is_completion = jax.jit(qerl.join_rows)(PROMPTS, rollout)
+    found = qerl.per_token_logps(MODEL, tokens, adapter=adapter)
+    for row in range(B):
+        prompt = PROMPTS.tokens[row // 4, : PROMPTS.lengths[row // 4]].tolist()
+        completion = rollout.tokens[row, : rollout.lengths[row]].tolist()
+        whole = prompt + completion
+        assert tokens[row].tolist() == whole + [0] * (P + 6 - len(whole))
+        assert tokens[row, is_completion[row]].tolist() == completion
+        np.testing.assert_allclose(
+            found[row, is_completion[row, 1:]], rollout.logps[row, : rollout.lengths[row]], rtol=1e-4, atol=1e-4
+        )
+    with pytest.raises(ValueError, match="there are 7 completions of 2 prompts; allowed: equally many of each"):
+        qerl.join_rows(PROMPTS, jax.tree.map(lambda leaf: leaf[:7], rollout))

@@ -1,5 +1,6 @@
 """A user's reward functions in their own processes: errors come back, deadlines are hard, the pool goes on."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -298,3 +299,21 @@ def test_files_in_the_current_folder_do_not_replace_pythons_modules(tmp_path, mo
             assert worker.result() == [expected]
         finally:
             worker.close()
+
+
+@pytest.mark.parametrize("starts", [
+    "from qerl_jax.rl.trainer import train\ntrain(None)",
+    "from qerl_jax.rewards.loading import parse_name\nfrom qerl_jax.rewards.pool import Worker\n"
+    "Worker(parse_name(f'{__file__}:zero'), 5.0)",
+])  # fmt: skip
+def test_a_script_that_starts_a_run_when_it_is_imported_starts_no_chain_of_them(tmp_path, starts):
+    script = tmp_path / "script.py"
+    script.write_text(f"def zero(prompts, completions, **_):\n    return [0.0] * len(completions)\n\n\n{starts}\n")
+    with contextlib.closing(Worker(parse_name(f"{script}:zero"), timeout=5.0)) as worker:
+        with pytest.raises(
+            UserError, match=r"script.py:zero': its file starts a run.*under `if __name__ == '__main__'"
+        ):
+            worker.ready()
+        guarded = starts.replace("\n", "\n    ")
+        script.write_text(script.read_text().replace(starts, f"if __name__ == '__main__':\n    {guarded}"))
+        worker.ready()

@@ -200,6 +200,24 @@ def test_a_loss_of_ones_own_asks_for_the_reference_without_a_beta():
         assert set(seen) == {expected}
 
 
+def test_another_networks_log_probabilities_need_its_vocabulary():
+    batch, teacher = batch_of(), tiny_model(seed=5)
+    mine, theirs = (
+        with_policies(model, None, batch, UPDATE, several_updates=False, reference=True).ref_logps
+        for model in (MODEL, teacher)
+    )
+    assert bool(jnp.any(mine != theirs)) and bool(jnp.isfinite(theirs).all())
+    largest = int(batch.completion.max())
+    small = teacher.replace(config=dataclasses.replace(teacher.config, vocab_size=largest))
+    with pytest.raises(ValueError, match=f"completion has the token {largest}; the model's vocabulary has {largest}"):
+        with_policies(small, None, batch, UPDATE, several_updates=False, reference=True)
+    spoilt = batch.replace(completion=jnp.where(batch.mask, batch.completion, 10**6))  # padding is no token
+    with_policies(teacher, None, spoilt, UPDATE, several_updates=False)
+    with pytest.raises(ValueError, match="the adapter has 3 layers, the model 2"):
+        wrong = state_of().adapter
+        with_policies(teacher, wrong.replace(lora=(*wrong.lora, {})), batch, UPDATE, several_updates=True)
+
+
 def test_a_batch_is_prompt_major_and_masked_by_length():
     completions = Rollout(
         jnp.zeros((6, 4), jnp.int32),  # all of them the pad id, which may be a token like others

@@ -264,7 +264,7 @@ def logits(
         in a trace the nearest one is taken.
       adapter: LoRA and trained norms; None is the base alone.
       norms: norm scales to use instead, such as `perturb_norms` gives.
-      attention_mask: [B, T], 1 where a token is real; needed for left-padded rows only.
+      attention_mask: [B, T], 1 where a token is real; needed where padding comes before a real token, as on the left.
 
     Raises:
       TypeError: an argument of another kind. ValueError: tokens or a mask of another shape, an id that the vocabulary

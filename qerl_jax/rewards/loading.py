@@ -10,13 +10,14 @@ The source of a named module or file is compiled anew, whatever bytecode of it t
 rewritten within a second and to the same length for the one that it compiled before.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -24,6 +25,8 @@ from types import CodeType, ModuleType
 
 from qerl_jax.errors import UserError, nearest
 from qerl_jax.rewards.functions import BUILTIN, RewardFunction
+
+_being_imported: list[str] = []  # the name of a function, in its worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +182,29 @@ def source_digest(name: RewardName) -> str | None:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
+@contextlib.contextmanager
+def _importing(name: RewardName) -> Iterator[None]:
+    _being_imported.append(name.spec)
+    try:
+        yield
+    finally:
+        _being_imported.remove(name.spec)
+
+
+def refuse_while_importing() -> None:
+    """For what starts workers, or a run, which does.
+
+    Raises:
+      UserError: this is a worker that imports its function's file. What that starts would start the next worker, which
+        imports the file again, and so on without end.
+    """
+    if _being_imported:
+        raise UserError(
+            f"reward function {_being_imported[0]!r}: its file starts a run, or a worker, whenever it is imported, as "
+            "it is to get the function; put what starts it under `if __name__ == '__main__':`"
+        )
+
+
 def load_function(name: RewardName) -> RewardFunction:
     """Imports the function; exceptions of the user's module pass through.
 
@@ -194,10 +220,12 @@ def load_function(name: RewardName) -> RewardFunction:
             raise UserError(f"reward function {name.spec!r}: {name.location} is not a Python file (.py)")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
-        spec.loader.exec_module(module)
+        with _importing(name):
+            spec.loader.exec_module(module)
     else:
         try:
-            module = _import_module(name.location)
+            with _importing(name):
+                module = _import_module(name.location)
         except ModuleNotFoundError as error:
             parents = [name.location.rsplit(".", n)[0] for n in range(name.location.count(".") + 1)]
             if error.name not in parents:

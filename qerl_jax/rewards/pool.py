@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards import channel
-from qerl_jax.rewards.loading import FileFinder, RewardName, own_file
+from qerl_jax.rewards.loading import FileFinder, RewardName, own_file, refuse_while_importing
 
 # Importing a user's module may take a while (a tokenizer, a parser), whatever the deadline of a call.
 LOAD_TIMEOUT = 120.0
@@ -38,7 +38,11 @@ class Worker:
         Args:
           name: the function.
           timeout: seconds that one call may take.
+
+        Raises:
+          UserError: see `refuse_while_importing`.
         """
+        refuse_while_importing()
         self.name, self.timeout = name, timeout
         self.source: str | None = None
         self._process: subprocess.Popen[bytes] | None = None

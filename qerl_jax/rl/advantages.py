@@ -89,4 +89,5 @@ def informative_groups(scores_NG: jax.Array) -> jax.Array:
 
 def _refuse_other_shapes(what: str, numbers_NG: jax.Array) -> None:
     if numbers_NG.ndim != 2 or numbers_NG.shape[1] < 2:
-        raise ValueError(f"{what} must be [N, G] with num_generations G >= 2, got {numbers_NG.shape}")
+        alone = "; advantages of single completions are for an `advantage_fn` of your own" if what == "rewards" else ""
+        raise ValueError(f"{what} must be [N, G] with num_generations G >= 2, got {numbers_NG.shape}{alone}")

@@ -17,7 +17,7 @@ import optax
 
 from qerl_jax.errors import check_kind
 from qerl_jax.keys import check_key
-from qerl_jax.models.params import Adapter, Model, Norms, norms_of
+from qerl_jax.models.params import Adapter, Model, Norms, check_fits, check_kinds, norms_of
 from qerl_jax.noise import NoiseSchedule, perturb_norms, sigma_at
 from qerl_jax.rewards.calling import LARGEST
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, deviation, informative_groups
@@ -26,6 +26,7 @@ from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 from qerl_jax.rl.update import joined_metrics, score, update_step
 from qerl_jax.rollout import Prompts, Rollout, SamplingSettings, generate
 from qerl_jax.rollout.batch import of_arrays
+from qerl_jax.tracing import is_traced
 
 # Streams of a rollout's key.
 _NOISE, DRAWS = 0, 1
@@ -57,7 +58,8 @@ class StepSettings:
         check_kind("sampling", self.sampling, SamplingSettings)
         check_kind("update", self.update, UpdateSettings)
         if self.noise is not None:
-            check_kind("noise", self.noise, NoiseSchedule, ", or None")
+            other = ", or None (noise of your own: `perturb_norms`, and `generate` with the norms that it gives)"
+            check_kind("noise", self.noise, NoiseSchedule, other)
         recorded = self.sampling.temperature or 1.0  # greedy ones are recorded at 1
         if self.update.temperature != recorded:
             raise ValueError(
@@ -114,7 +116,8 @@ def make_batch(
     """Joins completions and rewards: any N * G numbers, NaN or (outside of jit) None where a completion cannot be
     scored. The loss mask goes by length, never by the pad id. With `advantage_fn`, which may give an advantage for each
     token (see `update_step`) and is given NaN as it is, advantages are computed here, over all these completions, and
-    stay as they are however the batch is cut into parts.
+    stay as they are however the batch is cut into parts. `step` is that of the state which is to be updated, as it was
+    when the completions were sampled (`state.step`, not a count of the loop's own).
 
     As it is, the batch serves the first update after the rollout, and a loss without a reference. `with_policies` adds
     what other updates and losses need; without it `update_step` refuses further updates (its metric nonfinite is 1).
@@ -187,7 +190,8 @@ def with_policies(
     """Adds log-probabilities of the old policy and of the reference to a batch, where they are needed.
 
     Args:
-      model: the frozen network, which without an adapter is the reference.
+      model: the frozen network, which without an adapter is the reference. With another network of the same vocabulary,
+        and `several_updates` false, the batch gets those of a teacher in the place of the reference's.
       adapter: as it was at the rollout.
       batch: of `make_batch`.
       settings: static choices.
@@ -198,9 +202,21 @@ def with_policies(
         where settings.loss.beta is not 0.
 
     Raises:
-      TypeError: other settings.
+      TypeError: arguments of another kind. ValueError: an adapter of another network, or a token that the vocabulary
+        does not have, where it is known.
     """
     check_kind("settings", settings, UpdateSettings, " (`StepSettings.update`)")
+    check_kind("batch", batch, Batch, " (`make_batch` gives one)")
+    check_kinds(model, adapter)
+    if adapter is not None:
+        check_fits(model, adapter)
+    if not is_traced(batch):
+        for name in ("prompt", "completion"):
+            tokens, lengths = (np.asarray(getattr(batch, part)) for part in (name, f"{name}_lengths"))
+            real = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+            if (unknown := model.config.unknown_id(real)) is not None:
+                size = model.config.vocab_size
+                raise ValueError(f"the batch's {name} has the token {unknown}; the model's vocabulary has {size}")
     if several_updates and settings.old_logprobs == "learner":
         batch = batch.replace(old_logps=score(model, adapter, batch, settings))
     if reference is None:

@@ -32,6 +32,7 @@ from qerl_jax.models.peft import save_adapter
 from qerl_jax.plots import plot_runs
 from qerl_jax.policy import kernels_said
 from qerl_jax.rewards.combine import RewardFunctions
+from qerl_jax.rewards.loading import refuse_while_importing
 from qerl_jax.rl.advantages import AdvantageFn
 from qerl_jax.rl.assembly import Experiment, assemble, held_out, initial_adapter
 from qerl_jax.rl.experience import Collector
@@ -59,7 +60,8 @@ def train(
 ) -> Path:
     """Trains to the end, or from where an earlier run of the same config stopped.
 
-    A run does not end because nobody reads what it prints any more (`qerl train | head`).
+    A run does not end because nobody reads what it prints any more (`qerl train | head`). A script that holds a reward
+    function of the run, too, is imported by the function's worker, and calls this under `if __name__ == "__main__":`.
 
     Args:
       config: see `qerl_jax.config_files.load_config`.
@@ -77,6 +79,7 @@ def train(
       UserError: bad input, by name, or the run folder was moved meanwhile. Interrupted: after Ctrl-C, SIGTERM or
         SIGHUP, with the state saved.
     """
+    refuse_while_importing()
     check_kind("config", config, Config, " (`load_config` reads one)")
     own = OwnFunctions(loss_fn, advantage_fn)
     functions = own.identity()  # with its checks, before a folder is made

@@ -153,8 +153,9 @@ def update_step(
     Args:
       state: see `TrainState`.
       model: the frozen network.
-      batch: B rows, a multiple of num_generations. Whatever the loss, all updates but the first after the rollout need
-        old_logps, which `with_policies` adds, or settings.old_logprobs `sampler`.
+      batch: B rows, a multiple of num_generations, of which each as many in a row are a group; one whose rows are to be
+        shuffled is given its advantages before. Whatever the loss, all updates but the first after the rollout need
+        old_logps, which `with_policies` adds, or settings.old_logprobs `sampler`, also a loss that looks at neither.
       optimizer: any optax transformation over the adapter that goes by gradients and parameters alone. One whose update
         asks for more, as `reduce_on_plateau` does for the loss, has to be wrapped by you.
       settings: static choices.
@@ -162,12 +163,13 @@ def update_step(
         ref_logp is None where the batch has none (`with_policies` adds it). The default is `settings.loss`. Where
         micro_batch_size is less than B, a function of your own costs one forward pass more.
       advantage_fn: rewards [N, G] -> advantages [N, G] or, for each token, [N, G, C]; for a batch that brings no
-        advantages. The default is `group_advantages`.
+        advantages. The default is `group_advantages`, of two completions and more.
 
     Returns:
       The next state and scalar metrics. If the loss, a gradient, what the optimizer makes of it or a recorded
       log-probability is not finite, the state comes back unchanged and metrics["nonfinite"] is 1. The same happens
-      where old_logps are needed and missing: then the loss and "sampling/sampling_logp_difference/mean" are NaN.
+      where old_logps are needed and missing, in a batch of another step than the state's: then the loss and
+      "sampling/sampling_logp_difference/mean" are NaN.
 
     Raises:
       ValueError: the batch cannot be cut into groups, has parts that are not of its rows, or brings advantages beside

@@ -15,8 +15,8 @@ from qerl_jax.errors import UserError, is_whole
 
 class Prompts(flax.struct.PyTreeNode):
     """Prompts padded on the right: tokens [N, P] int32, lengths [N] int32 (at least 1), and each prompt's place in the
-    data order [N] int32, which is its identity for the random number generator. NumPy's arrays, lists and ranges are
-    taken too."""
+    data order [N] int32, which is its identity for the random number generator: rows of one prompt and one place are
+    completed alike. Outside of jit NumPy's arrays, lists and ranges are taken too."""
 
     tokens: jax.Array
     lengths: jax.Array
@@ -67,3 +67,26 @@ class Rollout(flax.struct.PyTreeNode):
     terminated: jax.Array
     logps: jax.Array
     truncated_logps: jax.Array | None
+
+
+def join_rows(prompts: Prompts, completions: Rollout) -> tuple[jax.Array, jax.Array]:
+    """Each completion right behind the end of its prompt: rows as a network reads them, for what goes over whole rows,
+    such as `logits` and `per_token_logps`, or as the prompts of another turn.
+
+    Returns:
+      Tokens [B, P + C] int32, 0 behind a row's end, which is `prompts.lengths` of its prompt and its own length; and
+      which of them are the completion's [B, P + C] bool. The logits of place t are those of token t + 1.
+
+    Raises:
+      UserError: prompts whose rows differ in length. ValueError: not equally many completions of each prompt.
+    """
+    prompts = of_arrays(prompts)
+    (N, P), (B, C) = prompts.tokens.shape, completions.tokens.shape
+    if N < 1 or B < 1 or B % N:
+        raise ValueError(f"there are {B} completions of {N} prompts; allowed: equally many of each, prompt-major")
+    prompt_BP, lengths_B = (jnp.repeat(jnp.asarray(part), B // N, axis=0) for part in (prompts.tokens, prompts.lengths))
+    place_BT = jnp.arange(P + C) - lengths_B[:, None]  # in the completion
+    is_completion_BT = (place_BT >= 0) & (place_BT < completions.lengths[:, None])
+    behind_BT = jnp.take_along_axis(completions.tokens, jnp.clip(place_BT, 0, C - 1), axis=1)
+    tokens_BT = jnp.where(place_BT < 0, jnp.pad(prompt_BP, ((0, 0), (0, C))), jnp.where(is_completion_BT, behind_BT, 0))
+    return tokens_BT, is_completion_BT
