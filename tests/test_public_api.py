@@ -312,7 +312,8 @@ def test_update_step_takes_any_loss_advantage_and_optimizer(batch):
 @pytest.mark.parametrize("optimizer", [optax.contrib.prodigy(), optax.scale_by_lbfgs(4)], ids=["prodigy", "lbfgs"])
 def test_a_state_can_be_donated_whose_optimizer_keeps_the_first_parameters(optimizer):
     """The update is the optimizer's own; that of the network is left out."""
-    state = qerl.init_state(tiny_adapter(MODEL), optimizer)
+    adapter = tiny_adapter(MODEL)
+    state = qerl.init_state(adapter, optimizer)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
@@ -321,6 +322,8 @@ def test_a_state_can_be_donated_whose_optimizer_keeps_the_first_parameters(optim
 
     state = step(step(state))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.adapter))
+    step(qerl.init_state(adapter, optimizer))  # which another state may begin with
+    assert_close(adapter, tiny_adapter(MODEL), atol=0)
 
 
 def test_update_step_under_vmap_over_learning_rates(batch):

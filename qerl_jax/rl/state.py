@@ -93,12 +93,13 @@ class UpdateSettings:
 
 
 def init_state(adapter: Adapter, optimizer: optax.GradientTransformation) -> TrainState:
-    """Step 0 of training `adapter`, whose arrays the state has: an update that is donated the state takes them too.
+    """Step 0 of training `adapter`. The state has arrays of its own, so that an update which is donated it leaves
+    `adapter` as it is. (What is kept of a later state, such as an opponent, has to be copied likewise.)
 
     Raises:
       ValueError: the adapter has no array to train.
     """
     if not jax.tree.leaves(adapter):
         raise ValueError("the adapter has no LoRA pair and no norms, so there is nothing to train")
-    # Copies, since some optimizers keep the parameters that they begin with, and no array can be donated twice.
-    return TrainState(jnp.int32(0), adapter, jax.tree.map(jnp.copy, optimizer.init(adapter)))
+    # Of the optimizer's too: some keep the parameters that they begin with, and no array can be donated twice.
+    return TrainState(jnp.int32(0), *jax.tree.map(jnp.copy, (adapter, optimizer.init(adapter))))
