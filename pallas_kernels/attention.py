@@ -117,8 +117,8 @@ def decode_attention(
 def takes_decode_attention(
     dtype: jnp.dtype, heads: int, kv_heads: int, head_dim: int, keys: jnp.dtype, values: jnp.dtype
 ) -> bool:
-    """Whether the default device runs the kernel, and the kernel takes the shape, queries of this dtype, and caches of
-    these."""
+    """Whether the device that is compiled for runs the kernel, and the kernel takes the shape, queries of this dtype,
+    and caches of these."""
     fits = head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP and {keys, values} <= _cache_dtypes(dtype)
     return capability() == 90 and jnp.dtype(dtype).name in HALVES and fits
 

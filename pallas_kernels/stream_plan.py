@@ -25,7 +25,7 @@ class StreamConfig:
       tiles: row tiles of 16 outputs that a warp holds, so that x fragments are read once for them.
       depth: quads in a warp's ring of weights.
       x_depth: quads in the CTA's ring of x.
-      wgmma: multiply with wgmma (the faster tensor-core path, for M from 32 on) instead of mma.sync. Then four
+      wgmma: multiply with wgmma (the faster tensor-core path, for M from 17 on) instead of mma.sync. Then four
         neighbouring warps act as one, and x comes reordered (see fragment_order.py).
       waves: CTAs one after the other on a multiprocessor, where one wave's sums do not fit in the registers. The first
         are full; the last has what is left, and warps that have nothing to do.

@@ -4,12 +4,12 @@ Letters: M rows of x, R outputs and D inputs of the product (N and K forward, K 
 
 A tile is 128 outputs x `m_tile` rows: out^T = W x^T, so that the weights are the operand that wgmma takes from
 registers, and each of two warpgroups holds the float32 sums of 64 outputs. The last tile of rows multiplies only those
-that there are, in 32s. A third warpgroup only loads: one warp x, by tensor copies into slots of 64 inputs (shared by a
-cluster's CTAs where `share` says so), one warp blocks of packed weights (128 inputs). While the tensor cores multiply
-one slot, each warp decodes its weights for the next. Clusters take items in turn, one tile for each CTA, rows fastest,
-until none is left; with `split` several compute each of the last items together and add their sums in a fixed order
-(wide_split.py). So the order of additions for an output depends on D, the configuration and, where that decides which
-items are the last, the number of tiles.
+that there are, in 32s. A third warpgroup only loads: one warp x, by tensor copies into slots of 128 inputs, or 64
+(shared by a cluster's CTAs where `share` says so), one warp blocks of packed weights (128 inputs). While the tensor
+cores multiply 64 inputs, each warp decodes its weights for the next. Clusters take items in turn, one tile for each
+CTA, rows fastest, until none is left; with `split` several compute each of the last items together and add their sums
+in a fixed order (wide_split.py). So the order of additions for an output depends on D, the configuration and, where
+that decides which items are the last, the number of tiles.
 
 With `swiglu` a tile is 64 outputs of gate, of the first warpgroup, and the same 64 of up, of the second; chunk by chunk
 their sums meet in shared memory, where outputs are always put in order for their way out. dx of what comes after, of

@@ -112,7 +112,7 @@ def cuts(m_tiles: Iterable[int]) -> list[WideConfig]:
 
 
 def _depths(m_tile: int) -> dict[str, int]:
-    """Slots of the rings: of x as many as there is room for, up to six."""
+    """Slots of the rings of x and of weights: six, or four where tiles are larger."""
     return {"x_depth": 6 if m_tile <= 64 else 4, "w_depth": 6 if m_tile <= WHOLE_BLOCKS else 4}
 
 

@@ -34,8 +34,9 @@ from qerl_jax.option_names import (
     Service,
 )
 
-Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number >= 1"]  # the step is an int32
-CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number >= 0"]
+# The step is an int32.
+Count = Annotated[int, pydantic.Field(strict=True, ge=1, lt=2**31), "a whole number from 1 to 2^31 - 1"]
+CountOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31), "a whole number from 0 to 2^31 - 1"]
 Seed = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**32), "a whole number from 0 to 2^32 - 1"]
 Switch = Annotated[bool, pydantic.Field(strict=True), "true or false"]
 Text = Annotated[str, pydantic.Field(strict=True, pattern=r"^[^\x00]+$"), "a text that is not empty, without NUL"]
@@ -258,7 +259,7 @@ class Config:
 
     @property
     def completions_per_rollout(self) -> int:
-        """Completions sampled at once: per_device_train_batch_size x steps_per_generation."""
+        """Completions of one rollout: per_device_train_batch_size x steps_per_generation."""
         return self.optimizer.per_device_train_batch_size * self.steps_per_generation
 
     @property
@@ -285,7 +286,7 @@ class Config:
         """T, the optimizer steps of the run: max_steps, or enough whole rollouts for num_train_epochs.
 
         Raises:
-          UserError: the epochs give fewer steps than noise.num_stages, or 2^31 and more.
+          UserError: the epochs give fewer rollouts than noise.num_stages, or 2^31 steps and more.
         """
         if self.optimizer.max_steps is not None:
             return self.optimizer.max_steps

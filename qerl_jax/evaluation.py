@@ -57,7 +57,8 @@ def evaluate(
     greedy.
 
     Args:
-      config: `evaluation`, `generation` (lengths) and `data` (prompt limit, variables of the chat template) are read.
+      config: `evaluation`, `generation` (lengths, kv_cache_gb), `data` (prompt limit, variables of the chat template)
+        and the completions of a rollout, as many as are scored at once, are read.
       policy, adapter: what is measured; no noise.
       rewards: scores the completions; `accuracy` and `format` are among them in the shipped recipes.
       examples: the problems, rows of a data set (see `rl.assembly.held_out`).

@@ -19,14 +19,14 @@ class Fields:
 
         Raises:
           UserError: absent without a default, of another type, zero or negative, infinite or NaN, or an integer of
-            more than 64 bits.
+            2^63 or more.
         """
         value: Any = self._values.get(key)
         if value is None:
             if default is None:
                 raise UserError(f"{self._where}: {key} is missing")
             return default
-        # Beyond 64 bits an integer is a mistake, and from 10^309 on no number that a float can hold.
+        # From 2^63 on an integer is a mistake, and from 10^309 on no number that a float can hold.
         positive = isinstance(value, int | float) and 0 < value < (2**63 if type(value) is int else float("inf"))
         if positive and kind is float and type(value) is int:
             value = float(value)

@@ -43,7 +43,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows of a JSONL file, one for each line; a torn last line is left out.
 
     Raises:
-      UserError: the file is missing, or a line before the last one is not a JSON object.
+      UserError: the file is missing, or a line that is not torn is not a JSON object.
     """
     try:
         with path.open("rb") as file:
@@ -167,8 +167,9 @@ class MetricsWriter:
             self._opened = opened.pop_all()
 
     def log(self, *rows: Mapping[str, Any]) -> None:
-        """Writes rows, each of `step` (1-based, after the update), `rollout` (0-based) and the metrics. All are in
-        metrics.jsonl before a service gets the first, and may fail."""
+        """Writes rows, each of `step` (1-based, after the update), `rollout` (0-based) and the metrics; an evaluation's
+        are those of the newest update, before training step 0 and rollout -1. All rows are in metrics.jsonl before a
+        service gets the first, and may fail."""
         for row in rows:
             for key in ("step", "rollout"):
                 if key not in row:

@@ -141,8 +141,11 @@ def test_overrides_are_yaml_1_2_values():
         ("optimizer.learning_rate=true", "optimizer.learning_rate is true; allowed: a number from 1e-30 to 1e30"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate is nan; allowed: a number from 1e-30 to 1e30"),
         ("model.dtype=fp16", "model.dtype is 'fp16'; allowed: auto, float32, bfloat16, float16"),
-        ("optimizer.max_steps=2.5", "optimizer.max_steps is 2.5; allowed: a whole number >= 1 or null"),
-        ("optimizer.max_steps=2147483648", "optimizer.max_steps is 2147483648; allowed: a whole number >= 1 or null"),
+        ("optimizer.max_steps=2.5", "optimizer.max_steps is 2.5; allowed: a whole number from 1 to 2^31 - 1 or null"),
+        (
+            "optimizer.max_steps=2147483648",
+            "optimizer.max_steps is 2147483648; allowed: a whole number from 1 to 2^31 - 1 or null",
+        ),
         ("run.seed=4294967296", "run.seed is 4294967296; allowed: a whole number from 0 to 2^32 - 1"),
         ("optimizer.adam_beta2=1.0", "optimizer.adam_beta2 is 1.0; allowed: a number from 0 to below 1"),
         ("reward.timeout=0.0", "reward.timeout is 0.0; allowed: a number of seconds above 0"),
@@ -151,7 +154,10 @@ def test_overrides_are_yaml_1_2_values():
         ("generation.top_p=0", "generation.top_p is 0; allowed: a number from 1e-30 to 1"),
         ("generation.top_p=1e-308", "generation.top_p is 1e-308; allowed: a number from 1e-30 to 1"),
         ("generation.kv_cache_gb=1e308", "generation.kv_cache_gb is 1e+308; allowed: a number from 1e-30 to 1e30"),
-        ("grpo.dynamic_sampling.max_rounds=0", "grpo.dynamic_sampling.max_rounds is 0; allowed: a whole number >= 1"),
+        (
+            "grpo.dynamic_sampling.max_rounds=0",
+            "grpo.dynamic_sampling.max_rounds is 0; allowed: a whole number from 1",
+        ),
         ("max_rounds=4", "it lives in grpo.dynamic_sampling.max_rounds"),
         ("grpo.beta=1e308", "grpo.beta is 1e+308; allowed: a number from 0 to 1e30"),
         ("grpo.loss_type=gspo", "grpo.loss_type is 'gspo'; allowed: grpo, bnpo, dapo, dr_grpo, cispo"),
@@ -281,7 +287,7 @@ def test_all_problems_are_told_at_once_with_their_lines(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("optimizer:\n  max_steps: ten\n  lerning_rate: 3\nnosie: {}\n3: 4\n")
     first, second, *rest = message(recipe=str(path)).splitlines()
-    assert first == f"{path}, line 2: optimizer.max_steps is 'ten'; allowed: a whole number >= 1 or null"
+    assert first == f"{path}, line 2: optimizer.max_steps is 'ten'; allowed: a whole number from 1 to 2^31 - 1 or null"
     assert second.startswith(f"{path}, line 3: unknown option optimizer.lerning_rate (did you mean 'learning_rate'?)")
     assert rest[0].startswith(f"{path}, line 4: unknown section nosie (did you mean 'noise'?)")
     assert "3 is not the name of an option; allowed: a mapping with the options model, lora" in rest[1]

@@ -138,8 +138,11 @@ def test_a_sample_of_a_key_of_another_kind_depends_on_its_own_prompt_alone():
     assert (
         len(np.unique(together[8:], axis=0)) == 4 and (tokens(PROMPTS, jax.random.key(1, impl="rbg")) != together).any()
     )
-    for wrong in (0, jnp.float32(0), jax.random.split(key)):
-        with pytest.raises(ValueError, match=r"expected one PRNG key, as jax\.random\.key\(seed\) makes it"):
+    wrong_keys = ((0, "0"), ("a", "'a'"), (jnp.float32(0), r"Array\(0"), (jax.random.split(key), r"Array\("))
+    for wrong, named in wrong_keys:
+        with pytest.raises(
+            ValueError, match=rf"the key is {named}.*; expected one PRNG key, as jax\.random\.key\(seed\)"
+        ):
             generate(MODEL, ADAPTER, PROMPTS, wrong, SETTINGS)
 
 

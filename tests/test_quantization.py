@@ -214,9 +214,9 @@ def test_a_full_disk_is_told_with_the_layers_file(tmp_path):
     ("options", "message"),
     [
         ({"weight_format": "nvfp"}, r"--format is 'nvfp'; allowed: nvfp4 \(did you mean 'nvfp4'\?\)"),
-        ({"weight_format": None}, "--format is None; allowed: nvfp4. Other formats"),
-        ({"weight_format": "mxfp4"}, "--format is 'mxfp4'; allowed: nvfp4. Other formats"),
-        ({"weight_format": "nf4"}, "--format is 'nf4'; allowed: nvfp4. Other formats"),
+        ({"weight_format": None}, "--format is None; allowed: nvfp4. Other 4-bit formats"),
+        ({"weight_format": "mxfp4"}, "--format is 'mxfp4'; allowed: nvfp4. Other 4-bit formats"),
+        ({"weight_format": "nf4"}, "--format is 'nf4'; allowed: nvfp4. Other 4-bit formats"),
         ({"method": "gptq"}, "--method is 'gptq'; allowed: rtn, awq"),
         ({"method": "awq"}, "--method awq needs --calibration"),
         ({"sequences": 4}, "--sequences, --length and --chat-template-kwargs have no effect without --calibration"),
@@ -226,7 +226,7 @@ def test_a_full_disk_is_told_with_the_layers_file(tmp_path):
         ({"calibration": "TEXT", "sequences": 99}, "text.jsonl: has 16 rows; expected 99 or more"),
         ({"calibration": "TEXT", "length": 65}, "--length is 65; allowed: 2 to 64"),
         ({"calibration": "TEXT", "length": 1}, "--length is 1; allowed: 2 to 64"),
-        ({"calibration": "text.txt"}, "--calibration is text.txt; allowed: a .jsonl file, or arithmetic"),
+        ({"calibration": "text.txt"}, "--calibration is text.txt; allowed: a .jsonl or .ndjson file, or arithmetic"),
         ({"calibration": "no.jsonl"}, r"no.jsonl: cannot be read \(No such file"),
     ],
 )

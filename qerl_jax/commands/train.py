@@ -32,7 +32,7 @@ def add(commands: "Commands") -> None:
     add_words(parser)
     parser.add_argument("--fresh", action="store_true", help="start over in a new run folder beside the existing one")
     parser.add_argument(
-        "--profile", type=os.path.expanduser, metavar="DIR", help="write a JAX profiler trace of a few steps to DIR"
+        "--profile", type=os.path.expanduser, metavar="DIR", help="write a JAX profiler trace of one rollout to DIR"
     )
     parser.set_defaults(command=run)
 

@@ -65,7 +65,7 @@ class Problems(NamedTuple):
     Attributes:
       operands: [N, 4] int64: boxes, content of a box, change of a box, change of the whole.
       signs: [N, 2], +1 or -1, of the two changes.
-      wording: [N, 8] draws in 0..65535 that choose the words.
+      wording: [N, 7] draws in 0..65535 that choose the words.
     """
 
     operands: np.ndarray
@@ -114,7 +114,7 @@ def generate(seed: int, split: str, indices: np.ndarray) -> Problems:
         raise ValueError(f"split is {split!r}; allowed are {list(SPLITS)}")
     wanted = SPLITS.index(split)
     keys = fold(seed, wanted, np.asarray(indices, np.int64).reshape(-1))
-    wording = draw(fold(keys, -1), range(8), 1 << 16)
+    wording = draw(fold(keys, -1), range(7), 1 << 16)
     problems = Problems(np.zeros((keys.size, 4), np.int64), np.zeros((keys.size, 2), np.int64), wording)
     unsettled = np.arange(keys.size)
     attempt = 0

@@ -75,7 +75,7 @@ def quantize(model: Model, weight_format: str = "nvfp4") -> Model:
     stays as it is. "bf16" unpacks in the embeddings' dtype.
 
     Raises:
-      UserError: an unknown format, a weight whose inputs are not a multiple of the format's block, one that is not
+      UserError: an unknown format, a weight of a shape that the format does not hold, one that is not
         finite (outside of a trace), which 4 bits do not hold, or one that is in another packed format and would be
         rounded a second time.
     """

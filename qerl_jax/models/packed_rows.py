@@ -52,8 +52,8 @@ def most_rows(frames: tuple[Frame, ...], lengths: jax.Array) -> jax.Array:
 
 
 class PackedRows(flax.struct.PyTreeNode):
-    """Where the tokens of a pack stand, all int32. Slots behind a row repeat its last token, with that token's place,
-    and nothing reads them."""
+    """Where the tokens of a pack stand, int32 but for `live_L`. Slots behind a row repeat its last token, with that
+    token's place, and nothing reads them."""
 
     starts_N: jax.Array  # the slot of each row's first token
     lengths_N: jax.Array  # rows of no tokens come last

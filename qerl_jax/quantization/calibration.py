@@ -68,7 +68,7 @@ def load_calibration(
     """Reads calibration text.
 
     Args:
-      source: a .jsonl file, or `arithmetic` for the problems that the shipped policy was made with.
+      source: a .jsonl or .ndjson file, or `arithmetic` for the problems that the shipped policy was made with.
       tokenizer: the model's.
       sequences: rows to take; None takes 256, or all where the file has fewer.
       length: most tokens of a row; None takes 2048, or `max_length` where that is less.
@@ -132,7 +132,7 @@ def _joined(tokenizer: Tokenizer, prompt: Prompt, completion: str, kwargs: Mappi
 def _jsonl(path: Path, sequences: int | None) -> list[tuple[dict[str, Any], str]]:
     """Rows of a file at evenly spaced lines, and where each is."""
     if path.suffix not in ROW_FILES:
-        raise UserError(f"--calibration is {path}; allowed: a .jsonl file, or {ARITHMETIC}")
+        raise UserError(f"--calibration is {path}; allowed: a {' or '.join(ROW_FILES)} file, or {ARITHMETIC}")
     lines = numbered_lines(path, read_bytes(path))
     if len(lines) < max(2, sequences or 0):
         raise UserError(f"{path}: has {len(lines)} rows; expected {max(2, sequences or 0)} or more (--sequences)")

@@ -5,7 +5,7 @@
 At no time is more than one layer of the plain model in memory, and one layer's activations. What the next layer reads
 comes from the quantized layer, so that every layer is calibrated on what it will get. (AWQ's authors and llm-compressor
 hand on the plain layer's activations; there the errors of earlier layers come as a surprise.) The held-out rows go
-through the network three times, plain, rounded to nearest and by the method, for the figures before and after.
+through the network plain, rounded to nearest and by the method, for the figures before and after.
 """
 
 import os
@@ -83,7 +83,8 @@ def quantize_folder(
         text = _OWN_TEXT.get(os.fspath(source))
     if text is None and calibrated:
         raise UserError(
-            f"--method {method} needs --calibration: a .jsonl file with `text`, `messages` or `prompt` in its rows"
+            f"--method {method} needs --calibration: a .jsonl or .ndjson file with `text`, `messages` or `prompt` in "
+            "its rows"
         )
     if text is None and (sequences, length, chat_template_kwargs) != (None, None, None):
         raise UserError(
@@ -135,8 +136,8 @@ def _check_options(weight_format: str, method: str) -> None:
     if weight_format not in _FORMATS:
         hint = nearest(weight_format, _FORMATS, elsewhere=FORMATS)
         raise UserError(
-            f"--format is {weight_format!r}; allowed: {', '.join(_FORMATS)}{hint}. Other formats have no form in "
-            "files: load_model quantizes to them"
+            f"--format is {weight_format!r}; allowed: {', '.join(_FORMATS)}{hint}. Other 4-bit formats are not "
+            "written: load_model quantizes to them"
         )
     if method not in METHODS:
         raise UserError(f"--method is {method!r}; allowed: {', '.join(METHODS)}{nearest(method, METHODS)}")

@@ -36,7 +36,7 @@ class RewardName:
     Attributes:
       spec: the whole name, as given.
       location: module or file; empty for a built-in function.
-      function: the function's own name, which metrics show.
+      function: the function's own name (see `titles` for what metrics show).
     """
 
     spec: str

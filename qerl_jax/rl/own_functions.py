@@ -40,7 +40,7 @@ class OwnFunctions(NamedTuple):
         """What a run's identity holds of them.
 
         Raises:
-          UserError: one of them is no function, or has no source.
+          UserError: one of them is no function, has no source, or reads what another process could not compare.
         """
         own = dict(zip(NO_OWN_FUNCTIONS, self, strict=True))
         return NO_OWN_FUNCTIONS | {

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, is_whole
+from qerl_jax.keys import check_key
 from qerl_jax.models.params import Adapter, Model, Norms, check_kinds, check_norms, norms_of
 from qerl_jax.rollout.batch import Prompts, Rollout, of_arrays
 from qerl_jax.rollout.begun import begun
@@ -59,6 +60,7 @@ def generate(
     check_kinds(model, adapter)
     if norms is not None:
         check_norms(model, norms)
+    check_key(key)
     settings.check_ids(model.config.vocab_size)
     prompts = of_arrays(prompts)
     _check_prompts(model, prompts, num_generations)

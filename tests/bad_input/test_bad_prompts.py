@@ -37,7 +37,7 @@ def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
         ),
         (
             [MODEL, "--prompt", "x", "--max-new-tokens", "0"],
-            "--max-completion-length (or --max-new-tokens) is 0; allowed: a whole number >= 1",
+            "--max-completion-length (or --max-new-tokens) is 0; allowed: a whole number from 1 to 2^31 - 1",
         ),
         (
             ["/no/such/model", "--prompt", "x", "--chat-template-kwargs", '{"enable_thinking": false}'],
@@ -81,7 +81,7 @@ def test_prompts_are_not_read_from_standard_input(folder, refused, monkeypatch):
             "--temperature is 1e-40; allowed: a number from 1e-30 to 1e30\n",
         ),
         ([MODEL, "--prompt", "x", "--top-p", "2"], "--top-p is 2.0; allowed: a number from 1e-30 to 1\n"),
-        ([MODEL, "--prompt", "x", "--top-k", "-1"], "--top-k is -1; allowed: a whole number >= 0\n"),
+        ([MODEL, "--prompt", "x", "--top-k", "-1"], "--top-k is -1; allowed: a whole number from 0 to 2^31 - 1\n"),
         ([MODEL, "--prompt", "x", "--min-p", "nan"], "--min-p is nan; allowed: a number from 0 to 1\n"),
     ],
 )
