@@ -90,10 +90,18 @@ def _well_named(folder: Path) -> Iterator[Path]:
     if not _MISREAD.search(str(folder)):
         yield folder
         return
-    if _MISREAD.search(tempfile.gettempdir()):
+    misread = f"{folder}: orbax takes one of [ * ? \\ : in a path for a pattern"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:
         raise UserError(
-            f"{folder}: orbax takes one of [ * ? \\ : in a path for a pattern, and would in that of a link in the "
-            f"folder for temporary files, {tempfile.gettempdir()}; choose another folder, or set TMPDIR to another one"
+            f"{misread}, and there is no folder for temporary files that can be written to, for a link; choose another "
+            "folder, or set TMPDIR"
+        ) from None
+    if _MISREAD.search(temporary):
+        raise UserError(
+            f"{misread}, and would in that of a link in the folder for temporary files, {temporary}; choose another "
+            "folder, or set TMPDIR to another one"
         )
     with tempfile.TemporaryDirectory() as place:
         link = Path(place) / "folder"

@@ -8,7 +8,9 @@ import dataclasses
 import importlib.resources
 import io
 import json
+import locale
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,11 @@ def _apply(override: str, values: dict[str, Any], sources: dict[str, Source]) ->
     option = option.strip()
     if not equals or not all(option.split(".")):
         raise UserError(f"command line: {override!r} is not an override; expected section.option=value")
+    if re.search("[\ud800-\udfff]", text):  # how Python stands for bytes that the locale cannot read
+        raise UserError(
+            f"command line: {option}: {text!r} has bytes that the locale, {locale.getpreferredencoding(False)}, cannot "
+            "read; set LC_ALL=C.UTF-8, or give a file another name"
+        )
     found: dict[str, Source] = {}
     try:
         node, value = _read_yaml(text)

@@ -1,5 +1,5 @@
-"""Output that nobody reads any more, a pipe whose reader has ended or a terminal that was closed, in a program that
-goes on all the same."""
+"""Output that nobody reads any more, a pipe whose reader has ended or a terminal that was closed, or for which its disk
+is full, in a program that goes on all the same."""
 
 import contextlib
 import errno
@@ -9,19 +9,22 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 _GONE = (errno.EPIPE, errno.EIO)  # what a write to such a pipe and to such a terminal fails with
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def going_on_unread(told: str = "") -> Iterator[None]:
+def going_on_unread(told: str = "", *, is_log: bool = False) -> Iterator[None]:
     """While it lasts, printing on standard output or standard error is no error once the reader has gone: the text is
     lost, and from then on that stream goes nowhere, as with `>/dev/null`. Other failures to write stay errors.
 
     Args:
       told: said once on standard error when standard output is lost.
+      is_log: what is printed also stands elsewhere, so that nor is it an error that its disk is full.
     """
+    lost = _GONE + _FULL if is_log else _GONE
     with (
-        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr))) as stderr,
-        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, told))) as stdout,
+        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr, lost))) as stderr,
+        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, lost, told))) as stdout,
     ):
         try:
             yield
@@ -31,10 +34,10 @@ def going_on_unread(told: str = "") -> Iterator[None]:
 
 
 class _Stream:
-    """`stream`, but for writing to where nobody reads."""
+    """`stream`, but for what is `lost`: the system's errors of writing to where nobody reads."""
 
-    def __init__(self, stream: TextIO, told: str = "") -> None:
-        self._stream, self._told = stream, told
+    def __init__(self, stream: TextIO, lost: tuple[int, ...], told: str = "") -> None:
+        self._stream, self._lost, self._told = stream, lost, told
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -53,7 +56,7 @@ class _Stream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        if error.errno not in _GONE:
+        if error.errno not in self._lost:
             raise error
         # The file descriptor itself, so that what the buffer still holds can be written, and other writers go on too.
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -400,3 +400,10 @@ def test_a_folder_whose_name_is_no_text_is_told(tmp_path):
     recipe = tmp_path / "a\udcff.yaml"
     recipe.write_text("optimizer: {max_steps: 10}\n")
     assert message(recipe=str(recipe)).startswith(r"'runs/a\udcff': a run's folder has a name in UTF-8; rename")
+
+
+def test_bytes_that_the_locale_cannot_read_are_no_fault_of_the_yaml():
+    with pytest.raises(
+        UserError, match=r"data.train_dataset: 'd.*ta.jsonl' has bytes that the locale, .*, cannot read; set LC"
+    ):
+        load_config("quickstart", ["data.train_dataset=d\udcc3\udca4ta.jsonl"])

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import resource
+import select
 import signal
 import time
+import types
 
 import pytest
 
@@ -317,3 +319,38 @@ def test_a_script_that_starts_a_run_when_it_is_imported_starts_no_chain_of_them(
         guarded = starts.replace("\n", "\n    ")
         script.write_text(script.read_text().replace(starts, f"if __name__ == '__main__':\n    {guarded}"))
         worker.ready()
+
+
+def test_what_was_being_scored_while_the_job_was_suspended_is_scored_again(tmp_path, monkeypatch):
+    source, calls = tmp_path / "slow.py", tmp_path / "calls"
+    source.write_text(
+        "import time\n\n\ndef slow(prompts, completions, **_):\n"
+        f"    open({str(calls)!r}, 'a').write('x')\n    time.sleep(1)\n    return [3.0] * len(completions)\n"
+    )
+    calls.touch()
+    ahead, suspended_in = [0.0], {1}  # seconds of the clock, and the calls during which a look takes a minute
+
+    class Poll:
+        def __init__(self):
+            self._poll = select.poll()
+            self.register = self._poll.register
+
+        def poll(self, milliseconds):
+            found = self._poll.poll(milliseconds)
+            if not found and (call := len(calls.read_text())) in suspended_in:
+                suspended_in.remove(call)
+                ahead[0] += 60.0
+            return found
+
+    with contextlib.closing(Worker(parse_name(f"{source}:slow"), timeout=5.0)) as worker:
+        polls = types.SimpleNamespace(poll=Poll, POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
+        monkeypatch.setattr(pool, "select", polls)
+        monkeypatch.setattr(pool, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+        worker.submit(["a"], ["xyz"], [[1]], {})
+        assert worker.result() == [3.0] and calls.read_text() == "xx"
+        suspended_in |= {3, 4}  # again while it is scored again
+        worker.submit(["a"], ["xyz"], [[1]], {})
+        with pytest.raises(UserError, match=r"slow' took longer than 5 s"):
+            worker.result()
+        worker.submit(["a"], ["xyz"], [[1]], {})
+        assert worker.result() == [3.0] and not suspended_in

@@ -10,7 +10,7 @@ import pytest
 CODE = """
 import sys
 from qerl_jax.unread import going_on_unread
-with going_on_unread("goes on"):
+with going_on_unread("goes on", is_log=len(sys.argv) > 2):
     input()  # until the reader has gone
     for number in range(3):
         print(number)
@@ -24,8 +24,8 @@ open(sys.argv[1], "w").write("the end")
 def program(tmp_path):
     """Starts the program, whose output loses its reader before it prints; gives its exit code and standard error."""
 
-    def run(reader, writer, stderr):
-        command = [sys.executable, "-c", CODE, str(tmp_path / "file")]
+    def run(reader, writer, stderr, *more):
+        command = [sys.executable, "-c", CODE, str(tmp_path / "file"), *more]
         streams = {"stdin": subprocess.PIPE, "stdout": writer, "stderr": stderr}
         process = subprocess.Popen(command, start_new_session=True, **streams)
         os.close(writer)
@@ -48,8 +48,11 @@ def test_a_program_goes_on_where_nobody_reads_its_errors_either(opened, program,
     assert (tmp_path / "file").read_text() == "the end"
 
 
-def test_a_full_disk_stays_an_error(program, tmp_path):
+def test_a_full_disk_stays_an_error_but_for_a_log(program, tmp_path):
     full = os.open("/dev/full", os.O_WRONLY)
     code, said = program(os.dup(full), full, subprocess.PIPE)
     assert code != 0 and b"No space left on device" in said and b"goes on" not in said
     assert not (tmp_path / "file").exists()
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert program(os.dup(full), full, subprocess.PIPE, "log") == (0, b"goes on\nsaid\n")
+    assert (tmp_path / "file").read_text() == "the end"

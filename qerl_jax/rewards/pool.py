@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards import channel
@@ -23,6 +23,8 @@ LOAD_TIMEOUT = 120.0
 # The worker ends itself at the deadline and says where it stood; this much later it is killed from outside.
 _GRACE = 2.0
 _LOOK = 0.5  # seconds between looks at whether a worker still runs
+_STILL = 2.0  # seconds that a look takes longer where the whole job was suspended, as by SIGSTOP
+_newest_standstill = 0.0  # when such a look ended
 
 
 class Worker:
@@ -48,8 +50,8 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = bytearray()
         self._loaded = False
-        self._deadline = 0.0
-        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._deadline = self._sent = 0.0
+        self._stack = _scratch()
         self._start()
 
     def _start(self) -> None:
@@ -76,7 +78,8 @@ class Worker:
         assert self._process is not None and self._process.stdin is not None
         self._stack.seek(0)
         self._stack.truncate()
-        self._deadline = time.monotonic() + timeout + _GRACE
+        self._sent = time.monotonic()
+        self._deadline = self._sent + timeout + _GRACE
         self._pending = bytearray()
         pipe = self._process.stdin.fileno()
         os.set_blocking(pipe, False)
@@ -92,11 +95,15 @@ class Worker:
     def _in_time(self, pipe: int, event: int) -> bool:
         """Waits until a pipe can be read or written, the worker has ended (what it has started may hold the pipe's
         other end), or the deadline has passed; whether it can."""
+        global _newest_standstill
         assert self._process is not None
         poll = select.poll()  # select.select takes no file number beyond 1023
         poll.register(pipe, event)
-        while (left := self._deadline - time.monotonic()) > 0 and self._process.poll() is None:
-            if poll.poll(1000 * min(left, _LOOK)):
+        while (left := self._deadline - (began := time.monotonic())) > 0 and self._process.poll() is None:
+            found = poll.poll(1000 * min(left, _LOOK))
+            if (now := time.monotonic()) - began > _LOOK + _STILL:
+                _newest_standstill = now
+            if found:
                 return True
         return bool(poll.poll(0))
 
@@ -142,8 +149,8 @@ class Worker:
     ) -> None:
         """Starts scoring a batch; its deadline runs from here (after the user's module has been imported)."""
         self.ready()
-        self._scored = _told(prompts)
-        self._send((self.timeout, "call", (prompts, completions, ids, columns)), self.timeout)
+        self._batch = prompts, completions, ids, columns
+        self._send((self.timeout, "call", self._batch), self.timeout)
 
     def check(self, columns: list[str]) -> None:
         """Holds a data set's columns against the function's signature.
@@ -172,12 +179,20 @@ class Worker:
             self._loaded = True
 
     def result(self) -> list[float | None]:
-        """The scores of the batch submitted last.
+        """The scores of the batch submitted last. After an error it is scored once more if the whole job was suspended
+        meanwhile, for which deadlines do not wait.
 
         Raises:
           UserError: the function raised, returned something else than scores, ended its process or passed its deadline.
         """
-        return self._receive(f"on {self._scored}")
+        what = f"on {_told(self._batch[0])}"
+        try:
+            return self._receive(what)
+        except UserError:
+            if _newest_standstill < self._sent:
+                raise
+        self.submit(*self._batch)
+        return self._receive(what)
 
     def cancel(self) -> None:
         """Gives up a call in progress."""
@@ -203,6 +218,13 @@ class Worker:
         """Ends the worker; it cannot be used afterwards."""
         self._kill()
         self._stack.close()
+
+
+def _scratch() -> IO[bytes]:
+    """A file for a while; in memory where the system has such, so that no folder for temporary files is needed."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stack"), "w+b")
+    return cast(IO[bytes], tempfile.TemporaryFile())
 
 
 def _told(prompts: list[Any]) -> str:

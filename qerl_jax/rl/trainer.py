@@ -46,6 +46,7 @@ from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, COMPLETIONS, CONF
 from qerl_jax.summary import report
 from qerl_jax.unread import going_on_unread
 
+_UNREAD = "nothing more can be written to the output; the run goes on, and its metrics go on"
 # Streams of the run's root key; `evaluation.STREAM` is another one.
 _INIT, _ROLLOUTS = 0, 1
 
@@ -60,7 +61,8 @@ def train(
 ) -> Path:
     """Trains to the end, or from where an earlier run of the same config stopped.
 
-    A run does not end because nobody reads what it prints any more (`qerl train | head`). A script that holds a reward
+    A run does not end because nobody reads what it prints any more (`qerl train | head`), or the disk of its log is
+    full. A script that holds a reward
     function of the run, too, is imported by the function's worker, and calls this under `if __name__ == "__main__":`.
 
     Args:
@@ -92,9 +94,10 @@ def train(
         with (
             run_folder.open_run(config, fresh) as (folder, config),
             run_folder.held(folder) as check_folder,
-            going_on_unread(f"the output is closed; the run goes on, and its metrics go on in {folder / METRICS}"),
+            going_on_unread(f"{_UNREAD} in {folder / METRICS}", is_log=True),
             compiled_programs(folder / COMPILED),
             interrupt_flag() as interrupt,
+            _as_interruption(interrupt),
             RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
         ):
             if profile is not None:  # no earlier: it may lie in the run's folder, which would be refused with it alone
@@ -106,6 +109,18 @@ def train(
         run_folder.refuse_other_functions(folder, functions)
         print(finished)
         return folder
+
+
+@contextlib.contextmanager
+def _as_interruption(interrupt: list[bool]) -> Iterator[None]:
+    """An error behind a signal that stops the run is taken for a part of that: a scheduler may send it to each process
+    of a job, so that reward functions end by it too."""
+    try:
+        yield
+    except UserError as error:
+        if not interrupt:
+            raise
+        raise Interrupted(str(error)) from error
 
 
 class _Run:
@@ -264,9 +279,7 @@ class _Run:
                 self._save(anew)
             except UserError as unsaved:
                 raise UserError(f"{error}\n{unsaved}") from error
-            # A scheduler may send its signal to each process of a job, so that reward functions end by it too.
-            kind = Interrupted if self.interrupt else UserError
-            raise kind(f"{error}\n{self._saved()}") from error
+            raise UserError(f"{error}\n{self._saved()}") from error
 
     def _stop_if_interrupted(self) -> None:
         if self.interrupt:

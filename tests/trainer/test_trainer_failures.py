@@ -76,6 +76,16 @@ def test_a_signal_to_each_process_of_a_job_is_an_interruption(policy, finished, 
     assert [row["step"] for row in rows(tmp_path / "run")] == [row["step"] for row in rows(finished)]
 
 
+def test_so_it_is_where_a_reward_function_is_only_being_imported(policy, tmp_path):
+    config = config_in(tmp_path, policy)
+    whole = (tmp_path / "rewards.py").read_text()
+    both = "import os, time\n[os.kill(process, 15) for process in (os.getppid(), os.getpid())]\ntime.sleep(30)\n"
+    (tmp_path / "rewards.py").write_text(both + whole)
+    with pytest.raises(Interrupted, match="its process ended by SIGTERM while it was imported"):
+        train(config, tmp_path / "run")
+    assert not checkpoints(tmp_path / "run")
+
+
 def test_what_was_learned_before_an_evaluation_failed_is_saved_and_the_evaluation_made_up_for(policy, tmp_path):
     config = config_in(tmp_path, policy, run={"save_steps": 6}, evaluation={"eval_steps": 2})
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"

@@ -385,7 +385,8 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(config, finished, pr
         assert os.read(reader, 1)
         os.close(reader)
         assert process.wait() == 0, process.output()
-    assert process.output() == f"the output is closed; the run goes on, and its metrics go on in {run}/metrics.jsonl\n"
+    said = "nothing more can be written to the output; the run goes on, and its metrics go on"
+    assert process.output() == f"{said} in {run}/metrics.jsonl\n"
     assert differences(run, finished) == [] and (run / "summary.json").is_file()
 
 
