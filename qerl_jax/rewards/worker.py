@@ -30,7 +30,7 @@ _LAST_SECONDS = 2.0
 sys.meta_path.append(FileFinder())  # also where this module is imported again, by a process of `spawn`
 
 
-@going_on_unread()
+@going_on_unread(is_log=True)
 def main() -> None:
     stack_fd = int(sys.argv[1])
     requests = os.fdopen(os.dup(0), "rb")

@@ -61,9 +61,9 @@ def train(
 ) -> Path:
     """Trains to the end, or from where an earlier run of the same config stopped.
 
-    A run does not end because nobody reads what it prints any more (`qerl train | head`), or the disk of its log is
-    full. A script that holds a reward
-    function of the run, too, is imported by the function's worker, and calls this under `if __name__ == "__main__":`.
+    A run does not end because nobody reads what it prints any more (`qerl train | head`), or because the disk of its
+    log is full. A script that holds a reward function of the run, too, is imported by the function's worker, and calls
+    this under `if __name__ == "__main__":`.
 
     Args:
       config: see `qerl_jax.config_files.load_config`.
@@ -97,12 +97,14 @@ def train(
             going_on_unread(f"{_UNREAD} in {folder / METRICS}", is_log=True),
             compiled_programs(folder / COMPILED),
             interrupt_flag() as interrupt,
-            _as_interruption(interrupt),
-            RewardFunctions(config.reward, config.generation.max_completion_length) as rewards,
+            contextlib.ExitStack() as opened,
         ):
             if profile is not None:  # no earlier: it may lie in the run's folder, which would be refused with it alone
                 make_folder(Path(profile))
-            return _Run(assemble(config, rewards, own), rewards, folder, check_folder, interrupt, profile).run()
+            with _as_interruption(interrupt):
+                rewards = opened.enter_context(RewardFunctions(config.reward, config.generation.max_completion_length))
+                experiment = assemble(config, rewards, own)
+            return _Run(experiment, rewards, folder, check_folder, interrupt, profile).run()
     except run_folder.RunFinished as finished:
         assert config.run.output_dir is not None
         folder = Path(config.run.output_dir)
@@ -113,14 +115,16 @@ def train(
 
 @contextlib.contextmanager
 def _as_interruption(interrupt: list[bool]) -> Iterator[None]:
-    """An error behind a signal that stops the run is taken for a part of that: a scheduler may send it to each process
+    """An error before anything is computed, behind a signal that stops the run. A scheduler may send that to each process
     of a job, so that reward functions end by it too."""
     try:
         yield
     except UserError as error:
         if not interrupt:
             raise
-        raise Interrupted(str(error)) from error
+        raise Interrupted(
+            f"{error}\nstopped before anything was computed: start it again by the same command"
+        ) from error
 
 
 class _Run:
@@ -279,7 +283,8 @@ class _Run:
                 self._save(anew)
             except UserError as unsaved:
                 raise UserError(f"{error}\n{unsaved}") from error
-            raise UserError(f"{error}\n{self._saved()}") from error
+            kind = Interrupted if self.interrupt else UserError  # see `_as_interruption`
+            raise kind(f"{error}\n{self._saved()}") from error
 
     def _stop_if_interrupted(self) -> None:
         if self.interrupt:
