@@ -115,8 +115,8 @@ def train(
 
 @contextlib.contextmanager
 def _as_interruption(interrupt: list[bool]) -> Iterator[None]:
-    """An error before anything is computed, behind a signal that stops the run. A scheduler may send that to each process
-    of a job, so that reward functions end by it too."""
+    """An error before anything is computed, behind a signal that stops the run. A scheduler may send that to each
+    process of a job, so that reward functions end by it too."""
     try:
         yield
     except UserError as error:
