@@ -345,6 +345,7 @@ def test_what_was_being_scored_while_the_job_was_suspended_is_scored_again(tmp_p
     with contextlib.closing(Worker(parse_name(f"{source}:slow"), timeout=5.0)) as worker:
         polls = types.SimpleNamespace(poll=Poll, POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
         monkeypatch.setattr(pool, "select", polls)
+        monkeypatch.setattr(pool, "_newest_standstill", 0.0)  # which is not left in the future
         monkeypatch.setattr(pool, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
         worker.submit(["a"], ["xyz"], [[1]], {})
         assert worker.result() == [3.0] and calls.read_text() == "xx"
