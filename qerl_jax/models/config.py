@@ -80,8 +80,11 @@ class ModelConfig:
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
 
-    def unknown_id(self, ids: np.ndarray) -> int | None:
-        """The first of these token ids that the vocabulary does not have; None if it has all."""
+    def unknown_id(self, ids: np.ndarray, lengths: np.ndarray | None = None) -> int | None:
+        """The first of these token ids that the vocabulary does not have; None if it has all. With `lengths` ids are
+        rows, of which so many are tokens and the rest is padding."""
+        if lengths is not None:
+            ids = ids[np.arange(ids.shape[1]) < lengths[:, None]]
         return next((int(token) for token in ids[(ids < 0) | (ids >= self.vocab_size)]), None)
 
     @property

@@ -3,12 +3,12 @@
     python -m qerl_jax.rewards.worker STACK_FD
 
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
-the user's script again). Reads messages from stdin and answers on stdout: first a `RewardName`, answered by a digest of
-its source, then calls, or data sets' columns to be compared with the function's signature. What the user's code prints
-goes to stderr, or nowhere once nobody reads that. While a call runs, a watchdog that needs no interpreter lock ends the
-process at the deadline and leaves the stack of every thread in the file STACK_FD. Once the parent is gone, the worker
-ends with all that it has started, so none outlives a killed parent by more than a call. (If that call runs into its
-deadline, the watchdog ends the worker alone.)
+the user's script again). Reads messages, each with its deadline, from stdin and answers on stdout: first a
+`RewardName`, answered by a digest of its source, then calls, or data sets' columns to be compared with the function's
+signature. What the user's code prints goes to stderr, or nowhere once nobody reads that or its disk is full. While a
+call runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves the stack of every
+thread in the file STACK_FD. Once the parent is gone, the worker ends with all that it has started, so none outlives a
+killed parent by more than a call. (If that call runs into its deadline, the watchdog ends the worker alone.)
 """
 
 import faulthandler

@@ -213,8 +213,7 @@ def with_policies(
     if not is_traced(batch):
         for name in ("prompt", "completion"):
             tokens, lengths = (np.asarray(getattr(batch, part)) for part in (name, f"{name}_lengths"))
-            real = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-            if (unknown := model.config.unknown_id(real)) is not None:
+            if (unknown := model.config.unknown_id(tokens, lengths)) is not None:
                 size = model.config.vocab_size
                 raise ValueError(f"the batch's {name} has the token {unknown}; the model's vocabulary has {size}")
     if several_updates and settings.old_logprobs == "learner":

@@ -46,7 +46,6 @@ from qerl_jax.run_files import ADAPTER, CHECKPOINTS, COMPILED, COMPLETIONS, CONF
 from qerl_jax.summary import report
 from qerl_jax.unread import going_on_unread
 
-_UNREAD = "nothing more can be written to the output; the run goes on, and its metrics go on"
 # Streams of the run's root key; `evaluation.STREAM` is another one.
 _INIT, _ROLLOUTS = 0, 1
 
@@ -84,6 +83,7 @@ def train(
     refuse_while_importing()
     check_kind("config", config, Config, " (`load_config` reads one)")
     own = OwnFunctions(loss_fn, advantage_fn)
+    unread = "nothing more can be written to the output; the run goes on, and its metrics go on in"
     functions = own.identity()  # with its checks, before a folder is made
     if profile is not None:  # or the run would end where the trace is to be written
         try:
@@ -94,7 +94,7 @@ def train(
         with (
             run_folder.open_run(config, fresh) as (folder, config),
             run_folder.held(folder) as check_folder,
-            going_on_unread(f"{_UNREAD} in {folder / METRICS}", is_log=True),
+            going_on_unread(f"{unread} {folder / METRICS}", is_log=True),
             compiled_programs(folder / COMPILED),
             interrupt_flag() as interrupt,
             contextlib.ExitStack() as opened,

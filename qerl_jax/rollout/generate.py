@@ -113,9 +113,8 @@ def _check_prompts(model: Model, prompts: Prompts, num_generations: int) -> None
     if not is_whole(num_generations) or num_generations < 1:
         raise UserError(f"num_generations is {num_generations!r}; allowed: a whole number, 1 or more")
     if not any(isinstance(of, jax.core.Tracer) for of in (prompts.tokens, prompts.lengths)):
-        tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        ids = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
-        if (strange := model.config.unknown_id(ids)) is not None:
+        strange = model.config.unknown_id(np.asarray(prompts.tokens), np.asarray(prompts.lengths))
+        if strange is not None:
             raise UserError(f"prompts have the token id {strange}; allowed: 0 to {model.config.vocab_size - 1}")
 
 

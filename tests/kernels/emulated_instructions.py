@@ -144,9 +144,8 @@ def make_ptx(m):
     p.ballot = lambda condition: _lanes(np.packbits(condition, bitorder="little").view(U32)[0])
     p.lowest_bit = lambda word: p.i32((int(word[0]) & -int(word[0])).bit_length() - 1)
     p.set_registers = lambda count, more: None
-    p.sreg = lambda name, again=False: {"tid.x": (LANES + 32 * m.now.index).astype(U32), "ctaid.x": _lanes(m.now.cta)}[
-        name
-    ]
+    special = {"tid.x": lambda: (LANES + 32 * m.now.index).astype(U32), "ctaid.x": lambda: _lanes(m.now.cta)}
+    p.sreg = lambda name, again=False: special[name]()
     p.opaque, p.opaque_zero = _lanes, lambda: p.f32(0.0)
     p.uniform = lambda v: _lanes(v[0])
     p.cta_sync = lambda: m.meet((m.now.cta, 0), 32 * m.warps_of_cta)
