@@ -38,21 +38,21 @@ COLUMNS = ["k", "n", "m", "rank", "config", "device_us", "max_relative_error"]
 
 def candidates(m, k, n, ranks, wgmma):
     """Configurations that fit: the table's, then the best by the kernel's own rule for each cluster size, in turn, and
-    each with deeper rings."""
+    all of them with rings deeper by one, and less deep."""
     of_cluster = {}
     for config in by_rule(m, k, n, ranks, wgmma=wgmma):
         of_cluster.setdefault(config.cluster, []).append(config)
     found = [c for turn in itertools.zip_longest(*of_cluster.values()) for c in turn if c is not None]
-    deeper = ({}, {"depth": 1}, {"x_depth": 1})
-    found = [
-        dataclasses.replace(c, **{name: getattr(c, name) + more for name, more in by.items()})
-        for c, by in itertools.product(found, deeper)
-    ]
     entries = [variants.TABLE.get((k, sum(n), m, with_lora)) for with_lora in (True, False)[not any(ranks) :]]
     entries = [entry for entry in entries if entry is not None and entry.wgmma == wgmma]
     if entries:  # promoted as often as the table's entry; what a cut errs then, fp4_error says
-        found = [dataclasses.replace(config, promote=entries[0].promote) for config in found]
-    return [c for c in dict.fromkeys(entries + found) if variants.takes_lora(m, k, n, c, ranks)]
+        found = entries + [dataclasses.replace(config, promote=entries[0].promote) for config in found]
+    rings = ({}, {"depth": -1}, {"depth": 1}, {"x_depth": -1}, {"x_depth": 1})
+    found = [
+        dataclasses.replace(c, **{name: getattr(c, name) + more for name, more in by.items()})
+        for by, c in itertools.product(rings, found)
+    ]
+    return [c for c in dict.fromkeys(found) if variants.takes_lora(m, k, n, c, ranks)]
 
 
 def operand_of(k, n, rank) -> Callable[[jax.Array], Any]:

@@ -200,7 +200,10 @@ class Plan:
 
     @property
     def working_tiles(self) -> int:
-        """Row tiles that the working warps of a multiprocessor hold in all waves together, where it has most."""
+        """Row tiles that the working warps of a multiprocessor hold in all waves together, where it has most; shared
+        ones count half."""
+        if self.config.shares:
+            return self.config.places // 2
         waves, together = self.config.waves, self.warps_together * self.config.tiles
         full_waves = waves - 1 if self.full_clusters else 0
         last = -(-self.last_tiles // together) * together
