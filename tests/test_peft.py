@@ -12,6 +12,7 @@ from folders import edit_arrays, edit_options
 from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.config import MLP
 from qerl_jax.models.init import init_adapter
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.params import PROJECTIONS, Adapter, TrainedNorms, lora_alpha, lora_scaling
@@ -185,7 +186,17 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             edit_options(target_modules=["lm_head"]),
             "target_modules: 'lm_head' is not supported; allowed: q_proj, k_proj",
         ),
-        (edit_options(target_modules="all-linear"), "target_modules is 'all-linear'; expected a list of q_proj"),
+        (
+            edit_options(target_modules=3),
+            r"target_modules is 3; expected a pattern, or a list of q_proj",
+        ),
+        (edit_options(exclude_modules=["up_proj"]), r"up_proj.lora_A.weight float32.4, 32. belongs to no part of"),
+        (
+            edit_options(target_modules=".*", exclude_modules=["up_proj"]),
+            r"up_proj.lora_A.weight float32.4, 32. belongs to no part of",
+        ),
+        (edit_options(exclude_modules=["1.mlp.up_proj"]), r"exclude_modules is .*; supported: .* all layers. PEFT can"),
+        (edit_options(exclude_modules=".*up_proj"), r"exclude_modules is '.*up_proj'; supported: a list of names for"),
         (edit_options(peft_type="IA3"), "peft_type is 'IA3'; supported: 'LORA'"),
         (edit_options(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'; supported: 'CAUSAL_LM', None"),
         (
@@ -193,8 +204,8 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             "auto_mapping: the adapter belongs to a LlamaForCausalLM, the model is a Qwen2ForCausalLM",
         ),
         (edit_options(bias="all"), "bias is 'all'; supported: 'none'"),
-        (edit_options(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; supported: True, False"),
-        (edit_options(use_dora=True), r"option use_dora \(True\) is not supported"),
+        (edit_options(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; .* PEFT can merge such"),
+        (edit_options(use_dora=True), r"option use_dora \(True\) is not supported. PEFT can merge such"),
         (edit_options(rank_pattern={"q_proj": 8}), r"option rank_pattern \({'q_proj': 8}\) is not supported"),
         (edit_options(alpha_pattern={"q_proj": 8}), "option alpha_pattern .* is not supported"),
         (edit_options(fan_in_fan_out=True), "option fan_in_fan_out .* is not supported"),
@@ -263,6 +274,12 @@ def test_folder_that_does_not_fit(tmp_path, model, damage, message):
         {"rank_pattern": {}, "use_dora": False, "layers_to_transform": None},
         {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
         {"base_model_name_or_path": "/elsewhere/base/"},
+        {"ensure_weight_tying": True, "exclude_modules": ["lm_head"]},
+        {"target_modules": [*PROJECTIONS, "lm_head", "query_key_value"]},
+        {"target_modules": [f"mlp.{name}" if name in MLP else f"self_attn.{name}" for name in PROJECTIONS]},
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"},
+        {"target_modules": "(.*.*)*Z"},  # not matched
         {"target_modules": ["up_proj", *reversed(PROJECTIONS)]},
     ],
     ids=str,
@@ -271,8 +288,21 @@ def test_options_that_change_nothing_are_accepted(tmp_path, model, options):
     adapter = tiny_adapter(model)
     save_adapter(adapter, tmp_path / "a", "some/base")
     edit_options(**options)(tmp_path / "a")
-    assert open_adapter(tmp_path / "a").options.modules == PROJECTIONS
+    assert open_adapter(tmp_path / "a").modules == PROJECTIONS
     assert_same(load_adapter(tmp_path / "a", model, base_name="some/base"), adapter)
+
+
+def test_a_pattern_has_the_modules_of_the_weights(tmp_path, model):
+    adapter = tiny_adapter(model, target_modules=["k_proj", "down_proj"])
+    save_adapter(adapter, tmp_path / "a", "b")
+    edit_options(target_modules=".*(k|down)_proj")(tmp_path / "a")
+    assert_same(load_adapter(tmp_path / "a", model), adapter)
+    edit_arrays(lambda a: a.pop("base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"))(tmp_path / "a")
+    with pytest.raises(UserError, match=r"layers.0.mlp.down_proj.lora_A.weight is missing"):
+        load_adapter(tmp_path / "a", model)
+    edit_arrays(lambda a: [a.pop(name) for name in list(a)])(tmp_path / "a")
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: has no LoRA pair of a projection; expected one"):
+        load_adapter(tmp_path / "a", model)
 
 
 def test_of_stacked_adapters_each_is_saved_alone(tmp_path, model):

@@ -24,6 +24,7 @@ from qerl_jax.input_files import files_fingerprint
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.loading import Slot, check_tensors, layer_name
 from qerl_jax.models.params import (
+    PROJECTIONS,
     Adapter,
     LoRA,
     Model,
@@ -43,6 +44,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TRAINED_ON = "qerl_adapter.json"
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
+_PAIR = re.compile(r"\.(\w+)\.lora_[AB]\.weight")
 
 
 class OpenedAdapter(NamedTuple):
@@ -51,11 +53,13 @@ class OpenedAdapter(NamedTuple):
     Attributes:
       folder: where it is.
       options: what its adapter_config.json says.
+      modules: the projections that have a pair, in the order of PROJECTIONS.
       arrays: views of its tensors' bytes by name.
     """
 
     folder: Path
     options: PeftOptions
+    modules: tuple[str, ...]
     arrays: dict[str, np.ndarray]
 
 
@@ -73,7 +77,20 @@ def open_adapter(path: str | os.PathLike[str]) -> OpenedAdapter:
     if not weights.exists():
         pickle = "; adapter_model.bin is a pickle, which can run code and is never loaded: convert it to safetensors"
         raise UserError(f"{weights} is missing{pickle if (folder / 'adapter_model.bin').exists() else ''}")
-    return OpenedAdapter(folder, options, read_safetensors(weights))
+    arrays = read_safetensors(weights)
+    targets = _modules_of(arrays, weights) if options.targets is None else options.targets
+    modules = tuple(name for name in targets if name not in options.excluded)
+    return OpenedAdapter(folder, options, modules, arrays)
+
+
+def _modules_of(arrays: dict[str, np.ndarray], where: Path) -> tuple[str, ...]:
+    """The projections that have a tensor of a pair in any layer: the pattern that PEFT found them with is not matched,
+    for one from a file may take years."""
+    found = {match[1] for name in arrays if (match := _PAIR.search(name))}
+    modules = tuple(name for name in PROJECTIONS if name in found)
+    if not modules:
+        raise UserError(f"{where}: has no LoRA pair of a projection; expected one or more of {', '.join(PROJECTIONS)}")
+    return modules
 
 
 def check_fit(
@@ -90,7 +107,7 @@ def check_fit(
       UserError: it is no adapter of this network (family, depth, rank, shape, module, base), or has numbers that are
         not finite; names file, tensor or option, expected and found.
     """
-    folder, options, arrays = opened
+    folder, options, _, arrays = opened
     where, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     expected = config.family.architecture
     if options.base_class not in (None, expected):
@@ -106,7 +123,7 @@ def check_fit(
             f"{folder}: the adapter has trained norm scales, but train_norms is false; set lora.train_norms=true"
         )
     _check_depth(arrays, config, weights)
-    table = _table(config, options)
+    table = _table(config, opened)
     check_tensors({name: (weights, array) for name, array in arrays.items()}, table, folder)
     for name in table:
         if not np.isfinite(arrays[name].astype(np.float32)).all():
@@ -141,7 +158,7 @@ def load_adapter(
         return LoRA(a, b, options.scaling, options.rank_stabilised)
 
     layers = range(model.config.num_hidden_layers)
-    lora = tuple({name: pair(i, name) for name in options.modules} for i in layers)
+    lora = tuple({name: pair(i, name) for name in opened.modules} for i in layers)
     norms = None
     if options.saved_norms:
         first, second = (tuple(array(_PREFIX + layer_name(i, field)) for i in layers) for field in NORMS.values())
@@ -268,11 +285,12 @@ def _lora_name(layer: int, projection: str, half: str) -> str:
     return f"{_PREFIX}{layer_name(layer, projection).removesuffix('.weight')}.lora_{half}.weight"
 
 
-def _table(config: ModelConfig, options: PeftOptions) -> dict[str, Slot]:
+def _table(config: ModelConfig, opened: OpenedAdapter) -> dict[str, Slot]:
     """Every tensor that the folder must hold."""
     table: dict[str, Slot] = {}
+    options = opened.options
     for i in range(config.num_hidden_layers):
-        for name in options.modules:
+        for name in opened.modules:
             N, K = projection_shape(config, name)
             table[_lora_name(i, name, "A")] = Slot((options.rank, K))
             table[_lora_name(i, name, "B")] = Slot((N, options.rank))

@@ -4,8 +4,9 @@ here, and its environment (requirements.txt) is not this library's.
     .venv-interop/bin/python tests/interop/other_programs.py write JOBS.json
         JOBS is {"output": folder, "networks": {NAME: {"config": object, "tokenizer": folder}}}. For each, a random
         network: output/NAME written by transformers in bfloat16, with tokenizer and generation configuration;
-        NAME-lora, NAME-rslora and NAME-norms by PEFT; NAME-nvfp4 and NAME-mxfp4 by compressed-tensors. Beside each of
-        them its logits of IDS, .npy, also NAME-nvfp4-lora.npy of both together, and NAME.json, what `words` finds.
+        NAME-KIND for each kind of ADAPTERS and NAMED by PEFT; NAME-nvfp4 and NAME-mxfp4 by compressed-tensors. Beside
+        each of them its logits of IDS, .npy, also NAME-nvfp4-lora.npy of both together, and NAME.json, what `words`
+        finds.
     .venv-interop/bin/python tests/interop/other_programs.py read JOBS.json
         JOBS is a list of {"model": folder, "adapter": folder or null, "dtype": "float32" or "auto", "out": path}; a
         model that is null is the one that the adapter names. out.npy gets the logits of IDS, and out.json what `words`
@@ -42,6 +43,12 @@ ADAPTERS = {
     "lora": {},
     "rslora": {"use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
     "norms": {"modules_to_save": ["input_layernorm", "post_attention_layernorm"]},
+}
+# Other ways to say which modules have a pair.
+NAMED = {
+    "pattern": {"target_modules": r"model\.layers\.\d+\.(?:self_attn|mlp)\.(?:(?:k_proj|o_proj|up_proj))"},
+    "paths": {"target_modules": ["self_attn.q_proj", "gate_proj", "up_proj", "c_attn"], "exclude_modules": ["up_proj"]},
+    "all": {"target_modules": "all-linear", "exclude_modules": ["lm_head"]},
 }
 PACKED = {"nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"), "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized")}
 
@@ -103,6 +110,12 @@ def adapted(model: torch.nn.Module, options: dict) -> torch.nn.Module:
     return model
 
 
+def write_adapter(output: Path, name: str, kind: str, options: dict) -> None:
+    model = adapted(load(output / name), options)
+    model.save_pretrained(output / f"{name}-{kind}")
+    np.save(output / f"{name}-{kind}.npy", logits(model))
+
+
 def compress(model: torch.nn.Module, output: Path, preset: str, packing: str) -> None:
     """Writes `model` with its linear layers in 4 bits, in NVFP4 each with a global scale of its own."""
     scheme = preset_name_to_scheme(preset, ["Linear"])
@@ -135,14 +148,16 @@ def write(output: Path, networks: dict[str, dict]) -> None:
         (output / f"{name}.json").write_text(json.dumps(words(output / name)))
         np.save(output / f"{name}.npy", logits(load(output / name)))
         for kind, options in ADAPTERS.items():
-            model = adapted(load(output / name), options)
-            model.save_pretrained(output / f"{name}-{kind}")
-            np.save(output / f"{name}-{kind}.npy", logits(model))
+            write_adapter(output, name, kind, options)
         for kind, (preset, packing) in PACKED.items():
             compress(load(output / name), output / f"{name}-{kind}", preset, packing)
             np.save(output / f"{name}-{kind}.npy", logits(load(output / f"{name}-{kind}")))
         model = PeftModel.from_pretrained(load(output / f"{name}-nvfp4"), output / f"{name}-lora")
         np.save(output / f"{name}-nvfp4-lora.npy", logits(model))
+    # Behind everything else, so that one more of them changes no random number of the others.
+    for name in networks:
+        for kind, options in NAMED.items():
+            write_adapter(output, name, kind, options)
 
 
 if __name__ == "__main__":

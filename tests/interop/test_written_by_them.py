@@ -32,7 +32,7 @@ def test_its_tokenizer_and_generation_configuration(theirs, family):
     assert expected["pad"] in (ends.pad_token_id, None)  # Llama 3's files name none
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "norms"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "norms", "pattern", "paths", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_of_peft(theirs, family, kind):
     model = load_model(theirs / family, dtype="float32")
