@@ -82,6 +82,7 @@ def test_several_groups_of_one_format():
         ("version", "0.11.0"),
         ("global_compression_ratio", 1.5),
         ("config_groups.group_0.weights.scale_dtype", None),
+        ("config_groups.group_0.weights.scale_dtype", "float8_e4m3fn"),
         ("config_groups.group_0.weights.observer", "minmax"),
         ("config_groups.group_0.format", "nvfp4-pack-quantized"),
         ("config_groups.group_0.output_activations", None),
@@ -111,7 +112,7 @@ def test_plain_folders_have_none():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("quant_method", "gptq", "quant_method is 'gptq'; supported is .* 'modelopt'; take the plain model"),
+        ("quant_method", "gptq", "quant_method is 'gptq'; supported is .* 'modelopt' or .*; take the plain model"),
         (
             "quantization_status",
             "calibration",

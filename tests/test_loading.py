@@ -90,6 +90,13 @@ def test_packed_folders_keep_their_bytes(tmp_path, weight_format, tied):
             assert weight.global_scale.shape == () and weight.global_scale == arrays[f"{name}_global_scale"][0]
 
 
+def test_a_global_scale_may_have_no_dimension(tmp_path):
+    arrays, hf = packed_arrays(), V5 | {"quantization_config": NVFP4}
+    expected = load_model(write_folder(tmp_path / "one", arrays, hf))
+    flat = {name: a.reshape(()) if name.endswith("global_scale") else a for name, a in arrays.items()}
+    assert_equal(load_model(write_folder(tmp_path / "none", flat, hf)), expected)
+
+
 def test_packed_folder_unpacked(tmp_path):
     folder = write_folder(tmp_path, packed_arrays(), V5 | {"quantization_config": NVFP4})
     packed, plain = load_model(folder).base.layers[1], load_model(folder, "bf16", "float32").base.layers[1]

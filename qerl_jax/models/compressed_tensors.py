@@ -20,6 +20,7 @@ from qerl_jax.formats import KernelNVFP4, MXFP4Weight, NVFP4Weight, Weight, cano
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
     KV_SCALES,
+    TAKE_PLAIN,
     Packing,
     StoredParts,
     check_fp8,
@@ -37,7 +38,7 @@ _MOST_REPETITIONS = 5
 _MOST_GROUPS = 6
 _LINEAR = "Linear"
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-_DTYPE_E4M3 = "torch.float8_e4m3fn"
+_DTYPE_E4M3 = "torch.float8_e4m3fn"  # read also without "torch."
 _E8M0_NAN = 255
 # Keys of quantization_config that are read here, or that say nothing about the weights; any other must be unset.
 _KNOWN = {
@@ -108,7 +109,7 @@ _FORMATS = {
             "strategy": ("tensor_group",),
             "group_size": (16,),
             "dynamic": (False,),
-            "scale_dtype": (_DTYPE_E4M3, None),
+            "scale_dtype": (_DTYPE_E4M3, _DTYPE_E4M3.removeprefix("torch."), None),
         },
         _nvfp4_parts,
         packed_weight,
@@ -120,7 +121,7 @@ _FORMATS = {
             "strategy": ("group",),
             "group_size": (32,),
             "dynamic": (False,),
-            "scale_dtype": ("torch.uint8", None),
+            "scale_dtype": ("torch.uint8", "uint8", None),
         },
         _mxfp4_parts,
         _read_mxfp4,
@@ -149,18 +150,17 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
     if any(found not in _FORMATS or found != formats[0] for found in formats):
         one = "; all groups must have the same" if len(groups) > 1 else ""
         raise UserError(
-            f"{place} format is {shown(' and '.join(map(repr, formats)))}; supported is {' or '.join(_FORMATS)}{one}"
+            f"{place} format is {shown(' and '.join(map(repr, formats)))}; supported is {' or '.join(_FORMATS)}{one}; "
+            f"{TAKE_PLAIN}"
         )
     stored_as = _FORMATS[formats[0]]
     for name, group in groups.items():
         _check_group(group, stored_as, f"{place} {shown(name)}")
     if any(group.get("input_activations") for group in groups.values()):
         warn_of_activations(where)
-    unread: tuple[str, ...] = (".input_global_scale",)
     if (scheme := quantization.get("kv_cache_scheme")) is not None:
         check_fp8(scheme, f"{place} kv_cache_scheme")
         warn_of_kv_cache(where)
-        unread += KV_SCALES
     targets = [t for name, g in groups.items() for t in names_list(g.get("targets"), f"{place} {shown(name)} targets")]
     targeted = _matcher(targets, f"{place} targets")
     ignored = _matcher(names_list(quantization.get("ignore"), f"{place} ignore"), f"{place} ignore")
@@ -169,7 +169,7 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
         lambda name: ignored(name.removesuffix(".weight")) or not targeted(name.removesuffix(".weight")),
         stored_as.parts,
         stored_as.read,
-        unread,
+        (".input_global_scale", *KV_SCALES),
     )
 
 
@@ -177,12 +177,12 @@ def _refuse_others(found: dict[str, Any], known: set[str], place: str) -> None:
     for key, value in found.items():
         if key not in known and value and value != {"format": "dense"}:
             found_there = f"{shown(key)} ({shown(repr(value))})"
-            raise UserError(f"{place} {found_there} is not supported; expected it to be absent or null")
+            raise UserError(f"{place} {found_there} is not supported; expected it to be absent or null; {TAKE_PLAIN}")
 
 
 def _check_group(group: dict[str, Any], stored_as: _Stored, place: str) -> None:
     _refuse_others(group, _GROUP_KEYS, place)
-    check_options(group.get("weights"), stored_as.weights, f"{place} weights")
+    check_options(group.get("weights"), stored_as.weights, f"{place} weights", TAKE_PLAIN)
     if (activations := group.get("input_activations")) is not None:
         check_options(activations, _FP4, f"{place} input_activations")
     check_options(group, {"output_activations": (None,)}, place)

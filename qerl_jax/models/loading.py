@@ -44,6 +44,7 @@ _LAYER_NAMES = {
     **{f"{name}_bias": f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
     **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},
 }
+_ONE_NUMBER = {(), (1,)}  # of which programs differ in whether it has a dimension
 # Buffers that old exports carry; they follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
 
@@ -288,7 +289,7 @@ def check_tensors(found: Tensors, table: Mapping[str, Slot], folder: Path) -> No
                 "folder's configuration describes"
             )
         slot = table[name]
-        if array.shape != slot.shape:
+        if array.shape != slot.shape and not {array.shape, slot.shape} <= _ONE_NUMBER:
             raise UserError(
                 f"{where}: tensor {name}: expected shape {list(slot.shape)} by the configuration, found "
                 f"{list(array.shape)}"

@@ -6,7 +6,8 @@
     ....input_scale     float32 []                for activations in FP4; says nothing about the weights, so not read
     ....k_scale, ....v_scale                      for keys and values in FP8, as most folders of NVIDIA ask; neither
 
-hf_quant_config.json says how the folder was made; since 0.29 config.json repeats it as `quantization_config`.
+hf_quant_config.json says how the folder was made; since 0.29 config.json repeats it as `quantization_config`, where the
+first such releases named the program as `quant_library`, and the cache by a word.
 """
 
 import re
@@ -16,10 +17,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import NVFP4Weight
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
     KV_SCALES,
+    TAKE_PLAIN,
     Packing,
     StoredParts,
     check_fp8,
@@ -35,39 +38,44 @@ from qerl_jax.models.source import Tensors
 QUANT_CONFIG = "hf_quant_config.json"
 # "NVFP4" has activations in FP4 too. NVFP4_AWQ and NVFP4_SVD change the layers' inputs; they are other functions.
 _WEIGHTS_ONLY, _WITH_ACTIVATIONS = "W4A16_NVFP4", "NVFP4"
-_OPTIONS: dict[str, tuple[object, ...]] = {
-    "quant_algo": (_WEIGHTS_ONLY, _WITH_ACTIVATIONS),
-    "group_size": (16, None),
-    "kv_cache_quant_algo": (None, "FP8"),
-}
+_OPTIONS: dict[str, tuple[object, ...]] = {"quant_algo": (_WEIGHTS_ONLY, _WITH_ACTIVATIONS), "group_size": (16, None)}
+_CACHES = (None, "FP8", "NVFP4")  # both have the same two scales
 
 
 def modelopt_packing(quantization: dict[str, Any], where: Path) -> Packing:
     """How linear layers are stored.
 
     Args:
-      quantization: hf_quant_config.json's `quantization` (which excludes `exclude_modules`), or config.json's
-        `quantization_config` (which has the same list as `ignore`, or the former inside).
+      quantization: hf_quant_config.json, whose `quantization` excludes `exclude_modules`, or config.json's
+        `quantization_config`, which has the same list as `ignore`. Either may be as the other is.
       where: the file, for messages.
 
     Raises:
       UserError: quantized in a way that is not supported; names the key, what was found and what is supported.
     """
     inner = quantization.get("quantization", quantization)
-    check_options(inner, _OPTIONS, f"{where}:")
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: quantization is {shown(repr(inner))}; expected an object")
+    check_options(inner, _OPTIONS, f"{where}:", TAKE_PLAIN)
     excluded = [
         pattern for key in ("exclude_modules", "ignore") for pattern in names_list(inner.get(key), f"{where}: {key}")
     ]
     if inner["quant_algo"] == _WITH_ACTIVATIONS:
         warn_of_activations(where)
-    unread: tuple[str, ...] = (".input_scale",)
+    if (cache := _cache(inner, where)) is not None:
+        warn_of_kv_cache(where, cache)
+    return Packing("nvfp4", _matcher(excluded), _parts, _read, (".input_scale", *KV_SCALES))
+
+
+def _cache(inner: dict[str, Any], where: Path) -> str | None:
+    """The format of keys and values; None where they are left alone."""
     scheme = inner.get("kv_cache_scheme")  # config.json's word for it
-    if scheme is not None:
+    if isinstance(scheme, dict):
         check_fp8(scheme, f"{where}: kv_cache_scheme")
-    if scheme is not None or inner.get("kv_cache_quant_algo") is not None:
-        warn_of_kv_cache(where)
-        unread += KV_SCALES
-    return Packing("nvfp4", _matcher(excluded), _parts, _read, unread)
+        return "FP8"
+    key = "kv_cache_quant_algo" if scheme is None else "kv_cache_scheme"
+    check_options(inner, {key: _CACHES}, f"{where}:")
+    return inner.get(key)
 
 
 def _parts(N: int, K: int) -> StoredParts:

@@ -8,11 +8,15 @@ from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import read_json
 from qerl_jax.models.compressed_tensors import compressed_tensors_packing
 from qerl_jax.models.modelopt import QUANT_CONFIG, modelopt_packing
-from qerl_jax.models.packing import Packing
+from qerl_jax.models.packing import TAKE_PLAIN, Packing
 from qerl_jax.models.source import CONFIG, resolve
 from qerl_jax.option_names import check_format
 
-_READERS = {"compressed-tensors": compressed_tensors_packing, "modelopt": modelopt_packing}
+_READERS = {
+    "compressed-tensors": compressed_tensors_packing,
+    "modelopt": modelopt_packing,
+    "modelopt_fp4": modelopt_packing,  # as vLLM and SGLang name its NVFP4
+}
 
 
 def packing_of(hf: dict[str, Any], folder: Path) -> Packing | None:
@@ -50,18 +54,17 @@ def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
     quantization = hf.get("quantization_config")
     if quantization is not None:
         where = folder / CONFIG
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method") or quantization.get("quant_library")
         if not isinstance(method, str) or method not in _READERS:
             known = " or ".join(map(repr, _READERS))
             raise UserError(
-                f"{where}: quantization_config quant_method is {shown(repr(method))}; supported is {known}; take the "
-                "plain model that this one was made from"
+                f"{where}: quantization_config quant_method is {shown(repr(method))}; supported is {known}; "
+                f"{TAKE_PLAIN}"
             )
         return _READERS[method](quantization, where)
     if (folder / QUANT_CONFIG).is_file():
         where = folder / QUANT_CONFIG
-        stated = read_json(where).get("quantization")
-        if not isinstance(stated, dict):
-            raise UserError(f"{where}: quantization is {shown(repr(stated))}; expected an object")
-        return modelopt_packing(stated, where)
+        return modelopt_packing(read_json(where), where)
     return None

@@ -14,7 +14,8 @@ from qerl_jax.models.source import Tensors
 
 _log = logging.getLogger(__name__)
 
-KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8
+KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8 or FP4, which a configuration may no longer ask for
+TAKE_PLAIN = "take the plain model that this one was made from"
 _LARGEST_SCALE = 1e30  # beyond, and below its inverse, weights and what is divided by leave float32's range
 # Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
 StoredParts = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
@@ -46,17 +47,18 @@ def check_fp8(scheme: object, where: str) -> None:
     check_options(scheme, {"num_bits": (8,), "type": ("float",)}, where)
 
 
-def check_options(found: object, expected: Mapping[str, tuple[object, ...]], where: str) -> None:
+def check_options(found: object, expected: Mapping[str, tuple[object, ...]], where: str, hint: str = "") -> None:
     """Compares the values of some keys of an object in a JSON file with those allowed; a missing key counts as null.
 
     Raises:
-      UserError: naming `where`, the key, what was found and what is supported.
+      UserError: naming `where`, the key, what was found and what is supported; `hint` ends the message.
     """
     for key, allowed in expected.items():
         actual = found.get(key) if isinstance(found, dict) else found
         if not any(type(actual) is type(value) and actual == value for value in allowed):
             found_there = shown(repr(actual))
-            raise UserError(f"{where} {key} is {found_there}; supported is {' or '.join(map(repr, allowed))}")
+            supported = " or ".join(map(repr, allowed))
+            raise UserError(f"{where} {key} is {found_there}; supported is {supported}{hint and f'; {hint}'}")
 
 
 def names_list(value: object, where: str) -> list[str]:
@@ -112,10 +114,11 @@ def warn_of_activations(where: Path) -> None:
 
 
 @functools.cache
-def warn_of_kv_cache(where: Path) -> None:
-    """Says that the cache of keys and values is not kept as the folder asks, in FP8; the weights know nothing of it."""
+def warn_of_kv_cache(where: Path, asked: str = "FP8") -> None:
+    """Says that the cache of keys and values is not kept as the folder asks; the weights know nothing of it."""
     _log.warning(
-        "%s asks for keys and values in FP8; here they are kept in the model's dtype unless "
+        "%s asks for keys and values in %s; here they are kept in the model's dtype unless "
         "generation.kv_cache_dtype says otherwise, and the scales stored for them are not read",
         where,
+        asked,
     )
