@@ -276,7 +276,15 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ),
         (
             edit_arrays(lambda a: a.update({Q: a[Q].astype(np.int8)})),
-            f"tensor {Q}: expected dtype float32 or .*, found int8",
+            f"tensor {Q} is int8, so the weights are quantized, but neither quantization_config in .*plain",
+        ),
+        (
+            edit_arrays(lambda a: a.update({Q: a[Q].astype(np.float64)})),
+            f"tensor {Q}: expected dtype float32 or .*, found float64",
+        ),
+        (
+            edit_arrays(lambda a: a.update({Q.replace("weight", "qweight"): a.pop(Q).astype(np.int32)})),
+            f"tensor {Q.replace('weight', 'qweight')} is int32, so the weights are quantized",
         ),
         (
             edit_arrays(lambda a: a.update({Q + "x": a[Q]})),
@@ -288,9 +296,11 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             only("pytorch_model.bin"),
             "expected model.safetensors or .*, found neither; pytorch_model.bin is a pickle, which",
         ),
+        (only("q4.gguf"), "found neither; q4.gguf is a GGUF file, which is not read: take the model's safetensors$"),
+        (only("notes.txt"), "expected model.safetensors or model.safetensors.index.json, found neither$"),
         (
             only("model-00001-of-00002.safetensors"),
-            "expected model.safetensors or model.safetensors.index.json, found neither",
+            "found neither; model-00001-of-00002.safetensors alone is not read: model.safetensors.index.json must",
         ),
     ],
 )

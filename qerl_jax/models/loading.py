@@ -24,8 +24,9 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.dtypes import DTYPES, network_dtype
 from qerl_jax.models.init import SHARED_SCALE, all_finite, init_model
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
+from qerl_jax.models.modelopt import QUANT_CONFIG
 from qerl_jax.models.packed_by import packing_of
-from qerl_jax.models.packing import Packing
+from qerl_jax.models.packing import TAKE_PLAIN, Packing
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
 from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS, Tensors, open_tensors, resolve
 from qerl_jax.option_names import check_format
@@ -44,6 +45,8 @@ _LAYER_NAMES = {
     **{f"{name}_bias": f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
     **{f"{name}_norm": f"self_attn.{name}_norm.weight" for name in "qk"},
 }
+# Dtypes that weights have in one form of 4 or 8 bits or another, and buffers of plain networks never.
+_OF_CODES = {"uint8", "int8", "int32", "uint32", "float8_e4m3fn", "float8_e5m2"}
 _ONE_NUMBER = {(), (1,)}  # of which programs differ in whether it has a dimension
 # Buffers that old exports carry; they follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
@@ -143,6 +146,8 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
         )
     if packing is not None:
         _check_packed_shapes(config, packing, folder / CONFIG)
+    else:
+        _refuse_packed(tensors)
     check_tensors(tensors, tensor_table(config, packing), folder)
     return Opened(folder, hf, config, packing, tensors)
 
@@ -154,6 +159,17 @@ def _check_packed_shapes(config: ModelConfig, packing: Packing, where: Path) -> 
         N, K = projection_shape(config, name)
         if not kind.fits(N, K) and not all(packing.is_plain(layer_name(i, name)) for i in layers):
             raise UserError(f"{where}: {name} is [{N}, {K}] and packed by quantization_config; {kind.needs}")
+
+
+def _refuse_packed(tensors: Tensors) -> None:
+    """Raises UserError for weights that a program has quantized, in a folder that does not say how."""
+    for name, (where, array) in tensors.items():
+        if array.dtype.name in _OF_CODES:
+            raise UserError(
+                f"{where}: tensor {shown(name)} is {array.dtype}, so the weights are quantized, but neither "
+                f"quantization_config in {CONFIG} nor {QUANT_CONFIG} says how; copy what is missing of the model's "
+                f"files, or {TAKE_PLAIN}"
+            )
 
 
 def _refuse_run_or_adapter(folder: Path, name: str) -> None:

@@ -40,7 +40,13 @@ Tensors = dict[str, tuple[Path, np.ndarray]]
 
 _BUILTIN = "builtin:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_PICKLE = "is a pickle, which can run code and is never loaded: convert it to safetensors"
+# What else may hold a model, by the ending of its name, and what to do with it.
+_ELSEWHERE = {
+    ".safetensors": f"alone is not read: {INDEX} must name all files of a model, or {WEIGHTS} be the only one",
+    **dict.fromkeys((".bin", ".pt", ".pth", ".pkl", ".ckpt"), _PICKLE),
+    ".gguf": "is a GGUF file, which is not read: take the model's safetensors",
+}
 
 
 def resolve(path: str | os.PathLike[str], shipped: bool = True) -> Path:
@@ -131,13 +137,9 @@ def open_tensors(folder: Path) -> Tensors:
     if os.path.lexists(folder / WEIGHTS):
         return {name: (folder / WEIGHTS, array) for name, array in read_safetensors(folder / WEIGHTS).items()}
     if not (folder / INDEX).exists():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        hint = (
-            f"; {pickles[0]} is a pickle, which can run code and is never loaded: convert it to safetensors"
-            if pickles
-            else ""
-        )
-        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither{hint}")
+        names = sorted(path.name for path in folder.iterdir())
+        others = [f"; {shown(name)} {hint}" for end, hint in _ELSEWHERE.items() for name in names if name.endswith(end)]
+        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither{''.join(others[:1])}")
     index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
