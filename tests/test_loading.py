@@ -97,6 +97,21 @@ def test_a_global_scale_may_have_no_dimension(tmp_path):
     assert_equal(load_model(write_folder(tmp_path / "none", flat, hf)), expected)
 
 
+def test_a_packed_output_matrix_is_unpacked(tmp_path):
+    arrays = packed_arrays(tied=False)
+    stored = {f"lm_head.weight{suffix}": arrays[f"{Q}{suffix}"][:24] for suffix in ("_packed", "_scale")}
+    stored["lm_head.weight_global_scale"] = arrays[f"{Q}_global_scale"]
+    plain = {name: array for name, array in arrays.items() if name != "lm_head.weight"}
+    hf = V5 | {"quantization_config": NVFP4 | {"ignore": []}}
+    folder = write_folder(tmp_path / "m", plain | stored, hf, tied=False)
+    for weight_format, dtype in ((None, jnp.bfloat16), ("nvfp4", jnp.float32), ("bf16", jnp.float32)):
+        model = load_model(folder, weight_format, dtype)
+        head = dequantize(load_model(folder).base.layers[1].q_proj, dtype)[:24]
+        assert model.base.lm_head.dtype == dtype and np.array_equal(model.base.lm_head, head)
+    with pytest.raises(UserError, match=r"tensor lm_head.weight_packed is missing .*; expected uint8.24, 16."):
+        load_model(write_folder(tmp_path / "n", arrays, hf, tied=False))
+
+
 def test_packed_folder_unpacked(tmp_path):
     folder = write_folder(tmp_path, packed_arrays(), V5 | {"quantization_config": NVFP4})
     packed, plain = load_model(folder).base.layers[1], load_model(folder, "bf16", "float32").base.layers[1]

@@ -68,7 +68,7 @@ def test_in_config_json(tmp_path, inner):
         ({"group_size": 32}, "group_size is 32; supported is 16"),
         ({"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8'; supported is None or 'FP8' or"),
         ({"exclude_modules": "lm_head"}, "exclude_modules is 'lm_head'; expected a list of module names"),
-        ({"exclude_modules": None}, "by its configuration lm_head is quantized"),
+        ({"quant_algo": "MIXED_PRECISION"}, "quant_algo is 'MIXED_PRECISION'; supported is .*; take the plain model"),
     ],
 )
 def test_refused(tmp_path, changes, message):

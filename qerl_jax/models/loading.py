@@ -1,6 +1,7 @@
 """Models in Hugging Face folders: one flat table of tensor names, read one tensor at a time (written: `saving`).
 
-Projections may be plain (`...q_proj.weight`) or packed, as compressed-tensors and modelopt store them (see `packing`).
+Projections and the output matrix may be plain (`...q_proj.weight`) or packed, as compressed-tensors and modelopt store
+them (see `packing`); the network's output matrix is plain always.
 Every name, shape and dtype is compared with the table before the first byte goes to the device.
 """
 
@@ -72,18 +73,19 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
       packing: how its projections are stored; None where they are plain.
     """
     D, V = config.hidden_size, config.vocab_size
+
+    def linear(weight: str, N: int, K: int) -> dict[str, Slot]:
+        if packing is None or packing.is_plain(weight):
+            return {weight: Slot((N, K))}
+        return {weight + suffix: Slot(*part) for suffix, part in packing.parts(N, K).items()}
+
     table = {EMBED: Slot((V, D)), NORM: Slot((D,))}
     if not config.tie_word_embeddings:
-        table[HEAD] = Slot((V, D))
+        table |= linear(HEAD, V, D)
     for i in range(config.num_hidden_layers):
         table |= {layer_name(i, field): Slot(shape) for field, shape in small_shapes(config).items()}
         for name in PROJECTIONS:
-            N, K = projection_shape(config, name)
-            weight = layer_name(i, name)
-            if packing is None or packing.is_plain(weight):
-                table[weight] = Slot((N, K))
-            else:
-                table |= {weight + suffix: Slot(*part) for suffix, part in packing.parts(N, K).items()}
+            table |= linear(layer_name(i, name), *projection_shape(config, name))
     return table
 
 
@@ -155,9 +157,13 @@ def open_model(path: str | os.PathLike[str]) -> Opened:
 def _check_packed_shapes(config: ModelConfig, packing: Packing, where: Path) -> None:
     """Raises UserError for packed projections that are no whole blocks: their shapes in the folder would be cut off."""
     kind, layers = PACKED[packing.weight_format], range(config.num_hidden_layers)
-    for name in PROJECTIONS:
-        N, K = projection_shape(config, name)
-        if not kind.fits(N, K) and not all(packing.is_plain(layer_name(i, name)) for i in layers):
+    linears: dict[str, tuple[int, int, list[str]]] = {
+        name: (*projection_shape(config, name), [layer_name(i, name) for i in layers]) for name in PROJECTIONS
+    }
+    if not config.tie_word_embeddings:
+        linears["lm_head"] = (config.vocab_size, config.hidden_size, [HEAD])
+    for name, (N, K, weights) in linears.items():
+        if not kind.fits(N, K) and not all(map(packing.is_plain, weights)):
             raise UserError(f"{where}: {name} is [{N}, {K}] and packed by quantization_config; {kind.needs}")
 
 
@@ -201,7 +207,8 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
       weight_format: None keeps the stored one; "nvfp4", "mxfp4", "nf4" and "nf4_double_quant" quantize the weights of a
         plain folder (round to nearest in the dtype they are stored in, float16 as float32; in NVFP4 q/k/v and gate/up
         share a global scale, as llm-compressor writes them), and keep a packed folder of that format as it is stored,
-        layers that it left plain too; "bf16" leaves or unpacks plain weights in `dtype`.
+        layers that it left plain too; "bf16" leaves or unpacks plain weights in `dtype`. A packed output matrix is
+        always unpacked.
       dtype: float32, bfloat16 or float16, of embeddings, head, biases and plain weights; None takes the stored dtype
         of the embeddings (float32 where that is float16). In float16 numbers below 2^-14 lose bits, and one that it
         cannot hold is refused. Norm scales are float32 always.
@@ -240,6 +247,21 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             )
         return array
 
+    def is_packed(name: str) -> bool:
+        return packing is not None and not packing.is_plain(name)
+
+    def packed(name: str, unpack: bool) -> Weight:
+        assert packing is not None
+        weight = packing.read(tensors, name)
+        for suffix in packing.parts(*weight.shape):
+            progress.advance(tensors[name + suffix][1].nbytes)
+        return held(name, dequantized(weight, dtype)) if unpack else weight
+
+    def head() -> jax.Array:
+        weight = packed(HEAD, unpack=True) if is_packed(HEAD) else plain(HEAD, dtype)
+        assert isinstance(weight, jax.Array)
+        return weight
+
     def layer(i: int) -> Layer:
         fields: dict[str, Any] = {
             field: plain(layer_name(i, field), jnp.dtype(jnp.float32) if field.endswith("norm") else dtype)
@@ -248,11 +270,8 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
         for group in SHARED_SCALE:
             names = {field: layer_name(i, field) for field in group}
             for field, name in names.items():
-                if packing is not None and not packing.is_plain(name):
-                    weight = packing.read(tensors, name)
-                    fields[field] = held(name, dequantized(weight, dtype)) if weight_format == "bf16" else weight
-                    for suffix in packing.parts(*weight.shape):
-                        progress.advance(tensors[name + suffix][1].nbytes)
+                if is_packed(name):
+                    fields[field] = packed(name, unpack=weight_format == "bf16")
             unpacked = {field: name for field, name in names.items() if field not in fields}
             if made is not None and unpacked:
                 for field, fields[field] in _quantized(tensors, unpacked, made):
@@ -267,7 +286,7 @@ def load_model(path: str | os.PathLike[str], weight_format: str | None = None, d
             embed=plain(EMBED, dtype),
             layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
             final_norm=plain(NORM, jnp.dtype(jnp.float32)),
-            lm_head=None if config.tie_word_embeddings else plain(HEAD, dtype),
+            lm_head=None if config.tie_word_embeddings else head(),
         )
     return Model(base, config)
 

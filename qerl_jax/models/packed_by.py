@@ -25,32 +25,6 @@ def packing_of(hf: dict[str, Any], folder: Path) -> Packing | None:
     Raises:
       UserError: quantized in a way that is not supported; names file and key, what was found and what is supported.
     """
-    packing = _stated(hf, folder)
-    if packing is not None and not hf.get("tie_word_embeddings") and not packing.is_plain("lm_head.weight"):
-        raise UserError(
-            f"{folder}: by its configuration lm_head is quantized; supported are folders that name it among the "
-            "modules that are not (ignore, exclude_modules)"
-        )
-    return packing
-
-
-def rounded_to(path: str | os.PathLike[str], weight_format: str | None) -> str:
-    """The format whose values a model's linear weights have once they are loaded: for a packed folder its own, even if
-    they are unpacked; "bf16" if no 4-bit format has rounded them, whatever their dtype.
-
-    Args:
-      path, weight_format: as for `load_model`.
-
-    Raises:
-      UserError: there is no such folder or format, or no folder that can be read.
-    """
-    check_format(weight_format)
-    folder = resolve(path)
-    packing = packing_of(read_json(folder / CONFIG), folder)
-    return weight_format or "bf16" if packing is None else packing.weight_format
-
-
-def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
     quantization = hf.get("quantization_config")
     if quantization is not None:
         where = folder / CONFIG
@@ -68,3 +42,19 @@ def _stated(hf: dict[str, Any], folder: Path) -> Packing | None:
         where = folder / QUANT_CONFIG
         return modelopt_packing(read_json(where), where)
     return None
+
+
+def rounded_to(path: str | os.PathLike[str], weight_format: str | None) -> str:
+    """The format whose values a model's linear weights have once they are loaded: for a packed folder its own, even if
+    they are unpacked; "bf16" if no 4-bit format has rounded them, whatever their dtype.
+
+    Args:
+      path, weight_format: as for `load_model`.
+
+    Raises:
+      UserError: there is no such folder or format, or no folder that can be read.
+    """
+    check_format(weight_format)
+    folder = resolve(path)
+    packing = packing_of(read_json(folder / CONFIG), folder)
+    return weight_format or "bf16" if packing is None else packing.weight_format
