@@ -115,8 +115,11 @@ def test_templates_that_refuse(tmp_path, tokenizers):
     config["chat_template"] = [entry for entry in config["chat_template"] if entry["name"] != "default"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path, 400)
-    with pytest.raises(UserError, match="chat template refuses"):
-        prompt_text(tokenizer, [{"role": "user", "content": "What is 7?"}])
+    messages = [{"role": "user", "content": "What is 7?"}]
+    with pytest.raises(UserError, match=r"has chat templates named tool_use, none of them default; write .*\.jinja in"):
+        prompt_text(tokenizer, messages)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }} Answer: ")
+    assert prompt_text(load_tokenizer(tmp_path, 400), messages) == "What is 7? Answer: "
 
 
 def test_decoded_text_is_not_cleaned_up(tmp_path):

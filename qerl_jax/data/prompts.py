@@ -52,8 +52,8 @@ def check_template_kwargs(
       option: the name by which the caller's user gives them.
 
     Raises:
-      UserError: there is no chat template, or none that can be read; a name is an argument that `apply_chat_template`
-        has itself, or no variable of the template.
+      UserError: there is no chat template, no default one, or none that can be read; a name is an argument that
+        `apply_chat_template` has itself, or no variable of the template.
       TypeError: something else than a mapping.
     """
     if chat_template_kwargs is None:
@@ -66,6 +66,7 @@ def check_template_kwargs(
             f"{option} is {dict(chat_template_kwargs)!r:.80}, and the model's tokenizer has no chat template; leave it "
             "out, or add a template (chat_template in tokenizer_config.json, or chat_template.jinja)"
         )
+    _check_default(tokenizer)
     apply = tokenizer.apply_chat_template
     try:
         known = _variables(tokenizer.get_chat_template()) - _taken(apply)
@@ -77,6 +78,15 @@ def check_template_kwargs(
             if name not in _taken(apply):
                 why = f"the tokenizer's chat template does not use{nearest(str(name), known)}"
             raise UserError(f"{option} sets {name!r}, which {why}; allowed: {', '.join(sorted(known)) or 'nothing'}")
+
+
+def _check_default(tokenizer: "Tokenizer") -> None:
+    named = tokenizer.chat_template
+    if isinstance(named, dict) and "default" not in named:
+        raise UserError(
+            f"the model's tokenizer has chat templates named {', '.join(map(shown, sorted(named)))}, none of them "
+            "default; write the one for messages to chat_template.jinja in the model's folder"
+        )
 
 
 def refuse_idle_kwargs(chat_template_kwargs: Mapping[str, Any] | None, has_messages: bool, otherwise: str) -> None:
@@ -138,8 +148,10 @@ def templated(
     """Messages through the tokenizer's chat template, which it has; `answers`: up to where the assistant's begins.
 
     Raises:
-      UserError: the template refuses them, or the variables given (see `check_template_kwargs`).
+      UserError: the template refuses them, or the variables given (see `check_template_kwargs`), or there are several
+        templates and none is the default.
     """
+    _check_default(tokenizer)
     check_template_kwargs(tokenizer, chat_template_kwargs)
     try:
         text = tokenizer.apply_chat_template(
