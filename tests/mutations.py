@@ -367,6 +367,7 @@ def modelopt_option(rng: Rng, folder: Path) -> str:
         "quant_algo": [*JUNK, "FP8", "NVFP4_AWQ", "W4A8_AWQ", "nvfp4"],
         "group_size": [value for value in JUNK if value is not None] + [32],
         "kv_cache_quant_algo": ["INT8", 3, [], {}, "a\nb"],
+        "kv_cache_scheme": ["INT8", 3, [], {}, "a\nb", {"num_bits": 4}],
         "exclude_modules": [3, "lm_head", {"a": 1}, [3], [[]], [None], ["*"], ["*proj"], ["(((" * 9, "model*"]],
     }
     key = pick(rng, menu)
@@ -424,7 +425,8 @@ def adapter_option(rng: Rng, folder: Path) -> str:
         "r": [0, -1, 3, 16, 10**9, 10**400, "4", None, [4], 4.0, True],
         "lora_alpha": ["8", None, [], math.nan, math.inf, True, {}, 10**400],
         "target_modules": [[], "all-linear", None, ["q_proj", "x"], ["lm_head"], [["q_proj"]], [{}], 3, {"q_proj": 1},
-                           ["a\nb"], ["q_proj"]],
+                           ["a\nb"], ["q_proj"], ["up_proj", "lm_head"], "(a+)+$", "\n", ["0.mlp.down_proj"]],
+        "exclude_modules": [["q_proj"], ["0.mlp.down_proj"], ".*", 3, [3], {"a": 1}, ["lm_head"]],
         "modules_to_save": [["lm_head"], "input_layernorm", ["input_layernorm"], 3, [[]], {"a": 1}],
         "use_rslora": ["false", 3, [1]],
         "use_dora": [True, 1],
