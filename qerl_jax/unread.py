@@ -1,5 +1,5 @@
-"""Output that nobody reads any more, a pipe whose reader has ended or a terminal that was closed, or for which its disk
-is full, in a program that goes on all the same."""
+"""Output that nobody reads any more, a pipe whose reader has ended or a terminal that was closed, or that cannot be
+written for another reason, in a program that goes on all the same."""
 
 import contextlib
 import errno
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 _GONE = (errno.EPIPE, errno.EIO)  # what a write to such a pipe and to such a terminal fails with
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -19,12 +18,11 @@ def going_on_unread(told: str = "", *, is_log: bool = False) -> Iterator[None]:
 
     Args:
       told: said once on standard error when standard output is lost.
-      is_log: what is printed also stands elsewhere, so that nor is it an error that its disk is full.
+      is_log: what is printed also stands elsewhere, so that no failure to write it is an error.
     """
-    lost = _GONE + _FULL if is_log else _GONE
     with (
-        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr, lost))) as stderr,
-        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, lost, told))) as stdout,
+        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr, is_log))) as stderr,
+        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, is_log, told))) as stdout,
     ):
         try:
             yield
@@ -34,10 +32,10 @@ def going_on_unread(told: str = "", *, is_log: bool = False) -> Iterator[None]:
 
 
 class _Stream:
-    """`stream`, but for what is `lost`: the system's errors of writing to where nobody reads."""
+    """`stream`, but for the system's errors of writing to where nobody reads; of a log, for all errors of writing."""
 
-    def __init__(self, stream: TextIO, lost: tuple[int, ...], told: str = "") -> None:
-        self._stream, self._lost, self._told = stream, lost, told
+    def __init__(self, stream: TextIO, is_log: bool, told: str = "") -> None:
+        self._stream, self._is_log, self._told = stream, is_log, told
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -56,7 +54,7 @@ class _Stream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        if error.errno not in self._lost:
+        if not self._is_log and error.errno not in _GONE:
             raise error
         # The file descriptor itself, so that what the buffer still holds can be written, and other writers go on too.
         nowhere = os.open(os.devnull, os.O_WRONLY)

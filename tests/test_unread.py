@@ -48,11 +48,15 @@ def test_a_program_goes_on_where_nobody_reads_its_errors_either(opened, program,
     assert (tmp_path / "file").read_text() == "the end"
 
 
-def test_a_full_disk_stays_an_error_but_for_a_log(program, tmp_path):
-    full = os.open("/dev/full", os.O_WRONLY)
-    code, said = program(os.dup(full), full, subprocess.PIPE)
-    assert code != 0 and b"No space left on device" in said and b"goes on" not in said
+@pytest.mark.parametrize("path, mode, error", [
+    ("/dev/full", os.O_WRONLY, b"No space left on device"),
+    (os.devnull, os.O_RDONLY, b"Bad file descriptor"),  # `1</dev/null`
+])  # fmt: skip
+def test_other_failures_to_write_stay_errors_but_for_a_log(path, mode, error, program, tmp_path):
+    opened = os.open(path, mode)
+    code, said = program(os.dup(opened), opened, subprocess.PIPE)
+    assert code != 0 and error in said and b"goes on" not in said
     assert not (tmp_path / "file").exists()
-    full = os.open("/dev/full", os.O_WRONLY)
-    assert program(os.dup(full), full, subprocess.PIPE, "log") == (0, b"goes on\nsaid\n")
+    opened = os.open(path, mode)
+    assert program(os.dup(opened), opened, subprocess.PIPE, "log") == (0, b"goes on\nsaid\n")
     assert (tmp_path / "file").read_text() == "the end"

@@ -60,9 +60,9 @@ def train(
 ) -> Path:
     """Trains to the end, or from where an earlier run of the same config stopped.
 
-    A run does not end because nobody reads what it prints any more (`qerl train | head`), or because the disk of its
-    log is full. A script that holds a reward function of the run, too, is imported by the function's worker, and calls
-    this under `if __name__ == "__main__":`.
+    A run does not end because nobody reads what it prints any more (`qerl train | head`), or because its log cannot be
+    written, as on a full disk. A script that holds a reward function of the run, too, is imported by the function's
+    worker, and calls this under `if __name__ == "__main__":`.
 
     Args:
       config: see `qerl_jax.config_files.load_config`.
