@@ -59,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unknown command {words[0]!r}{nearest(words[0], commands)}; commands: {', '.join(commands)}")
         parsed = parser.parse_args(words)
     try:
+        os.getcwd()  # or packages that are imported later would fail by it
+    except FileNotFoundError:
+        print(f"qerl {words[0]}: the current folder has been deleted; change to one that exists", file=sys.stderr)
+        return 2
+    try:
         code: int | None = parsed.command(parsed)
         sys.stdout.flush()
     except UserError as error:

@@ -1,5 +1,6 @@
 """How this program is called, for the commands that it prints."""
 
+import contextlib
 import shlex
 import shutil
 import sys
@@ -13,4 +14,7 @@ def program() -> str:
         return f"{shlex.quote(sys.executable)} -m qerl_jax"
     if shutil.which("qerl") == str(script):
         return "qerl"
-    return shlex.quote(str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script))
+    # It may lie elsewhere, and the current folder may have been deleted.
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        script = script.relative_to(Path.cwd())
+    return shlex.quote(str(script))

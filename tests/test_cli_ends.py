@@ -58,6 +58,26 @@ sys.exit(cli.main(["plot", "x"]))
     assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
+def test_a_current_folder_that_has_gone(tmp_path):
+    """Before a command begins, it is an error; amid one, the commands that it prints need none."""
+    code = """
+import os, sys
+from qerl_jax import cli
+from qerl_jax.commands import plot
+from qerl_jax.program import program
+def run(arguments):
+    os.rmdir(arguments.runs[0])
+    print(program())
+plot.run = run
+os.chdir(sys.argv[2])
+sys.exit(cli.main(sys.argv[1:]) or cli.main(sys.argv[1:]))
+"""
+    (here := tmp_path / "here").mkdir()
+    done = subprocess.run([sys.executable, "-c", code, "plot", here], capture_output=True, text=True)
+    assert (done.returncode, len(done.stdout.splitlines())) == (2, 1)
+    assert done.stderr == "qerl plot: the current folder has been deleted; change to one that exists\n"
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_output_in_a_locale_of_ascii_and_to_a_closed_terminal(closed):
     code = """
