@@ -80,10 +80,11 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
 
     Raises:
       RunFinished: the folder's run is complete.
-      UserError: it has no name, another process works on it, it is no run folder, the config differs from the stored
-        one, its checkpoints are gone, or what it names has gone or is not installed.
+      UserError: it has no name, cannot be written to, another process works on it, it is no run folder, the config
+        differs from the stored one, its checkpoints are gone, or what it names has gone or is not installed.
     """
     folder, config = _named(config, fresh)
+    _refuse_unwritable(folder)
     make_folder(folder)
     with locked(folder / LOCK, f"{folder}: another process is working on this run; wait for it, or use {FRESH}"):
         config, begun, changed, _ = _compared(folder, config)
@@ -97,6 +98,13 @@ def open_run(config: Config, fresh: bool = False) -> Iterator[tuple[Path, Config
             run = dataclasses.replace(config.run, output_dir=os.path.abspath(folder))
             save_yaml(dataclasses.replace(config, run=run), folder / CONFIG)
         yield folder, config
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Refuses before anything is computed what would be lost at the first save."""
+    for path in (folder, folder / CHECKPOINTS):
+        if (place := not_writable(path)) is not None:
+            raise UserError(f"{place} cannot be written to, so run.output_dir {folder} can hold no run")
 
 
 class Standing(NamedTuple):
@@ -117,8 +125,7 @@ def standing(config: Config, identity: dict[str, Any]) -> Standing | None:
     try:
         folder, config = _named(config, fresh=False)
         _, begun, changed, newest = _compared(folder, config)
-        if (place := not_writable(folder)) is not None:
-            raise UserError(f"{place} cannot be written to, so run.output_dir {folder} can hold no run")
+        _refuse_unwritable(folder)
         if begun is None or changed:
             return None
         if newest is None:

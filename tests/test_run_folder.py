@@ -222,14 +222,21 @@ def test_a_folder_that_cannot_be_made_is_refused_by_the_plan_as_by_the_run(tmp_p
     assert planned.said.endswith(f" train` refuses it: {expected}") and planned.refused
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_by_the_plan(tmp_path, monkeypatch):
-    given = load_config("quickstart", [f"run.output_dir={tmp_path / 'deep' / 'run'}"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_place_that_cannot_be_written_to_is_refused_by_the_plan_as_by_the_run(tmp_path, monkeypatch, begun):
+    run = tmp_path / "deep" / "run"
+    given = load_config("quickstart", [f"run.output_dir={run}"])
+    place = tmp_path
+    if begun:
+        open_once(given)
+        (place := run / "checkpoints").mkdir()
     assert run_folder.standing(given, {}) is None
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # as where a disk is read-only
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place)  # as where a disk is read-only
+    expected = f"{place} cannot be written to, so run.output_dir {run} can hold no run"
     planned = run_folder.standing(given, {})
-    assert planned.refused and planned.said.endswith(
-        f"{tmp_path} cannot be written to, so run.output_dir {tmp_path / 'deep' / 'run'} can hold no run"
-    )
+    assert planned.refused and planned.said.endswith(expected)
+    with pytest.raises(UserError, match=expected):
+        open_once(given)
 
 
 def test_a_second_process_is_refused(tmp_path):
