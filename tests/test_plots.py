@@ -1,6 +1,7 @@
 """Pictures: which files appear, with what in them, and the ways in which a run cannot be drawn."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from qerl_jax import plots
+from qerl_jax.cli import main
 from qerl_jax.errors import UserError
 from qerl_jax.plots import plot_runs
 
@@ -101,6 +103,15 @@ def test_runs_that_cannot_be_drawn(tmp_path):
         plot_runs([run], tmp_path / "out")
     with pytest.raises(UserError, match="cannot be read"):
         plot_runs([tmp_path], tmp_path / "out")
+
+
+def test_a_run_that_may_not_be_written_to_is_drawn_elsewhere(tmp_path, monkeypatch, capsys):
+    run, real = make_run(tmp_path / "run"), os.access  # who is root may write everything
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run and real(path, mode))
+    assert main(["plot", str(run)]) == 2
+    assert capsys.readouterr().err == f"qerl plot: {run} may not be written; --output DIR puts the pictures elsewhere\n"
+    assert main(["plot", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "overview.png").exists() and not (run / "plots").exists()
 
 
 @pytest.mark.parametrize(

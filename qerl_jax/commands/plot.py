@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_jax.commands.command import add_command, run_folder
+from qerl_jax.durable import not_writable
+from qerl_jax.errors import UserError
 from qerl_jax.run_files import METRICS, PLOTS
 
 if TYPE_CHECKING:
@@ -38,8 +40,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the paths of the pictures."""
     folders = [run_folder(run, METRICS) for run in arguments.runs]
     default = folders[0] / PLOTS if len(folders) == 1 else Path(PLOTS)
+    output = Path(arguments.output) if arguments.output else default
+    if (place := not_writable(output)) is not None:
+        raise UserError(f"{place} may not be written; --output DIR puts the pictures elsewhere")
 
     from qerl_jax.plots import plot_runs
 
-    for path in plot_runs(folders, Path(arguments.output) if arguments.output else default):
+    for path in plot_runs(folders, output):
         print(path)
