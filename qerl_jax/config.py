@@ -170,6 +170,7 @@ class GrpoOptions:
     epsilon: PositiveFraction = 0.2
     epsilon_high: Positive = 0.28  # cispo: the largest ratio itself, usually 5
     delta: Positive | None = None  # cuts the ratio at negative advantages too, above 1 + epsilon_high
+    top_entropy_quantile: PositiveFraction = 1.0  # 0.2: a policy loss for the fifth of tokens of highest entropy alone
     scale_rewards: ScaleRewards = "group"
     mask_truncated_completions: Switch = False
     num_iterations: Count = 1

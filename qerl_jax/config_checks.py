@@ -150,10 +150,11 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         if not cispo:  # which is refused at the default: there epsilon_high has to be set, with an effect or without
             add(f"{why} and is never clipped", (*causes, kind), "grpo.epsilon_high")
         # The gradient of a row's ratio is the mean over the row's tokens, and the same as by tokens unless the
-        # correction weighs them one by one. In cispo's loss the ratio has no gradient.
-        if cispo or level != "token":
+        # correction weighs them one by one, or some have no policy loss. In cispo's loss the ratio has no gradient.
+        if cispo or (level != "token" and config.grpo.top_entropy_quantile == 1):
             why += ", of tokens and of rows, and the gradient is the same"
-            add(why, (*causes, kind, "grpo.sampler_correction.level"), "grpo.importance_sampling_level")
+            tokens = "grpo.sampler_correction.level", "grpo.top_entropy_quantile"
+            add(why, (*causes, kind, *tokens), "grpo.importance_sampling_level")
     if cispo:
         add(f"with {kind} cispo only grpo.epsilon_high bounds the ratio", (kind,), "grpo.epsilon", "grpo.delta")
     prefix = "grpo.sampler_correction."

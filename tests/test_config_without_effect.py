@@ -20,7 +20,7 @@ from qerl_jax.config_checks import options_without_effect
 from qerl_jax.config_files import load_config, settled_config
 from qerl_jax.errors import UserError
 from qerl_jax.option_names import LossType
-from qerl_jax.rl.losses import LossSpec, policy_loss
+from qerl_jax.rl.losses import LossSpec, high_entropy, policy_loss
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ from qerl_jax.rl.losses import LossSpec, policy_loss
         ["grpo.importance_sampling_level=sequence"],
         ["grpo.importance_sampling_level=sequence", "grpo.sampler_correction.level=sequence"],
         ["grpo.importance_sampling_level=sequence", "grpo.sampler_correction.level=token", *CISPO],
+        ["grpo.importance_sampling_level=sequence", "grpo.top_entropy_quantile=0.2", *CISPO],
         ["grpo.sampler_correction.cap=3.0"],
         ["grpo.sampler_correction.mode=mask"],
         ["grpo.sampler_correction.level=token", "grpo.old_logprobs=sampler"],
@@ -67,7 +68,10 @@ def test_an_option_without_effect_is_an_error(overrides):
         ["grpo.importance_sampling_level=sequence", "grpo.num_iterations=2"],
         ["grpo.importance_sampling_level=sequence", "grpo.old_logprobs=sampler"],
         ["grpo.importance_sampling_level=sequence", "grpo.sampler_correction.level=token"],
+        ["grpo.importance_sampling_level=sequence", "grpo.top_entropy_quantile=0.2"],
         ["grpo.importance_sampling_level=sequence", "grpo.num_iterations=2", *CISPO],
+        ["grpo.top_entropy_quantile=0.2"],
+        ["grpo.top_entropy_quantile=0.2", *CISPO],
         ["grpo.epsilon=0.1", "grpo.old_logprobs=sampler"],
         ["grpo.epsilon=0.1", "grpo.steps_per_generation=8", "optimizer.per_device_train_batch_size=16"],
         ["grpo.sampler_correction={level: token, cap: 3.0}"],
@@ -84,7 +88,10 @@ def test_the_same_option_with_effect_is_not(overrides):
 
 
 # Another value of each option of the loss, for each kind of loss.
-OF_LOSS = {"epsilon": 0.05, "epsilon_high": 1.5, "delta": 3.0, "importance_sampling_level": "sequence", "beta": 0.1}
+OF_LOSS = {
+    "epsilon": 0.05, "epsilon_high": 1.5, "delta": 3.0, "importance_sampling_level": "sequence", "beta": 0.1,
+    "top_entropy_quantile": 0.2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("loss_type", get_args(LossType))
@@ -95,7 +102,9 @@ def test_an_option_of_the_loss_changes_it_or_is_named_as_one_without_effect(opti
     advantages, mask = jnp.linspace(-1, 1, 6)[:, None], jnp.ones((6, 9), bool)
 
     def loss(**options):
-        return policy_loss(LossSpec(loss_type, **{"epsilon_high": 1.2, **options}), logp, old, ref, advantages, mask)[0]
+        spec = LossSpec(loss_type, **{"epsilon_high": 1.2, **options})
+        chosen = high_entropy(jnp.abs(old), mask, spec.top_entropy_quantile)
+        return policy_loss(spec, logp, old, ref, advantages, mask, chosen_BC=chosen)[0]
 
     config = load_config("quickstart", ["grpo.num_iterations=2", *(CISPO if cispo else [])])
     if f"grpo.{option}" in options_without_effect(config):

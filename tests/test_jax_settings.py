@@ -10,6 +10,7 @@ import pytest
 from tiny import tiny_adapter, tiny_model
 
 import qerl_jax as qerl
+from qerl_jax.rl.losses import high_entropy
 
 MODEL = tiny_model(layers=1)
 ADAPTER = tiny_adapter(MODEL)
@@ -101,7 +102,8 @@ def test_promotion_may_be_strict():
             for level in ("token", "sequence"):
                 spec = qerl.LossSpec(loss_type=kind, epsilon_high=5.0, importance_sampling_level=level)
                 x = jnp.zeros((2, 3))
-                qerl.policy_loss(spec, x, x, None, jnp.ones((2, 1)), jnp.ones((2, 3), bool))
+                mask = jnp.ones((2, 3), bool)
+                qerl.policy_loss(spec, x, x, None, jnp.ones((2, 1)), mask, chosen_BC=high_entropy(x, mask, 0.2))
 
 
 def test_groups_are_compared_exactly_and_without_infinities():

@@ -1,6 +1,7 @@
 """Losses against TRL's own values and gradients, of 0.21.0 (grpo_loss_oracle_trl0.21.0.npz in tests/oracles) and, for
-ratios of rows, cispo and delta, of 1.16.0 (by tests/oracles/grpo_loss_levels.py)."""
+ratios of rows, cispo, delta and tokens of high entropy, of 1.16.0 (by tests/oracles/grpo_loss_levels.py)."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.losses import LossSpec, policy_loss, token_weights
+from qerl_jax.rl.losses import LossSpec, high_entropy, policy_loss, token_weights
 
 ORACLES = Path(__file__).parent / "oracles"
 ORACLE = np.load(ORACLES / "grpo_loss_oracle_trl0.21.0.npz")
@@ -20,7 +21,7 @@ LEVEL_VARIANTS = LEVELS["variants"].tolist()
 
 
 def test_every_variant_of_the_oracles_is_covered():
-    assert len(VARIANTS) == 12 and len(LEVEL_VARIANTS) == len(set(LEVEL_VARIANTS)) == 60
+    assert len(VARIANTS) == 12 and len(LEVEL_VARIANTS) == len(set(LEVEL_VARIANTS)) == 84
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -44,25 +45,30 @@ def spec_of(loss_type, level, beta="0", extra="plain"):
     """With the oracle's bounds."""
     high = LEVELS["epsilon_high_cispo" if loss_type == "cispo" else "epsilon_high"]
     delta = float(LEVELS["delta"]) if extra == "delta" else None
-    return LossSpec(loss_type, float(beta), float(LEVELS["epsilon"]), float(high), level, delta)
+    quantile = float(LEVELS["top_entropy_quantile"]) if extra == "top" else 1.0
+    return LossSpec(loss_type, float(beta), float(LEVELS["epsilon"]), float(high), level, delta, quantile)
 
 
-def loss_and_gradient(spec, logp, old, ref, advantages, mask):
+def loss_and_gradient(spec, logp, old, ref, advantages, mask, chosen=None):
     def loss(logp):
-        return policy_loss(spec, logp, jax.lax.stop_gradient(logp) if old is None else old, ref, advantages, mask)
+        before = jax.lax.stop_gradient(logp) if old is None else old
+        return policy_loss(spec, logp, before, ref, advantages, mask, chosen_BC=chosen)
 
     (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logp))
     return value, metrics, gradient
 
 
 @pytest.mark.parametrize("variant", LEVEL_VARIANTS)
-def test_levels_cispo_and_delta_equal_trl(variant):
+def test_levels_cispo_delta_and_high_entropy_equal_trl(variant):
     loss_type, level, beta, policy, extra = variant.split("/")
     index = LEVEL_VARIANTS.index(variant)
     advantages = LEVELS["advantages"][:, None] * (LEVELS["weights"] if extra == "weights" else 1)
     old = None if policy == "on" else LEVELS["old"]
     parts = LEVELS["new"], old, LEVELS["ref"], advantages, LEVELS["mask"]
-    loss, metrics, gradient = loss_and_gradient(spec_of(loss_type, level, beta, extra), *parts)
+    spec, chosen = spec_of(loss_type, level, beta, extra), None
+    if extra == "top":
+        chosen = high_entropy(LEVELS["entropies"], LEVELS["mask"], spec.top_entropy_quantile)
+    loss, metrics, gradient = loss_and_gradient(spec, *parts, chosen)
     np.testing.assert_allclose(loss, LEVELS["loss"][index], rtol=2e-6, atol=1e-7)
     np.testing.assert_allclose(gradient, LEVELS["dlogps"][index], rtol=1e-5, atol=1e-8)
     logged = dict(zip(LEVELS["metric_names"].tolist(), LEVELS["metrics"][index], strict=True))
@@ -73,14 +79,80 @@ def test_levels_cispo_and_delta_equal_trl(variant):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo"])
 def test_where_the_ratio_is_one_a_rows_ratio_matters_to_weighted_tokens_alone(loss_type):
-    """What the config's checks say of grpo.importance_sampling_level in runs of one update per rollout."""
-    for weights, differs in ((np.ones((12, 1), np.float32), False), (LEVELS["weights"], loss_type != "cispo")):
-        parts = LEVELS["new"], None, None, LEVELS["advantages"][:, None] * weights, LEVELS["mask"]
+    """What the config's checks say of grpo.importance_sampling_level in runs of one update per rollout; tokens that are
+    not chosen weigh nothing."""
+    ones, chosen = np.ones((12, 1), np.float32), LEVELS["chosen"][4]
+    for weights, of, differs in (
+        (ones, None, False), (LEVELS["weights"], None, loss_type != "cispo"), (ones, chosen, loss_type != "cispo")
+    ):  # fmt: skip
+        parts = LEVELS["new"], None, None, LEVELS["advantages"][:, None] * weights, LEVELS["mask"], of
         (value, _, tokens), (other, _, rows) = (loss_and_gradient(spec_of(loss_type, level), *parts) for level in
                                                 ("token", "sequence"))  # fmt: skip
         np.testing.assert_allclose(value, other, rtol=1e-6)
         np.testing.assert_allclose(tokens.sum(1), rows.sum(1), atol=1e-7)
         assert np.allclose(tokens, rows, atol=1e-7) != differs
+
+
+@pytest.mark.parametrize("index", range(len(LEVELS["quantiles"])))
+def test_the_tokens_of_high_entropy_are_trls(index):
+    """With ties at thresholds, and thresholds between entropies. Behind a row's end anything may stand."""
+    chosen, quantile, mask = LEVELS["chosen"][index], float(LEVELS["quantiles"][index]), LEVELS["mask"]
+    assert chosen.sum() >= 1 + int(quantile * (mask.sum() - 1))
+    for anything in (9.0, -np.inf, np.inf, np.nan):
+        entropies = np.where(mask, LEVELS["entropies"], np.float32(anything))
+        np.testing.assert_array_equal(high_entropy(entropies, mask, quantile), chosen)
+
+
+def test_the_tokens_of_high_entropy_are_those_above_numpys_quantile():
+    """In one program for batches of every number of tokens, also none."""
+    entropies = np.random.default_rng(0).uniform(0, 5, (65, 8, 8)).astype(np.float32)
+    masks = np.random.default_rng(1).permuted(np.arange(64) < np.arange(65)[:, None], axis=1).reshape(65, 8, 8)
+    for quantile in (1e-6, 0.1, 0.2, 1 / 3, 0.5, 0.77, 0.999):
+        found = jax.jit(jax.vmap(functools.partial(high_entropy, quantile=quantile)))(entropies, masks)
+        assert not found[0].any()
+        for chosen, entropy, mask in zip(found[1:], entropies[1:], masks[1:], strict=True):
+            threshold = np.quantile(entropy[mask].astype(np.float64), 1 - quantile)
+            # Where it is an entropy itself, it is so but for float64's rounding.
+            np.testing.assert_array_equal(chosen, mask & (entropy >= threshold * (1 - 1e-9)))
+            assert chosen.sum() == 1 + int(quantile * (mask.sum() - 1) + 1e-9)
+
+
+def test_equal_entropies_are_all_chosen():
+    mask = LEVELS["mask"]
+    for entropy in (0.0, 2.5):
+        np.testing.assert_array_equal(high_entropy(np.full(mask.shape, entropy, np.float32), mask, 0.01), mask)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_tokens_that_are_not_chosen_have_the_kl_penalty_alone_and_count_as_before(loss_type, level):
+    """With all chosen the loss is bitwise that without a choice; with none it is beta times KL, clipping included."""
+    parts = *(LEVELS[name] for name in ("new", "old", "ref")), LEVELS["advantages"][:, None], LEVELS["mask"]
+    plain, top = spec_of(loss_type, level, "0.04"), spec_of(loss_type, level, "0.04", "top")
+    expected = loss_and_gradient(plain, *parts)
+    for spec in (plain, top):
+        for a, b in zip(
+            jax.tree.leaves(loss_and_gradient(spec, *parts, LEVELS["mask"])), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+    loss, metrics, gradient = loss_and_gradient(top, *parts, np.zeros_like(LEVELS["mask"]))
+    assert metrics == expected[1]
+    weights = np.asarray(token_weights(LEVELS["mask"], loss_type))
+    gap = np.asarray(LEVELS["ref"], np.float64) - LEVELS["new"]
+    np.testing.assert_allclose(loss, np.sum(weights * 0.04 * (np.exp(gap) - gap - 1)), rtol=1e-5)
+    np.testing.assert_allclose(gradient, weights * 0.04 * (1 - np.exp(gap)), rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("log_ratio", [200.0, np.nan])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_a_token_that_is_not_chosen_spoils_nothing_unless_it_is_no_number(loss_type, log_ratio):
+    """What overflows has no policy loss; a log-probability that is NaN still makes the gradient NaN."""
+    logp, mask = jnp.array([[log_ratio, 0.1]]), jnp.ones((1, 2), bool)
+    spec = LossSpec(loss_type, epsilon_high=5.0, top_entropy_quantile=0.5)
+    parts = jnp.zeros((1, 2)), None, jnp.array([[-1.0]]), mask, jnp.array([[False, True]])
+    loss, _, gradient = loss_and_gradient(spec, logp, *parts)
+    assert np.isfinite(loss) and np.isfinite(gradient[0, 1]) and gradient[0, 1] != 0
+    np.testing.assert_array_equal(gradient[0, 0], np.nan if np.isnan(log_ratio) else 0.0)
 
 
 def test_delta_bounds_what_no_ratio_exceeds_however_large():
@@ -263,6 +335,10 @@ def test_advantages_of_rows_are_not_taken_for_those_of_tokens():
         ({"epsilon": -0.5}, "epsilon is -0.5; allowed: above 0, to 1"),
         ({"epsilon": 0.0}, "epsilon is 0.0; allowed: above 0, to 1"),
         ({"epsilon_high": -0.5}, "epsilon_high is -0.5; allowed: above 0"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile is 0.0; allowed: above 0, to 1"),
+        ({"top_entropy_quantile": 20}, "top_entropy_quantile is 20; allowed: above 0, to 1"),
+        ({"top_entropy_quantile": float("nan")}, "top_entropy_quantile is nan; allowed: above 0, to 1"),
+        ({"top_entropy_quantile": None}, "top_entropy_quantile is None; allowed: a number of Python's or NumPy's"),
         ({"beta": -1.0}, "beta is -1.0; allowed: 0 or more"),
         ({"beta": float("nan")}, "beta is nan; allowed: 0 or more"),
         ({"beta": float("inf")}, "beta is inf; allowed: 0 or more"),
@@ -302,3 +378,9 @@ def test_a_missing_reference_is_refused():
     one = jnp.ones((1, 1))
     with pytest.raises(ValueError, match="reference policy"):
         policy_loss(LossSpec(beta=0.1), one, one, None, one, one)
+
+
+def test_a_missing_choice_of_tokens_is_refused():
+    one = jnp.ones((1, 1))
+    with pytest.raises(ValueError, match=r"top_entropy_quantile is 0\.2, so the loss needs chosen_BC"):
+        policy_loss(LossSpec(top_entropy_quantile=0.2), one, one, None, one, one)

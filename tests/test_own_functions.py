@@ -258,11 +258,10 @@ def test_what_cannot_be_known_again_is_refused(tmp_path):
 
 
 def test_options_that_it_takes_the_place_of_are_named(caplog):
-    config = Config(
-        optimizer=OptimizerOptions(max_steps=10), grpo=GrpoOptions(loss_type="grpo", epsilon=0.1, scale_rewards="batch")
-    )
+    grpo = GrpoOptions(loss_type="grpo", epsilon=0.1, top_entropy_quantile=0.2, scale_rewards="batch")
+    config = Config(optimizer=OptimizerOptions(max_steps=10), grpo=grpo)
     OwnFunctions(policy_loss).warn_of_options(config)
-    assert caplog.messages == ["loss_fn takes the place of grpo.loss_type, grpo.epsilon"]
+    assert caplog.messages == ["loss_fn takes the place of grpo.loss_type, grpo.epsilon, grpo.top_entropy_quantile"]
     OwnFunctions(advantage_fn=jax.nn.relu).warn_of_options(config)
     assert caplog.messages[1:] == ["advantage_fn takes the place of grpo.scale_rewards"]
 

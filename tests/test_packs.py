@@ -359,9 +359,11 @@ def test_an_update_in_packs_is_the_same_update(name):
 @pytest.mark.parametrize(
     ("loss", "size", "bounded"),
     [(LossSpec("grpo", 0.05, 0.2, 0.28, "sequence", 3.0), 1, {"clip_ratio/low_mean", "clip_ratio/high_mean"}),
-     (LossSpec("cispo", 0.0, 0.2, 2.0, "sequence"), 3, {"cispo_clip_ratio"})],
+     (LossSpec("cispo", 0.0, 0.2, 2.0, "sequence"), 3, {"cispo_clip_ratio"}),
+     (LossSpec("grpo", 0.05, 0.2, 0.28, "sequence", top_entropy_quantile=0.3), 2, {"clip_ratio/high_mean"}),
+     (LossSpec("cispo", 0.05, 0.2, 2.0, top_entropy_quantile=0.3), 1, {"cispo_clip_ratio"})],
 )  # fmt: skip
-def test_ratios_of_rows_and_bounded_weights_are_the_same_in_packs(loss, size, bounded):
+def test_ratios_of_rows_bounded_weights_and_high_entropy_are_the_same_in_packs(loss, size, bounded):
     """Off-policy, with rows beyond every bound, and with a correction per token."""
     state, batch = init_state(tiny_adapter(MODEL), SGD), batch_of(LENGTHS["a long tail"])
     batch = batch.replace(old_logps=batch.old_logps - jnp.tile(jnp.array([0.0, 1.5, 3.0]), 4)[:, None])

@@ -103,11 +103,13 @@ def test_accumulation_equals_the_full_batch_in_other_losses(by_token, loss_type,
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "size", "passes"),
-    [(None, 4, 1), (None, 12, 1), (functools.partial(policy_loss, LossSpec()), 12, 1),
-     (functools.partial(policy_loss, LossSpec()), 4, 2)],
+    ("loss_fn", "size", "quantile", "passes"),
+    [(None, 4, 1.0, 1), (None, 12, 1.0, 1), (functools.partial(policy_loss, LossSpec()), 12, 1.0, 1),
+     (functools.partial(policy_loss, LossSpec()), 4, 1.0, 2), (None, 4, 0.2, 2), (None, 12, 0.2, 1)],
 )  # fmt: skip
-def test_only_a_loss_of_ones_own_in_several_micro_batches_takes_a_second_pass(monkeypatch, loss_fn, size, passes):
+def test_only_a_loss_that_looks_across_several_micro_batches_takes_a_second_pass(
+    monkeypatch, loss_fn, size, quantile, passes
+):
     traced = []
 
     def counting(*args, **options):
@@ -115,10 +117,63 @@ def test_only_a_loss_of_ones_own_in_several_micro_batches_takes_a_second_pass(mo
         return completion_logps(*args, **options)
 
     monkeypatch.setattr(update_module, "completion_logps", counting)
-    settings = dataclasses.replace(UPDATE, micro_batch_size=size)
+    settings = dataclasses.replace(UPDATE, micro_batch_size=size, loss=LossSpec(top_entropy_quantile=quantile))
     run = functools.partial(update_step, optimizer=SGD, settings=settings, loss_fn=loss_fn)
     jax.eval_shape(run, state_of(), MODEL, batch_of())
     assert len(traced) == passes
+
+
+def of_high_entropy(quantile, **options):
+    return dataclasses.replace(UPDATE, loss=LossSpec(top_entropy_quantile=quantile, **options))
+
+
+@pytest.mark.parametrize("size", [12, 5])
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.95])
+def test_tokens_of_high_entropy_alone_have_a_gradient(by_token, quantile, size):
+    """Those of the whole batch, by NumPy's quantile. The average, as the entropy, is that over all tokens."""
+    (state, run), batch = by_token, batch_of()
+    batch = batch.replace(mask=batch.mask.at[2].set(False))  # a row without a token that counts
+    mask, tokens = np.asarray(batch.mask), np.asarray(batch.completion, np.float64)
+    entropies = np.cos(tokens)
+    settings = dataclasses.replace(of_high_entropy(quantile), micro_batch_size=size)
+    new, metrics = run(state, batch.replace(advantages=jnp.arange(12.0) - 5), settings)
+    threshold = np.quantile(entropies[mask], 1 - quantile)
+    chosen = mask & (entropies >= threshold - 1e-6)
+    assert 0 < chosen.sum() < mask.sum()
+    gains = np.where(chosen, (np.arange(12.0) - 5)[:, None], 0)
+    np.testing.assert_allclose(metrics["loss"], -np.mean(gains[mask]), rtol=1e-5)
+    np.testing.assert_allclose(metrics["entropy"], np.mean(entropies[mask]), rtol=1e-5)
+    np.testing.assert_allclose(new.adapter, 0.5 + 0.1 * np.mean((np.sin(tokens) * gains)[mask]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [12, 4])
+def test_a_batch_without_tokens_that_count_has_none_of_high_entropy(by_token, size):
+    (state, run), batch = by_token, batch_of()
+    settings = dataclasses.replace(of_high_entropy(0.2), micro_batch_size=size)
+    new, metrics = run(state, batch.replace(mask=jnp.zeros_like(batch.mask)), settings)
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == int(metrics["nonfinite"]) == 0
+    assert float(new.adapter) == 0.5
+
+
+@pytest.mark.parametrize("size", [12, 4])
+def test_a_loss_of_ones_own_is_of_all_tokens(by_token, size):
+    (state, run), batch = by_token, batch_of()
+    own = functools.partial(policy_loss, LossSpec())
+    some, every = (dataclasses.replace(settings, micro_batch_size=size) for settings in (of_high_entropy(0.2), UPDATE))
+    assert_trees_close(run(state, batch, some, own), run(state, batch, every, own), rtol=0, atol=0)
+
+
+def test_updates_of_high_entropy_under_vmap_are_those_alone(by_token):
+    """Two batches, each with its own threshold and another number of packs."""
+    (state, run), batch = by_token, batch_of()
+    shorter = batch.replace(completion_lengths=jnp.ones_like(batch.completion_lengths))
+    settings = dataclasses.replace(of_high_entropy(0.3, loss_type="grpo"), micro_batch_size=4)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), batch, shorter)
+    step_of = functools.partial(update_step, optimizer=SGD, settings=settings)
+    found = jax.jit(jax.vmap(step_of, in_axes=(None, None, 0)))(state, MODEL, both)
+    for i, alone in enumerate((batch, shorter)):
+        of_one = jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        assert_trees_close(of_one, run(state, alone, settings), rtol=1e-5, atol=1e-7)
 
 
 def test_a_layers_gradients_are_there_before_the_layers_below_begin():

@@ -16,10 +16,17 @@ from qerl_jax.rl.update import apply_gradients, gather_gradients, update_step
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 
-@pytest.mark.parametrize("loss_fn", [None, functools.partial(policy_loss, LossSpec("dapo", beta=0.1))])
-def test_the_halves_are_the_whole(loss_fn):
+PLAIN = LossSpec("dapo", beta=0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_fn"),
+    [(PLAIN, None), (PLAIN, functools.partial(policy_loss, PLAIN)),
+     (dataclasses.replace(PLAIN, top_entropy_quantile=0.3), None)],
+)  # fmt: skip
+def test_the_halves_are_the_whole(loss, loss_fn):
     """At a later step than the rollout's, in packs, with all that a batch may have."""
-    settings = dataclasses.replace(UPDATE, micro_batch_size=5, loss=LossSpec("dapo", beta=0.1))
+    settings = dataclasses.replace(UPDATE, micro_batch_size=5, loss=loss)
     state = state_of().replace(step=jnp.int32(2))
     batch = batch_of(state=state, several=True)
     batch = batch.replace(ref_logps=batch.old_logps - 0.1, mask=batch.mask.at[3].set(False))

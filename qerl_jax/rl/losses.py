@@ -42,6 +42,9 @@ class LossSpec:
         much as it has tokens).
       delta: the ratio is cut at it also where a negative advantage leaves it unclipped (INTELLECT-2, arXiv
         2505.07291); above 1 + epsilon_high, or None. Not with cispo.
+      top_entropy_quantile: the share of the optimizer batch's tokens, those of the highest entropy, whose policy loss
+        counts (0.2 in "Beyond the 80/20 Rule", arXiv 2506.01939; see `high_entropy`); 1 is all. The average stays that
+        over all active tokens, and the KL penalty is of all. A row's ratio too is of all its active tokens.
 
     Raises:
       ValueError: a value that is not allowed, by name.
@@ -53,6 +56,7 @@ class LossSpec:
     epsilon_high: float = 0.28
     importance_sampling_level: ImportanceSamplingLevel = "token"
     delta: float | None = None
+    top_entropy_quantile: float = 1.0
 
     def __post_init__(self) -> None:
         settle_fields(self)
@@ -61,6 +65,7 @@ class LossSpec:
             ("beta", 0 <= self.beta < math.inf, "0 or more"),
             ("epsilon", 0 < self.epsilon <= 1, "above 0, to 1"),
             ("epsilon_high", 0 < self.epsilon_high < math.inf, "above 0"),
+            ("top_entropy_quantile", 0 < self.top_entropy_quantile <= 1, "above 0, to 1"),
         )
         if clash := clashing_bounds(self.loss_type, self.epsilon_high, self.delta):
             raise ValueError(clash)
@@ -79,6 +84,25 @@ def token_weights(mask_BC: jax.Array, loss_type: LossType) -> jax.Array:
     return mask_BC / jnp.maximum(mask_BC.sum(), 1.0)
 
 
+def high_entropy(entropy_BC: jax.Array, mask_BC: jax.Array, quantile: float) -> jax.Array:
+    """Which active tokens, bool [B, C], have an entropy of at least the (1 - quantile)-quantile of all active ones'.
+
+    It is TRL's, between two entropies by linear interpolation. The lower of the two is below it wherever between them
+    it lies, so the upper one serves as well: of n active tokens the 1 + floor(quantile (n - 1)) highest are chosen, and
+    those that equal the last of these.
+
+    Args:
+      entropy_BC: of the whole optimizer batch; anything where the mask is false.
+      mask_BC: true for tokens that count. Where there is none, none is chosen.
+      quantile: above 0, to 1.
+    """
+    mask_BC = mask_BC.astype(bool)
+    count = jnp.sum(mask_BC, dtype=jnp.int32)
+    below = jnp.ceil((1 - quantile) * (count - 1).astype(jnp.float32)).astype(jnp.int32)
+    ordered = jnp.sort(jnp.where(mask_BC, entropy_BC, -jnp.inf), axis=None)  # the active ones last
+    return mask_BC & (entropy_BC >= ordered[ordered.size - count + jnp.minimum(below, count - 1)])
+
+
 def policy_loss(
     spec: LossSpec,
     logp_BC: jax.Array,
@@ -87,6 +111,7 @@ def policy_loss(
     advantages_BC: jax.Array,
     mask_BC: jax.Array,
     weights_BC: jax.Array | None = None,
+    chosen_BC: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """The policy-gradient loss, plus beta times the k3 estimate of KL.
 
@@ -103,6 +128,8 @@ def policy_loss(
       advantages_BC: per token (a row's advantage times the sampler correction); [B, 1] broadcasts.
       mask_BC: true for sampled completion tokens that count.
       weights_BC: `token_weights` of the batch of which these are some rows; None where they are the batch.
+      chosen_BC: true for tokens whose policy loss counts, by `high_entropy`; needed if spec.top_entropy_quantile is
+        below 1. Of the others it is 0, while weights, KL and metrics stay as they are. None is all.
 
     Returns:
       The scalar loss, and the metrics kl (if beta != 0), a mean over active tokens, and clip_ratio/low_mean,
@@ -111,7 +138,7 @@ def policy_loss(
       with an advantage of 0, as the sampler correction's mode mask makes it, is not clipped.
 
     Raises:
-      ValueError: advantages that are neither [B, C] nor [B, 1], or a missing reference.
+      ValueError: advantages that are neither [B, C] nor [B, 1], or a missing reference or choice of tokens.
     """
     B, C = mask_BC.shape
     if advantages_BC.shape not in ((B, C), (B, 1)):
@@ -155,6 +182,13 @@ def policy_loss(
             "clip_ratio/high_mean": share(high_BC),
             "clip_ratio/region_mean": share(low_BC | high_BC),
         }
+    if chosen_BC is not None:
+        token_loss_BC = jnp.where(chosen_BC, token_loss_BC, 0.0)
+    elif spec.top_entropy_quantile < 1:
+        raise ValueError(
+            f"top_entropy_quantile is {spec.top_entropy_quantile}, so the loss needs chosen_BC, the tokens of high "
+            "entropy, which an update gives to the loss of its settings alone"
+        )
     if spec.beta != 0:
         if ref_logp_BC is None:
             raise ValueError(

@@ -3,8 +3,9 @@
 The loss is a function of the whole optimizer batch's log-probabilities [B, C], while the network runs in micro-batches,
 packs of rows (see `packs`), and accumulation equals the full batch for every loss. A configured loss is a sum over
 tokens, with weights that depend on the batch's mask alone. They are all that a pack has to know of the others, so each
-pack goes through the network once, forward and back. Any other function may normalise or clip across rows. Where the
-batch may be several packs, a first pass collects log-probabilities, the gradient with respect to all of them is taken
+pack goes through the network once, forward and back. Any other function may normalise or clip across rows, and a
+configured loss with a top_entropy_quantile below 1 chooses tokens by all entropies. Where the batch may be several
+packs, a first pass then collects log-probabilities (and entropies), the gradient with respect to all of them is taken
 at once, and a second pass carries it back.
 
 An update has two halves: `gather_gradients` goes through the network, `apply_gradients` takes the optimizer's step. A
@@ -28,7 +29,7 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps, longest_row
-from qerl_jax.rl.losses import LossFn, Metrics, policy_loss, token_weights
+from qerl_jax.rl.losses import LossFn, Metrics, high_entropy, policy_loss, token_weights
 from qerl_jax.rl.packs import Body, in_packs, put
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 from qerl_jax.tracing import is_traced
@@ -108,25 +109,34 @@ def _carried_back(backward: Callable[[jax.Array], tuple[Adapter]], dlogp: jax.Ar
 
 def score(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> jax.Array:
     """Log-probabilities [B, C] of the batch's completions under (model, adapter), without gradient."""
-    batch = _of_arrays(batch)
+    (logps_BC,) = _first_pass(model, adapter, _of_arrays(batch), settings, 1)
+    return logps_BC
+
+
+def _first_pass(
+    model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings, parts: int
+) -> tuple[jax.Array, ...]:
+    """Log-probabilities and, where 2 `parts` are wanted, entropies [B, C], without gradient."""
     # A bare loop would be compiled in every call, and its program kept.
     run = _scored if is_traced((model, adapter, batch)) else _scored_program
-    logps_BC: jax.Array = run(model, adapter, batch, settings)
-    return logps_BC
+    found: tuple[jax.Array, ...] = run(model, adapter, batch, settings, parts)
+    return found
 
 
-def _scored(model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings) -> jax.Array:
+def _scored(
+    model: Model, adapter: Adapter | None, batch: Batch, settings: UpdateSettings, parts: int
+) -> tuple[jax.Array, ...]:
     B = batch.completion.shape[0]
 
-    def run(found: jax.Array, rows: Rows, places: jax.Array) -> Any:
-        logps, _ = _learner(model, adapter, rows, places < B, settings)
-        return put(found, places, logps)
+    def run(found: tuple[jax.Array, ...], rows: Rows, places: jax.Array) -> Any:
+        return put(found, places, _learner(model, adapter, rows, places < B, settings)[:parts])
 
-    logps_BC: jax.Array = _in_packs(run, jnp.zeros(batch.completion.shape, jnp.float32), _rows(batch), batch, settings)
-    return logps_BC
+    zeros = (jnp.zeros(batch.completion.shape, jnp.float32),) * parts
+    found: tuple[jax.Array, ...] = _in_packs(run, zeros, _rows(batch), batch, settings)
+    return found
 
 
-_scored_program = jax.jit(_scored, static_argnames="settings")
+_scored_program = jax.jit(_scored, static_argnames=("settings", "parts"))
 
 
 def _of_arrays(batch: Batch) -> Batch:
@@ -161,7 +171,8 @@ def update_step(
       settings: static choices.
       loss_fn: `(logp, old_logp, ref_logp, advantages, mask) -> (loss, metrics)` over the whole batch, all [B, C];
         ref_logp is None where the batch has none (`with_policies` adds it). The default is `settings.loss`. Where
-        micro_batch_size is less than B, a function of your own costs one forward pass more.
+        micro_batch_size is less than B, a function of your own costs one forward pass more, as does the default with
+        a top_entropy_quantile below 1.
       advantage_fn: rewards [N, G] -> advantages [N, G] or, for each token, [N, G, C]; for a batch that brings no
         advantages. The default is `group_advantages`, of two completions and more.
 
@@ -254,19 +265,22 @@ def _gathered(
     settings: UpdateSettings,
     loss_fn: LossFn | None,
 ) -> Gathered:
-    known = None
-    if loss_fn is None:
+    known, entropies = None, []
+    if not _looks_across(settings, loss_fn):
         *_, mask_BC, _ = constants
         known = token_weights(mask_BC, settings.loss.loss_type)
     elif settings.micro_batch_size < len(batch.completion):
-        known = _gradient(score(model, adapter, batch, settings), constants, settings, loss_fn)
+        logps, *entropies = _first_pass(model, adapter, batch, settings, 2 if loss_fn is None else 1)
+        known = _gradient(logps, constants, settings, _of_whole(settings, loss_fn, constants, *entropies))
 
     def accumulate(gathered: Gathered, part: Given, places: jax.Array) -> Gathered:
         return _accumulated(gathered, adapter, model, part, places, settings, loss_fn)
 
     zeros_BC = jnp.zeros(batch.completion.shape, jnp.float32)
     gathered = Gathered(jax.tree.map(jnp.zeros_like, adapter), zeros_BC, zeros_BC)
-    return _in_packs(accumulate, gathered, Given(_rows(batch), constants, known), batch, settings)
+    gathered = _in_packs(accumulate, gathered, Given(_rows(batch), constants, known), batch, settings)
+    # Those by which tokens were chosen: others may differ in their last bits, and choose others.
+    return gathered._replace(entropies_BC=entropies[0]) if entropies else gathered
 
 
 def _accumulated(
@@ -294,10 +308,12 @@ def _accumulated(
         return _learner(model, adapter, part.rows, live_N, settings)
 
     logp, backward, entropy = jax.vjp(learner, adapter, has_aux=True)
-    if loss_fn is None:
+    if not _looks_across(settings, loss_fn):
         dlogp = _gradient(logp, constants, settings, functools.partial(policy_loss, settings.loss, weights_BC=known))
+    elif known is None:
+        dlogp = _gradient(logp, constants, settings, _of_whole(settings, loss_fn, constants, entropy))
     else:
-        dlogp = _gradient(logp, constants, settings, loss_fn) if known is None else known
+        dlogp = known
     grads = _carried_back(backward, dlogp, model.base.embed.dtype)
     found = put((gathered.logps_BC, gathered.entropies_BC), places, (logp, entropy))
     return Gathered(jax.tree.map(jnp.add, gathered.grads, grads), *found)
@@ -313,8 +329,7 @@ def _applied(
 ) -> tuple[TrainState, Metrics]:
     """The optimizer's step, and the metrics of the whole batch."""
     grads, logp_BC, entropy_BC = gathered
-    of_whole = functools.partial(policy_loss, settings.loss) if loss_fn is None else loss_fn
-    loss, metrics = _loss_of(logp_BC, constants, settings, of_whole)
+    loss, metrics = _loss_of(logp_BC, constants, settings, _of_whole(settings, loss_fn, constants, entropy_BC))
 
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.adapter)
@@ -333,6 +348,25 @@ def _applied(
         "nonfinite": (~finite).astype(jnp.int32),
     }
     return state, joined_metrics(own, metrics)
+
+
+def _looks_across(settings: UpdateSettings, loss_fn: LossFn | None) -> bool:
+    """Whether the loss of a pack depends on more of the others than the mask."""
+    return loss_fn is not None or settings.loss.top_entropy_quantile < 1
+
+
+def _of_whole(
+    settings: UpdateSettings, loss_fn: LossFn | None, constants: Constants, entropy_BC: jax.Array | None = None
+) -> LossFn:
+    """The loss as a function of the whole batch, of whose entropies a configured one chooses tokens."""
+    if loss_fn is not None:
+        return loss_fn
+    chosen_BC, quantile = None, settings.loss.top_entropy_quantile
+    if quantile < 1:
+        assert entropy_BC is not None
+        *_, mask_BC, _ = constants
+        chosen_BC = high_entropy(entropy_BC, mask_BC, quantile)
+    return functools.partial(policy_loss, settings.loss, chosen_BC=chosen_BC)
 
 
 def joined_metrics[T](one: dict[str, T], other: dict[str, T], whose: str = "the update") -> dict[str, T]:

@@ -1,15 +1,19 @@
-"""GRPO losses of TRL's own GRPOTrainer._compute_loss on a CPU: ratios of tokens and of sequences, cispo, delta.
+"""GRPO losses of TRL's own GRPOTrainer._compute_loss on a CPU: ratios of tokens and of sequences, cispo, delta, and
+tokens of high entropy alone.
 
 Run where trl 1.16.0 and torch 2.13.0 are installed:
     python tests/oracles/grpo_loss_levels.py -> grpo_loss_levels_trl1.16.0.npz beside this file
 
-The log-probabilities are handed to TRL in the place of a network's. Saved, B = 12 rows and C = 9 slots: new, old, ref
-[B, C] log-probabilities; mask [B, C]; advantages [B]; weights [B, C], a sampler correction; epsilon, epsilon_high,
-epsilon_high_cispo and delta; and in the order of `variants`, with NaN for metrics that TRL does not log for one,
+The log-probabilities and entropies are handed to TRL in the place of a network's. Saved, B = 12 rows and C = 9 slots:
+new, old, ref [B, C] log-probabilities; mask [B, C]; advantages [B]; weights [B, C], a sampler correction; entropies
+[B, C], with ties; epsilon, epsilon_high, epsilon_high_cispo, delta and top_entropy_quantile; for each of quantiles [Q],
+chosen [Q, B, C], the tokens of TRL's get_high_entropy_mask; and in the order of `variants`, with NaN for metrics that
+TRL does not log for one,
     loss [V]; dlogps [V, B, C], d loss / d new; metrics [V, M], named by `metric_names`
 A variant is LOSS_TYPE/LEVEL/BETA/POLICY/EXTRA. POLICY `on` has no old log-probabilities, so TRL takes the new ones;
-EXTRA is `delta`, `weights` (TRL's correction of vLLM's log-probabilities) or `plain`. use_bias_correction_kl is false:
-with TRL's default of true the KL penalty is multiplied by the ratio, which this library's is not.
+EXTRA is `delta`, `weights` (TRL's correction of vLLM's log-probabilities), `top` (with top_entropy_quantile) or
+`plain`. use_bias_correction_kl is false: with TRL's default of true the KL penalty is multiplied by the ratio, which
+this library's is not.
 """
 
 import itertools
@@ -28,6 +32,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 B, C, G = 12, 9, 4
 EPSILON, EPSILON_HIGH, EPSILON_HIGH_CISPO, DELTA = 0.2, 0.28, 5.0, 2.5
+TOP, QUANTILES = 0.2, [1e-9, 0.01, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 0.9999]
 LENGTHS = [9, 4, 7, 1, 9, 6, 0, 8, 3, 9, 5, 2]  # 0: a truncated completion that is masked
 ADVANTAGES = [1.2, -0.8, 0.5, -0.9, -1.1, 0.7, 1.4, -1.0, 0.9, -0.6, 0.4, -0.1]
 # Of each row, the mean of its log-ratios up to a little noise: both sides of every bound, with both signs.
@@ -76,7 +81,9 @@ def batch():
     noise -= (noise * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     old = new - torch.tensor(SHIFTS)[:, None] - noise
     weights = torch.exp(0.3 * normal()).clamp(max=1.3)
-    return new, old, new + 0.3 * normal(), mask, torch.tensor(ADVANTAGES), weights
+    ref = new + 0.3 * normal()
+    entropies = torch.where(mask.bool(), (10 * normal().abs()).round() / 10, 9.0)
+    return new, old, ref, mask, torch.tensor(ADVANTAGES), weights, entropies
 
 
 def check_that_every_bound_acts(new, old, mask, advantages):
@@ -94,6 +101,17 @@ def check_that_every_bound_acts(new, old, mask, advantages):
             assert ((ratio / bound).log().abs() > 1e-3).all(), "a ratio on a bound is a matter of rounding"
 
 
+def check_that_thresholds_differ(entropies, mask, chosen):
+    """They lie on an entropy that several tokens have, and between two."""
+    ordered = entropies[mask.bool()].sort().values
+    thresholds = [float(torch.quantile(ordered, 1 - quantile)) for quantile in QUANTILES]
+    tied = [int((ordered == threshold).sum()) for threshold in thresholds]
+    assert max(tied) > 1 and 0 in tied, tied
+    counts = chosen.sum((1, 2)).tolist()
+    assert counts == sorted(counts) and counts[0] == 1 and len(set(counts)) > 9, counts
+    assert not (chosen & ~mask.bool()).any()
+
+
 def variants():
     levels, policies = ("token", "sequence"), ("on", "off")
     for kind, level, beta, policy in itertools.product(CLIPPED_TYPES, levels, (0.0, 0.04), policies):
@@ -104,11 +122,18 @@ def variants():
         yield kind, level, 0.0, "off", "delta"
     for kind, level, policy in itertools.product(("grpo", "dapo", "cispo"), levels, policies):
         yield kind, level, 0.0, policy, "weights"
+    for kind, level, beta in itertools.product([*CLIPPED_TYPES, "cispo"], levels, (0.0, 0.04)):
+        yield kind, level, beta, "off", "top"
+    for kind, level in itertools.product(("dapo", "cispo"), levels):
+        yield kind, level, 0.0, "on", "top"
 
 
 def main():
-    new, old, ref, mask, advantages, weights = batch()
+    new, old, ref, mask, advantages, weights, entropies = batch()
     check_that_every_bound_acts(new, old, mask, advantages)
+    choosing = trainer(loss_type="dapo").get_high_entropy_mask
+    chosen = torch.stack([choosing(entropies, mask, 1 - quantile) for quantile in QUANTILES])
+    check_that_thresholds_differ(entropies, mask, chosen)
     names, losses, gradients, metrics = [], [], [], []
     for kind, level, beta, policy, extra in variants():
         used = trainer(
@@ -119,9 +144,10 @@ def main():
             epsilon=EPSILON,
             epsilon_high=EPSILON_HIGH_CISPO if kind == "cispo" else EPSILON_HIGH,
             delta=DELTA if extra == "delta" else None,
+            top_entropy_quantile=TOP if extra == "top" else 1.0,
         )
         leaf = new.clone().requires_grad_(True)
-        used._get_per_token_logps_and_entropies = lambda *a, leaf=leaf, **k: (leaf, torch.zeros(B, C), None)
+        used._get_per_token_logps_and_entropies = lambda *a, leaf=leaf, **k: (leaf, entropies, None)
         inputs = {
             "prompt_ids": torch.ones(B, 1, dtype=torch.long),
             "prompt_mask": torch.ones(B, 1, dtype=torch.long),
@@ -149,8 +175,9 @@ def main():
         assert by_name[f"{kind}/{level}/0/off/delta"] < by_name[f"{kind}/{level}/0/off/plain"] - 1e-3
     np.savez_compressed(
         Path(__file__).parent / f"grpo_loss_levels_trl{trl.__version__}.npz",
-        new=new, old=old, ref=ref, mask=mask.bool(), advantages=advantages, weights=weights,
+        new=new, old=old, ref=ref, mask=mask.bool(), advantages=advantages, weights=weights, entropies=entropies,
         epsilon=EPSILON, epsilon_high=EPSILON_HIGH, epsilon_high_cispo=EPSILON_HIGH_CISPO, delta=DELTA,
+        top_entropy_quantile=TOP, quantiles=QUANTILES, chosen=chosen,
         variants=names, metric_names=METRICS, loss=np.array(losses), dlogps=np.array(gradients),
         metrics=np.array(metrics, np.float32),
     )  # fmt: skip

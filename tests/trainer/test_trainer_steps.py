@@ -256,6 +256,9 @@ def arithmetic_rows(folder, count):
                 "evaluation.top_p=0.95",
                 "grpo.loss_type=cispo",
                 "grpo.epsilon_high=5.0",
+                "grpo.top_entropy_quantile=0.2",
+                "optimizer.per_device_train_batch_size=4",
+                "optimizer.gradient_accumulation_steps=2",
             ],
             {"cispo_clip_ratio"},
         ),
@@ -314,7 +317,7 @@ def test_long_completions_are_punished_in_training_and_in_evaluation(config, tmp
 def test_the_options_of_the_loss_reach_the_update(config):
     names = {
         "loss_type": "grpo", "beta": 0.1, "epsilon": 0.15, "epsilon_high": 0.4, "importance_sampling_level": "sequence",
-        "delta": 3.5,
+        "delta": 3.5, "top_entropy_quantile": 0.2,
     }  # fmt: skip
     options = load_config(str(config), [f"grpo.{name}={value}" for name, value in names.items()])
     with RewardFunctions(options.reward) as rewards:
