@@ -1,6 +1,7 @@
 """Functions of a user's own are known by their source and what they read, and are the same in every process."""
 
 import functools
+import linecache
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,27 @@ def test_a_change_of_what_a_function_does_is_known(tmp_path, name, before, after
     assert digest(tmp_path, name=name) != digest(tmp_path, SOURCE.replace(before, after), name)
     moved = f"import os\n# Elsewhere.\n{SOURCE}\nOTHER = 7\n"
     assert digest(tmp_path, name=name) == digest(tmp_path, moved, name)
+
+
+@pytest.mark.parametrize("name", ["<python-input-3>", "<ipython-input-3-0a1b2c>", "<string>"])
+def test_a_method_that_was_typed_in_is_read(name):
+    """In a shell, whose names of what was typed look like those of what a dataclass has generated."""
+
+    def typed(source):
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+        scope = {"__name__": "mine"}
+        exec(compile(source, name, "exec"), scope)
+        return [OwnFunctions(scope[loss]).identity()["loss function"] for loss in ("classes", "called_by_field")]
+
+    source = SOURCE + "\ndef called_by_field(logp, *_):\n    return WEIGH(logp), {}\n"
+    try:
+        before = typed(source)
+        assert typed(source) == before
+        assert typed(source.replace("x * 5", "x * 6"))[0] != before[0]  # of a static method
+        changed = typed(source.replace("self.by + 9", "self.by + 8"))
+        assert changed[0] != before[0] and changed[1] != before[1]
+    finally:
+        linecache.cache.pop(name)
 
 
 def test_an_attribute_is_no_global_of_its_name(tmp_path):

@@ -185,8 +185,10 @@ def _members(own: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_generated(function: FunctionType) -> bool:
-    """Whether nobody wrote it, as those of a dataclass."""
-    return bool(inspect.unwrap(function).__code__.co_filename.startswith("<"))
+    """Whether nobody wrote it, as those of a dataclass. What is typed into Python or IPython has no file either, but
+    the name that it was compiled with."""
+    code = inspect.unwrap(function).__code__
+    return code.co_filename.startswith("<") and code.co_qualname != function.__qualname__
 
 
 def _source(function: FunctionType) -> str:
