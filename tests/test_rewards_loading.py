@@ -89,6 +89,11 @@ def test_the_nearest_builtin_is_named():
         parse_name("acuracy")
 
 
+def test_main_is_another_program_to_a_worker():
+    with pytest.raises(UserError, match=r"reward function '__main__:mine': it would run in a program of its own"):
+        parse_name("__main__:mine")
+
+
 def test_what_is_missing_is_named(module):
     with pytest.raises(UserError, match=r"there is no file .*nowhere\.py"):
         parse_name("nowhere.py:f")

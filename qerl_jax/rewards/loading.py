@@ -57,7 +57,8 @@ def parse_name(spec: str) -> RewardName:
     """Splits the name of a reward function.
 
     Raises:
-      UserError: neither built in nor of the form `module:function` or `file.py:function`, or the file does not exist.
+      UserError: neither built in nor of the form `module:function` or `file.py:function`, of `__main__`, or the file
+        does not exist.
     """
     if spec in BUILTIN:
         return RewardName(spec, "", spec)
@@ -66,6 +67,11 @@ def parse_name(spec: str) -> RewardName:
         raise UserError(
             f"reward function {spec!r} is unknown{nearest(spec, BUILTIN)}; allowed: {', '.join(BUILTIN)}, "
             "package.module:function or path/to/file.py:function"
+        )
+    if location == "__main__":
+        raise UserError(
+            f"reward function {spec!r}: it would run in a program of its own, which has another __main__; write it "
+            "into a file (in a notebook by %%writefile), and name it path/to/file.py:function"
         )
     if _is_file(location) and not Path(location).is_file():
         raise UserError(f"reward function {spec!r}: there is no file {Path(location).absolute()}")
