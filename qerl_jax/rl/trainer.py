@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,29 @@ def train(
     """
     refuse_while_importing()
     check_kind("config", config, Config, " (`load_config` reads one)")
-    own = OwnFunctions(loss_fn, advantage_fn)
+    with _letting_go():
+        return _train(config, fresh, profile, OwnFunctions(loss_fn, advantage_fn))
+
+
+@contextlib.contextmanager
+def _letting_go() -> Iterator[None]:
+    """Clears the frames of an error that says all in its message. A notebook keeps its last error, and with the frames
+    the model, beside which the run may have no room when the cell is run again."""
+    done = {id(sys.exception())}  # what the caller handles, if anything, is the caller's
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:  # the last where memory runs out
+        left: list[BaseException | None] = [error]
+        while left:
+            one = left.pop()
+            if one is not None and id(one) not in done:
+                done.add(id(one))
+                traceback.clear_frames(one.__traceback__)
+                left += [one.__cause__, one.__context__]
+        raise
+
+
+def _train(config: Config, fresh: bool, profile: str | None, own: OwnFunctions) -> Path:
     unread = "nothing more can be written to the output; the run goes on, and its metrics go on in"
     functions = own.identity()  # with its checks, before a folder is made
     if profile is not None:  # or the run would end where the trace is to be written

@@ -1,5 +1,6 @@
 """How runs end, stop and continue: to the same bytes as an undisturbed one, or with an error that costs nothing."""
 
+import gc
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import signal
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -44,6 +46,35 @@ def test_a_finished_run_says_so_and_offers_a_fresh_one(config, finished, capsys)
     said = capsys.readouterr().out
     assert f"{finished} is finished" in said and "--fresh" in said and f"{finished}-2" in said
     assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("error", [UserError("mine"), KeyboardInterrupt("mine"), jax.errors.JaxRuntimeError("mine")])
+def test_an_error_that_is_kept_keeps_no_model(config, tmp_path, monkeypatch, error):
+    """As a notebook keeps the last one, while its cell is run again."""
+    models = []
+
+    def fails(run):
+        models.append(weakref.ref(run.experiment.policy.model))
+        try:
+            raise ValueError("first")
+        except ValueError:
+            raise error from None
+
+    def caller():
+        found = "the caller's"
+        assert found
+        raise LookupError
+
+    monkeypatch.setattr(trainer._Run, "_compile", fails)
+    with pytest.raises(type(error), match="mine") as kept:
+        try:
+            caller()
+        except LookupError:
+            train(config, tmp_path / "run")
+    gc.collect()
+    assert [model() for model in models] == [None]
+    handled = kept.value.__context__.__context__
+    assert handled.__traceback__.tb_next.tb_frame.f_locals == {"found": "the caller's"}
 
 
 def test_a_profile_that_can_be_no_folder_is_refused_before_anything(config, tmp_path):
