@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from qerl_jax.formats.nvfp4 import NVFP4Weight
+from qerl_jax.trees import Tree
 
 
-class KernelNVFP4(flax.struct.PyTreeNode):
+class KernelNVFP4(Tree):
     """A packed weight [N, K]: its tiles, and the global scale as in `NVFP4Weight`."""
 
     tiles: pallas_kernels.KernelWeight

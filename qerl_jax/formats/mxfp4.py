@@ -9,12 +9,12 @@ would round up beyond 6. (The rule of the OCP specification, without that one, s
 An all-zero block has scale 0. Inputs below 2^-126 count as zero on CPU, where XLA flushes subnormal numbers.
 """
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs, unpack_pairs
 from qerl_jax.formats.row_blocks import in_row_blocks
+from qerl_jax.trees import Tree
 
 BLOCK = 32
 NEEDS = f"inputs in multiples of {BLOCK}"
@@ -27,7 +27,7 @@ def fits(N: int, K: int) -> bool:
     return K % BLOCK == 0
 
 
-class MXFP4Weight(flax.struct.PyTreeNode):
+class MXFP4Weight(Tree):
     """A packed weight [N, K]; see the module docstring for the arrays."""
 
     packed: jax.Array

@@ -19,13 +19,13 @@ Inputs below 2^-126 count as zero on CPU, where XLA flushes subnormal numbers.
 
 import math
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
+from qerl_jax.trees import Tree
 
 BLOCK, NESTED_BLOCK = 64, 256
 NEEDS = f"an even number of inputs and a number of elements in multiples of {BLOCK}"
@@ -66,7 +66,7 @@ def fits(N: int, K: int) -> bool:
     return K % 2 == 0 and N * K % BLOCK == 0
 
 
-class NF4Weight(flax.struct.PyTreeNode):
+class NF4Weight(Tree):
     """A packed weight [N, K] with float32 absmax; see the module docstring for the arrays."""
 
     packed: jax.Array
@@ -77,7 +77,7 @@ class NF4Weight(flax.struct.PyTreeNode):
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
 
-class NF4DoubleQuantWeight(flax.struct.PyTreeNode):
+class NF4DoubleQuantWeight(Tree):
     """A packed weight [N, K] with 8-bit absmax; see the module docstring for the arrays."""
 
     packed: jax.Array

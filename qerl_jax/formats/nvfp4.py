@@ -17,6 +17,7 @@ from qerl_jax.formats import e2m1
 from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs, unpack_pairs
 from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
+from qerl_jax.trees import Tree
 
 BLOCK = 16
 NEEDS = f"inputs in multiples of {BLOCK}"
@@ -29,7 +30,7 @@ def fits(N: int, K: int) -> bool:
     return K % BLOCK == 0
 
 
-class NVFP4Weight(flax.struct.PyTreeNode):
+class NVFP4Weight(Tree):
     """A packed weight [N, K]; see the module docstring for the arrays.
 
     `scale_multiplies` is set for weights of modelopt, whose second scale is the reciprocal: w ~= code * (block scale *

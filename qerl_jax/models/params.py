@@ -14,11 +14,12 @@ from qerl_jax.errors import UserError, check_kind, is_number, is_whole, nearest
 from qerl_jax.formats import Weight
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.option_names import Projection
+from qerl_jax.trees import Tree
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
-class Layer(flax.struct.PyTreeNode):
+class Layer(Tree):
     """One transformer block. Norm scales are float32: [D], and [E] for those of queries and keys. What the network does
     not have (see `small_shapes`) is None."""
 
@@ -42,7 +43,7 @@ class Layer(flax.struct.PyTreeNode):
     k_norm: jax.Array | None = None
 
 
-class Base(flax.struct.PyTreeNode):
+class Base(Tree):
     """All weights of the frozen network. `lm_head` is None where it is tied to `embed` ([V, D])."""
 
     embed: jax.Array
@@ -51,14 +52,14 @@ class Base(flax.struct.PyTreeNode):
     lm_head: jax.Array | None
 
 
-class Model(flax.struct.PyTreeNode):
+class Model(Tree):
     """A frozen network: its shape (static under jit) and weights. Pass it to jitted functions, never close over it."""
 
     base: Base
     config: ModelConfig = flax.struct.field(pytree_node=False)
 
 
-class Norms(flax.struct.PyTreeNode):
+class Norms(Tree):
     """RMSNorm scales, float32: one [D] per layer before attention and before the MLP, and the final one. Those of
     queries and keys are not among them: they are neither trained nor noisy."""
 
@@ -67,14 +68,14 @@ class Norms(flax.struct.PyTreeNode):
     final: jax.Array
 
 
-class TrainedNorms(flax.struct.PyTreeNode):
+class TrainedNorms(Tree):
     """The scales that an adapter may train, float32; the final norm is never trained."""
 
     input: tuple[jax.Array, ...]
     post_attention: tuple[jax.Array, ...]
 
 
-class LoRA(flax.struct.PyTreeNode):
+class LoRA(Tree):
     """y += scaling * (x A^T) B^T, with A [R, K] and B [N, R] in float32 (Hu et al. 2021, arXiv 2106.09685).
 
     The scaling is alpha / R, or alpha / sqrt(R) where the pair is rank-stabilised (Kalajdzievski 2023, arXiv
@@ -112,7 +113,7 @@ def lora_alpha(rank: int, scaling: float, use_rslora: bool) -> float:
     return next((one for one in near if lora_scaling(rank, one, use_rslora) == scaling), alpha)
 
 
-class Adapter(flax.struct.PyTreeNode):
+class Adapter(Tree):
     """Everything that is trained: LoRA pairs by projection name, one dictionary per layer, and the norm scales if
     they are trained too (input and post-attention, never the final one)."""
 

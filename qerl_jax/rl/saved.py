@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-import flax.struct
 import jax
 
 from qerl_jax import run_options
@@ -17,11 +16,12 @@ from qerl_jax.rl.assembly import initial_adapter, optimizer_spec
 from qerl_jax.rl.optimizer import make_optimizer
 from qerl_jax.rl.state import TrainState, init_state
 from qerl_jax.run_files import ADAPTER, CHECKPOINTS, SUMMARY
+from qerl_jax.trees import Tree
 
 _log = logging.getLogger(__name__)
 
 
-class Saved(flax.struct.PyTreeNode):
+class Saved(Tree):
     """The arrays of a checkpoint: the training state and the run's root PRNG key."""
 
     train: TrainState

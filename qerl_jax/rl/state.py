@@ -16,9 +16,10 @@ from qerl_jax.models.params import Adapter
 from qerl_jax.option_names import OldLogprobs
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.losses import LossSpec
+from qerl_jax.trees import Tree
 
 
-class TrainState(flax.struct.PyTreeNode):
+class TrainState(Tree):
     """Everything an update changes: the 0-based count of optimizer steps done, the adapter, the optimizer's state."""
 
     step: jax.Array
