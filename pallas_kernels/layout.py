@@ -114,7 +114,7 @@ class KernelWeight:
       dtype: what the kernels multiply in, "bfloat16" or "float16" (static): where a code's bits lie.
     """
 
-    data: jax.Array
+    data: jax.Array = dataclasses.field(repr=False)
     n: int
     k: int
     dtype: str = "bfloat16"

@@ -5,6 +5,8 @@ import itertools
 from typing import Any
 
 import flax.struct
+import jax
+import numpy as np
 
 
 class Tree(flax.struct.PyTreeNode):
@@ -30,6 +32,6 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple | list):
         runs = [(text, len(list(run))) for text, run in itertools.groupby(map(_text, value))]
         return f"[{', '.join(text if count == 1 else f'{count} x {text}' for text, count in runs)}]"
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return f"{value.dtype}{list(value.shape)}"
     return repr(value)

@@ -1,9 +1,13 @@
 """The text of weights and of what is trained: short, and without a look at the arrays."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from tiny import tiny_adapter, tiny_model
 
+import pallas_kernels
+from qerl_jax.formats import KernelNVFP4
 from qerl_jax.rl.state import init_state
 
 
@@ -31,3 +35,11 @@ def test_a_state_that_was_donated_has_a_text_and_so_has_one_without_arrays():
         lambda tree: traced.append(repr(tree)), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     )
     assert traced == [said]
+
+
+def test_the_text_of_packed_weights_in_the_kernels_order():
+    packed = np.random.default_rng(0).integers(0, 256, (32, 128), np.uint8)
+    tiles = pallas_kernels.repack(jnp.asarray(packed), jnp.full((32, 16), 56, jnp.uint8))
+    weight = KernelNVFP4(tiles, jnp.float32(1.0))
+    said = "KernelWeight(n=32, k=256, dtype='bfloat16')"
+    assert repr(tiles) == said and repr(weight).startswith(f"KernelNVFP4(tiles={said}, global_scale=float32[]")
