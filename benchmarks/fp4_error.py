@@ -71,7 +71,7 @@ def product(config: StreamConfig | WideConfig, m: int, k: int, n: int):
     if isinstance(config, WideConfig):
         return lambda x, data, scale: wide.matmul(x, KernelWeight(data, n, k), scale, config, jnp.float32)
     kernel = stream_kernel.build(m, k, (n,), config, wide_out=True)
-    return lambda x, data, scale: kernel(x, data, scale)[0]
+    return lambda x, data, scale: kernel(jnp.pad(x, ((0, 0), (0, -k % layout.COLS))), data, scale)[0]
 
 
 def promoted(

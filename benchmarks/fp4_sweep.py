@@ -71,6 +71,7 @@ def product(m, k, n, rank, config, wide_out=False) -> Callable[..., list[jax.Arr
         weights, pairs = operand
         scales = [number(GLOBAL_SCALE)] * len(n)
         adapters = stream_kernel.lora_operands([(*pair, SCALING) for pair in pairs], k)
+        x = jnp.pad(x, ((0, 0), (0, -k % layout.COLS)))
         return kernel(x, *(weight.data for weight in weights), *scales, *adapters)
 
     return run

@@ -17,7 +17,7 @@ from .stream_plan import RESIDENT, SHARING, Plan, StreamConfig, make_plan
 MMA_ROWS = 16  # up to which mma.sync multiplies; more go to wgmma
 PROMOTE_MMA = 4  # each quad ends a chain: cuBLAS may split K into very many parts where N is small, and err little
 # With 17 to 64 rows cuBLAS does not split a short K, nor a long one where outputs are many. Its chains are all of K.
-SHORT, LONG, WIDE = 1024, 8192, 96 * 128
+SHORT_K, LONG_K, MANY_OUTPUTS = 1024, 8192, 96 * 128
 ENOUGH_AHEAD = 18_000  # bytes of weights that a CTA has under way
 REGISTERS = 65536  # of a multiprocessor
 MOST_SHARING = 24  # warps of a CTA whose last share row tiles; with 28, 5120 x 51200 takes no less time at 32 rows
@@ -32,7 +32,7 @@ def by_rule(
     come behind all others. `wgmma` None is by M."""
     wgmma = m > MMA_ROWS if wgmma is None else wgmma
     estimate = _with_wgmma if wgmma else _with_mma
-    is_unsplit = k <= SHORT or (sum(n) >= WIDE and k <= LONG)
+    is_unsplit = k <= SHORT_K or (sum(n) >= MANY_OUTPUTS and k <= LONG_K)
     promotions = (PROMOTE_MMA,) if not wgmma else (0,) if is_unsplit else (StreamConfig.promote, 0)
     found: list[Plan] = []
     for waves, promote in itertools.product((1, 2, 4), promotions):
@@ -52,7 +52,7 @@ def _plans(m, k, n, ranks, swiglu, cut: StreamConfig) -> Iterator[Plan]:
                 config = dataclasses.replace(one, depth=depth, x_depth=x_depth)
                 plans.append(make_plan(m, k, n, config, ranks, swiglu=swiglu))
         if plans and (cut.wgmma or _registers_hold(plans[0])):
-            # deeper rings take up to 15% longer: what a CTA asks for first, x among it, comes behind all CTAs' rings
+            # deeper rings take up to 15% longer (docs/log.md, Short rings)
             yield next((plan for plan in plans if plan.bytes_ahead >= ENOUGH_AHEAD), plans[-1])
 
 

@@ -228,6 +228,16 @@ def test_kernel_lowers_for_cuda_without_a_gpu(config, n, bias, ranks):
     assert "mosaic_gpu" in module
 
 
+@pytest.mark.parametrize("wgmma", [False, True])
+@pytest.mark.parametrize("rows, width", [(9, 896), (9, 1280), (10, 1024)])
+def test_x_must_have_whole_quads_and_the_kernels_rows(wgmma, rows, width):
+    """The kernel would read what lies behind it."""
+    kernel, shape = stream_kernel.build(9, 896, (64,), StreamConfig(1, 4, 1, 1, 2, 2, wgmma)), jax.ShapeDtypeStruct
+    given = shape((4, 4, 576), jnp.uint32), shape((1,), jnp.float32)
+    with pytest.raises(ValueError, match=rf"^x must be \[9, 1024\], got \[{rows}, {width}\]"):
+        kernel.trace(shape((rows, width), jnp.bfloat16), *given)
+
+
 def prepared_operands(m, k, n, config, ranks):
     """Shapes of what a kernel of prepared operands takes."""
     shape = jax.ShapeDtypeStruct
