@@ -1,6 +1,6 @@
 """All that a decode step computes between two attentions, as one kernel or by calls: time a layer, beside its floor.
 
-    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B] [--m 1 8 64] [--rank 0 32] [--layers 3]
+    python -m benchmarks.fp4_block OUT.json [--models 7B 14B 32B qwen3-4b] [--m 1 8 64] [--rank 0 32] [--layers 3]
         [--dtype bfloat16 float16]
 
 Layers follow each other in a jitted while loop as in a decode step, with attention between them, over 256 tokens of a
@@ -49,7 +49,9 @@ def shape_of(config):
     return config.hidden_size, config.intermediate_size, *(count * config.head_dim for count in heads)
 
 
-SHAPES = {name: shape_of(MODELS[f"qwen2.5-{name.lower()}"]) for name in ("7B", "14B", "32B")}
+SIZES = ("7B", "14B", "32B")  # of Qwen2.5
+SHAPES = {size: shape_of(MODELS[f"qwen2.5-{size.lower()}"]) for size in SIZES}
+SHAPES |= {name: shape_of(config) for name, config in MODELS.items() if config.head_dim == HEAD}
 
 
 def random_projection(key, n, k, rank, dtype, biased=False):
@@ -184,7 +186,7 @@ def measure(name, m, rank, model, compiled):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--models", nargs="+", default=SIZES, choices=list(SHAPES))
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--layers", type=int, default=3)

@@ -14,7 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from benchmarks.fp4_block import EPS, SHAPES
+from benchmarks.fp4_block import EPS, SHAPES, SIZES
 from benchmarks.fp4_matmul import device_us
 from pallas_kernels import inputs_kernel
 from pallas_kernels.inputs_plan import GIVEN, NORMED, make_inputs_plan
@@ -49,7 +49,7 @@ def _own(parts, adapters):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--models", nargs="+", default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", default=SIZES, choices=list(SHAPES))
     parser.add_argument("--m", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--rank", type=int, default=32)
     args = parser.parse_args()

@@ -11,10 +11,13 @@ from qerl_jax.models.params import Adapter, Base, Layer, Model
 MODELS = {
     "tiny": ModelConfig("qwen2", 512, 64, 128, 2, 4, 2, 16, 1e-6, 1e6, True, True, 4096),
     "quickstart": ModelConfig("qwen2", 464, 192, 512, 2, 6, 2, 32, 1e-6, 1e4, True, True, 128),
+    "qwen2.5-1.5b": ModelConfig("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 1e-6, 1e6, True, True, 32768),
     "qwen2.5-3b": ModelConfig("qwen2", 151936, 2048, 11008, 36, 16, 2, 128, 1e-6, 1e6, True, True, 32768),
     "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 1e-6, 1e6, False, True, 32768),
     "qwen2.5-14b": ModelConfig("qwen2", 152064, 5120, 13824, 48, 40, 8, 128, 1e-5, 1e6, False, True, 32768),
     "qwen2.5-32b": ModelConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 1e6, False, True, 32768),
+    "qwen3-1.7b": ModelConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 1e-6, 1e6, True, False, 40960),
+    "qwen3-4b": ModelConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 1e-6, 1e6, True, False, 40960),
     "qwen3-8b": ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 1e6, False, False, 40960),
     "qwen3-14b": ModelConfig("qwen3", 151936, 5120, 17408, 40, 40, 8, 128, 1e-6, 1e6, False, False, 40960),
 }

@@ -187,7 +187,7 @@ def choose(
     if backend == "mosaic":
         return config_for(m, k, n, ranks)
     if backend == "wide":
-        return _wide("forward", m, k, n)
+        return _wide("forward", m, k, n, ranks)
     if backend is not None:
         return backend
     kernels = kernel_family()
@@ -195,7 +195,7 @@ def choose(
         return "dequantize-triton"
     if kernels != "mosaic":
         return kernels
-    stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(_wide, "forward", m, k, n)
+    stream, wide = functools.partial(config_for, m, k, n, ranks), functools.partial(_wide, "forward", m, k, n, ranks)
     if m <= STREAM_ROWS:
         few = functools.partial(few_rows_config, m, k, n, ranks)
         return _first([few, stream, wide] if has_room_for_a_wave() else [stream, wide])
@@ -226,7 +226,8 @@ def choose_prepared(
     where it must, or for shapes outside the table the next best that has room; and where none has, with B late. Raises
     ValueError naming the constraint when none takes the shape."""
     if m > STREAM_ROWS:
-        return _wide("forward", m, k, n)
+        # before gate and up there is a launch, for their norm, which makes x A^T too
+        return _wide("forward", m, k, n, () if swiglu else ranks)
     with contextlib.suppress(ValueError):
         return few_rows_config(m, k, n, ranks, prepared=True)
     entry = config_for(m, k, n, swiglu=swiglu)
@@ -244,9 +245,9 @@ def choose_prepared(
     raise ValueError(f"no configuration has room for adapters of the ranks {ranks} at M = {m}, K = {k}, N = {n}")
 
 
-def _wide(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
+def _wide(op: str, m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = ()) -> WideConfig:
     """The wide kernel's configuration for this GPU: CTAs that split D wait for each other."""
-    config = wide_config(op, m, k, n)
+    config = wide_config(op, m, k, n, ranks)
     return config if has_room_for_a_wave() else dataclasses.replace(config, split=1)
 
 

@@ -28,17 +28,20 @@ TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _E
 # made before; and in a decode step, where x comes in unit order, with adapters and without
 FEW_BLOCKS, FEW_BLOCKS_PREPARED = 50, 80
 CLOCKS_PER_US, LAUNCH_US = 1750, 3.0
+# What a decode step takes longer where x A^T of a matmul, and a norm, are launches of their own; and for each 16 ranks
+APART_US, RANK_US = 5.0, 0.3
 
 
 @functools.cache
-def wide_config(op: str, m: int, k: int, n: tuple[int, ...]) -> WideConfig:
-    """The configuration for op "forward" or "dx"; raises ValueError naming the constraint when the kernel has none."""
+def wide_config(op: str, m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...] = ()) -> WideConfig:
+    """The configuration for op "forward" or "dx"; raises ValueError naming the constraint when the kernel has none. For
+    a shape outside the table, up to 256 rows, one by which adapters of forward's `ranks` cost little."""
     d, r, inputs = (k, n, ()) if op == "forward" else (sum(n), (k,), n)
     largest = next((limit for limit in RANGES if m <= limit), RANGES[-1])
     shape = op, m if m > ONE_TILE else largest, d, r, inputs
     entry = TABLE.get((op, k, sum(n), largest))
     if entry is None:
-        entry = _by_rule(*shape)
+        entry = _by_rule(*shape, ranks if m <= ONE_TILE else ())
     elif ONE_TILE < m != largest:
         entry = _suited(entry, *shape)
     make_plan(m, d, r, op == "dx", entry, inputs=inputs)
@@ -70,28 +73,40 @@ def few_rows_config(
 
 
 def _with_few_blocks(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], most_blocks: int) -> WideConfig | None:
-    """The fastest cut, or one that a launch would not make up for, whose spare CTAs make x A^T in time, if there are
-    adapters; if all of its tiles are split and a part has no more blocks. Sums are promoted after an eighth of K, which
-    is as long as cuBLAS's chains are where it splits K the most, or after 64 steps."""
-    promote = min(64, max(16, k // (16 * 8) // 8 * 8))
-    plans = fitting(cuts((m,)), "forward", m, k, n)
-    for plan in plans:
-        config = dataclasses.replace(plan.config, promote=promote)
-        if clocks(plan) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
-            break
-        few = plan.split_items == plan.items and plan.blocks <= most_blocks * plan.parts
-        if few and (not any(ranks) or makes_h_in_time(m, k, n, ranks, config)):
-            return config
-    return None
+    """The fastest cut of which all tiles are split and a part has no more blocks, with adapters of those whose spare
+    CTAs make x A^T in time; if there is one that a launch less makes up for."""
+    plans = fitting(cuts((m,), promotion(k)), "forward", m, k, n)
+    few = [p for p in plans if p.split_items == p.items and p.blocks <= most_blocks * p.parts]
+    if not few or clocks(few[0]) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
+        return None
+    fastest = _with_adapters(few, ranks) if any(ranks) else few[0]
+    return fastest and fastest.config
 
 
-def _by_rule(op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...]) -> WideConfig:
+def promotion(k: int) -> int:
+    """After how many steps sums of few rows are promoted: an eighth of K, which is as long as cuBLAS's chains are where
+    it splits K the most, or 64."""
+    return min(64, max(16, k // (16 * 8) // 8 * 8))
+
+
+def _by_rule(
+    op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...], ranks: tuple[int, ...] = ()
+) -> WideConfig:
     """The least estimated time."""
-    m_tiles = (128,) if m <= 128 else (ONE_TILE,) if m <= ONE_TILE else M_TILES
+    one_tile = (128, ONE_TILE) if op == "forward" else (ONE_TILE,)
+    m_tiles = (128,) if m <= 128 else one_tile if m <= ONE_TILE else M_TILES
     plans = fitting(cuts(m_tiles), op, m, d, r, inputs)
     if not plans:  # what does not take this one takes none: says why
         make_plan(m, d, r, op == "dx", WideConfig(), inputs=inputs)
-    return plans[0].config
+    fastest = _with_adapters(plans, ranks) if any(ranks) else None
+    apart = product_us(plans[0]) + APART_US + RANK_US * sum(ranks) / 16
+    return (fastest if fastest and decode_us(fastest, ranks) < apart else plans[0]).config
+
+
+def _with_adapters(plans: Iterable[WidePlan], ranks: tuple[int, ...]) -> WidePlan | None:
+    """Of those whose spare CTAs make x A^T in time the fastest."""
+    in_time = [p for p in plans if makes_h_in_time(p.m, p.d, p.r, ranks, p.config)]
+    return min(in_time, key=lambda plan: decode_us(plan, ranks), default=None)
 
 
 def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...]) -> WideConfig:
@@ -106,9 +121,9 @@ def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], i
     return best.config if best is not None and clocks(best) < 0.99 * own else measured
 
 
-def cuts(m_tiles: Iterable[int]) -> list[WideConfig]:
+def cuts(m_tiles: Iterable[int], promote: int = 0) -> list[WideConfig]:
     """Every way to share x and to split D of these tiles."""
-    return [WideConfig(m_tile, *cut, **_depths(m_tile)) for m_tile in m_tiles for cut in _CUTS]
+    return [WideConfig(m_tile, *cut, **_depths(m_tile), promote=promote) for m_tile in m_tiles for cut in _CUTS]
 
 
 def _depths(m_tile: int) -> dict[str, int]:
@@ -129,25 +144,43 @@ def fitting(
     return sorted(plans, key=clocks)
 
 
-_CUTS = ((2, 1), (1, 1), (4, 1), (2, 2), (2, 3), (2, 4), (1, 2), (1, 3), (1, 4))
+_CUTS = (*((share, 1) for share in (2, 1, 4)), *((2, split) for split in (2, 3, 4)), *((1, n) for n in range(2, 9)))
 
 
 def clocks(plan: WidePlan) -> float:
     """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more a row for fewer rows, where decoding is not
     hidden (dx's, which transposes, sooner), at least 1100, and more where x is not shared or, where all tiles are
-    split, is; a tile's way out; and adding up where D is split."""
+    split, is; a tile's way out; adding up where D is split, more for each part; and CTAs that meet where they share."""
     shares = plan.config.share > 1
     slower = 1.0 if shares != (plan.split_items == plan.items) else 1.02
-    time, before = 0.0, 0
+    time, before = 1200.0 * shares, 0
     for run in plan.runs:
         units = (run.end - run.first) * run.parts
         fewer = (256 - run.rows) / 128
         shown = fewer if plan.transposed or fewer > 1 else fewer**1.5
         block = max(1100, 8 * run.rows * (1 + 0.25 * shown)) * slower
-        unit = -(-plan.blocks // run.parts) * block + (12 if run.parts == 1 else 32) * run.rows
+        way_out = 12 * run.rows if run.parts == 1 else 32 * run.rows + (run.parts - 1) * (100 + 2.6 * run.rows)
+        unit = -(-plan.blocks // run.parts) * block + way_out
         time += unit * (-(-(before + units) // plan.resident) - -(-before // plan.resident))
         before += units
     return time
+
+
+def product_us(plan: WidePlan) -> float:
+    """Estimated time of a decode step's call, whose x comes in unit order, where all tiles are one wave, or split. Of
+    matrices of few outputs it is within 3% of what an H200 took in the mean, 17% at most, and `decode_us` within 4%
+    and 25% (benchmarks/results/h200/fp4_wide_splits.json)."""
+    rows = plan.config.m_tile
+    block = max(0.285 + 0.00245 * rows, rows / 224)
+    return 3.5 + 0.0075 * rows + -(-plan.blocks // plan.parts) * block + (plan.parts - 1) * (0.1 + 0.0014 * rows)
+
+
+def decode_us(plan: WidePlan, ranks: tuple[int, ...]) -> float:
+    """The same where CTAs without a tile make x A^T: of the product and LoRA's behind it, or until x A^T is there."""
+    rows, spare = plan.config.m_tile, dataclasses.replace(plan, ranks=ranks, makes_h=True).spare
+    copied = 2 * spare.rows * spare.d / spare.ctas  # bytes
+    made = 4.9 + 0.035 * rows + copied / 40e3 + 0.03 * spare.ctas + RANK_US * spare.tiles
+    return max(product_us(plan) + 1, made)
 
 
 def makes_h_in_time(

@@ -10,7 +10,7 @@ import pytest
 from jax import export
 from tiny import CONFIG
 
-from benchmarks.fp4_block import SHAPES
+from benchmarks.fp4_block import SHAPES, SIZES
 from pallas_kernels import (
     LayerPart,
     Projection,
@@ -59,7 +59,7 @@ def scales_of(name):
 
 
 @pytest.mark.parametrize("rank", [0, 32, 64, 128])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
     plans = [plan_of(m, shapes_of(name, rank)) for m in (1, 8, 9, 16)]
     assert plans[0].parts == plans[1].parts and plans[2].parts == plans[3].parts
@@ -78,7 +78,7 @@ def test_plans_fit_and_all_numbers_of_rows_divide_alike(name, rank):
 
 
 @pytest.mark.parametrize("rank", [16, 32, 128])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_units_of_a_are_equal_parts_of_a_slice_of_k(name, rank):
     """For whose pieces warps have registers all at once, but with many ranks of down, which has the largest K."""
     for m in (1, 8, 9, 16):
@@ -89,7 +89,7 @@ def test_units_of_a_are_equal_parts_of_a_slice_of_k(name, rank):
             assert most <= PIECES or (i == 2 and rank == 128)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_many_ranks_are_no_more_units_than_ctas_but_in_down(name):
     """A CTA would wait for A of each further one; and for each 8 ranks that a warp adds up alone."""
     for m in (8, 16):
@@ -102,7 +102,7 @@ def test_many_ranks_are_no_more_units_than_ctas_but_in_down(name):
 
 
 @pytest.mark.parametrize("m", [1, 8, 9])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_a_tile_is_shared_by_as_many_warps_as_are_added(name, m):
     """In whatever CTA, whose items its warps have in equal runs."""
     plan = plan_of(m, shapes_of(name, 32))
@@ -225,7 +225,7 @@ def test_who_makes_x_a():
     """Attention, where that is faster, for all rows of a panel alike."""
     wanted = {
         (name, rank): [wanted_a(m, shapes_of(name, rank)) is not None for m in (1, 8, 9, 16, 17)]
-        for name in SHAPES for rank in (0, 32, 128)
+        for name in SIZES for rank in (0, 32, 128)
     }  # fmt: skip
     few, none = [True] * 4 + [False], [False] * 5
     assert wanted == {

@@ -13,7 +13,7 @@ from jax import export
 from random_weights import normal, tiny_layer
 from test_block import scales_of, shapes_of, streams_of
 
-from benchmarks.fp4_block import EPS, SHAPES, random_layer
+from benchmarks.fp4_block import EPS, SHAPES, SIZES, random_layer
 from pallas_kernels import (
     between_attentions,
     between_attentions_reference,
@@ -34,7 +34,7 @@ from pallas_kernels.wide_plan import WideConfig
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_takes_the_models_shapes(name, rows):
     with compiling_for(90):
         assert takes_between_attentions(rows, jnp.bfloat16, shapes_of(name, 32))
@@ -56,7 +56,7 @@ def test_takes_all_ranks_up_to_128(monkeypatch, shape):
             assert all(taken), (rank, taken)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
     with compiling_for(90):
         assert [m for m in (8, 32, 64, 128, 256) if reads_units(m, shapes_of(name, 32))] == [32, 64, 128, 256]
@@ -65,7 +65,7 @@ def test_o_reads_units_where_the_wide_kernel_has_no_launch_before(name):
             between_attentions(*streams_of(name, 8), shapes_of(name, 0), scales_of(name), EPS, in_units=True)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SIZES)
 def test_rings_make_room_for_adapters(name):
     """Up to rank 64 at 33-64 rows, if they are longer than two without; beyond, B is late."""
     with compiling_for(90):

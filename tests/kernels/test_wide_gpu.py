@@ -241,6 +241,10 @@ def test_list_bias_and_grad(rng):
     (17, 4096, (4096, 1024, 1024), (16, 32, 0)),
     (64, 12288, (4096,), (32,)),  # four of them
     (33, 3584, (3584, 512, 512), (128, 128, 128)),
+    (17, 8192, (2048,), (32,)),  # seven parts of a tile, of which three add up no rows
+    (64, 9728, (2560,), (16,)),  # six, the last block of a part in the middle of a quad
+    (200, 6144, (2048,), (32,)),
+    (100, 2560, (9728, 9728), (0, 32)),  # the last wave by five
 ])  # fmt: skip
 def test_lora_in_the_wide_kernel(rng, m, k, ns, ranks):
     matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(0, 4)) for n in ns]
@@ -312,6 +316,7 @@ def test_gradients_with_adapters(rng, m, k, ns, ranks):
     (100, 1152, 1000, WideConfig(128, 2, 1, 4, 6), True),  # the last tile is partly beyond the end
     (256, 3584, 1792, WideConfig(256, 1, 4, 4, 4), False),  # 28 tiles by four parts
     (64, 3584, 640, WideConfig(64, 1, 3, 6, 6, promote=24), True),  # parts of 24, 16 and 24 rows
+    (32, 3072, 384, WideConfig(32, 1, 8, 6, 6, promote=16), True),  # eight parts, of which four have no rows
 ])  # fmt: skip
 def test_swiglu(rng, m, k, n, config, biased):
     both = [random_matrix(rng, n, k, scale, 0x10, 0x50) for scale in (200, 700)]

@@ -75,13 +75,16 @@ def test_a_promoted_chain_does_not_see_the_sums_before_it(monkeypatch, promote, 
     # D is split: in the only wave, by parts of unequal rows; after a whole wave; between pairs that share
     (WideConfig(160, 1, 3, 3, 2), 150, 1024, (128,), (), True),
     (WideConfig(32, 1, 3, 3, 2), 40, 768, (136,), (32,), True),
+    (WideConfig(32, 1, 6, 3, 2), 20, 768, (128,), (16,), True),  # two of six parts add up no rows
     (WideConfig(32, 2, 2, 3, 2), 32, 512, (128, 128), (16, 16), False),
     (WideConfig(32, 2, 4, 3, 2, promote=16), 20, 1024, (256, 264), (), True),  # by 4, of which there are 2
     (WideConfig(32, 1, 1, 3, 2, promote=32), 20, 768, (136,), (), True),  # a chain of two blocks and one of one
     (WideConfig(32, 2, 1, 3, 2, promote=16), 20, 512, (128, 128), (32, 48), False),
     (WideConfig(160, 1, 1, 3, 2, promote=16), 20, 768, (128, 128), (0, 16), True),  # totals in memory, two items a CTA
 ])  # fmt: skip
-def test_products(plain_inputs, config, m, k, n, ranks, bias):
+def test_products(monkeypatch, plain_inputs, config, m, k, n, ranks, bias):
+    if config.split > 4:
+        monkeypatch.setattr(wide_plan, "RESIDENT", {config.share: config.split})
     ys, true, bounds = products(config, m, k, n, ranks, bias)
     assert_near(ys, true, bounds)
 
