@@ -39,7 +39,7 @@ def candidates(op: str, k: int, n: int, m: int, count: int) -> list[WideConfig]:
     few = next((rows for rows in wide_variants.FEW_ROWS if m <= rows), None)
     m_tiles = (few or 128,) if m <= 128 else (128, 256) if m <= 256 else (128, *wide_variants.M_TILES)
     promote = wide_variants.promotion(k) if few else 0
-    plans = wide_variants.fitting(wide_variants.cuts(m_tiles, promote), op, m, d, (r,))
+    plans = wide_variants.fitting(wide_variants.cuts(m_tiles, promote, m <= 256), op, m, d, (r,))
     return [plan.config for plan in plans[:count]]
 
 

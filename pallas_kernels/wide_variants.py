@@ -75,7 +75,7 @@ def few_rows_config(
 def _with_few_blocks(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...], most_blocks: int) -> WideConfig | None:
     """The fastest cut of which all tiles are split and a part has no more blocks, with adapters of those whose spare
     CTAs make x A^T in time; if there is one that a launch less makes up for."""
-    plans = fitting(cuts((m,), promotion(k)), "forward", m, k, n)
+    plans = fitting(cuts((m,), promotion(k), few=True), "forward", m, k, n)
     few = [p for p in plans if p.split_items == p.items and p.blocks <= most_blocks * p.parts]
     if not few or clocks(few[0]) > clocks(plans[0]) + LAUNCH_US * CLOCKS_PER_US:
         return None
@@ -93,9 +93,9 @@ def _by_rule(
     op: str, m: int, d: int, r: tuple[int, ...], inputs: tuple[int, ...], ranks: tuple[int, ...] = ()
 ) -> WideConfig:
     """The least estimated time."""
-    one_tile = (128, ONE_TILE) if op == "forward" else (ONE_TILE,)
-    m_tiles = (128,) if m <= 128 else one_tile if m <= ONE_TILE else M_TILES
-    plans = fitting(cuts(m_tiles), op, m, d, r, inputs)
+    few = op == "forward" and m <= ONE_TILE
+    m_tiles = (128,) if m <= 128 else (128, ONE_TILE) if few else (ONE_TILE,) if m <= ONE_TILE else M_TILES
+    plans = fitting(cuts(m_tiles, few=few), op, m, d, r, inputs)
     if not plans:  # what does not take this one takes none: says why
         make_plan(m, d, r, op == "dx", WideConfig(), inputs=inputs)
     fastest = _with_adapters(plans, ranks) if any(ranks) else None
@@ -121,9 +121,10 @@ def _suited(measured: WideConfig, op: str, m: int, d: int, r: tuple[int, ...], i
     return best.config if best is not None and clocks(best) < 0.99 * own else measured
 
 
-def cuts(m_tiles: Iterable[int], promote: int = 0) -> list[WideConfig]:
-    """Every way to share x and to split D of these tiles."""
-    return [WideConfig(m_tile, *cut, **_depths(m_tile), promote=promote) for m_tile in m_tiles for cut in _CUTS]
+def cuts(m_tiles: Iterable[int], promote: int = 0, few: bool = False) -> list[WideConfig]:
+    """Every way to share x and to split D of these tiles, of `few` rows or of any number."""
+    ways = _CUTS + _MORE_PARTS * few
+    return [WideConfig(m_tile, *cut, **_depths(m_tile), promote=promote) for m_tile in m_tiles for cut in ways]
 
 
 def _depths(m_tile: int) -> dict[str, int]:
@@ -144,23 +145,25 @@ def fitting(
     return sorted(plans, key=clocks)
 
 
-_CUTS = (*((share, 1) for share in (2, 1, 4)), *((2, split) for split in (2, 3, 4)), *((1, n) for n in range(2, 9)))
+_CUTS = ((2, 1), (1, 1), (4, 1), (2, 2), (2, 3), (2, 4), (1, 2), (1, 3), (1, 4))
+_MORE_PARTS = ((1, 5), (1, 6), (1, 7), (1, 8))  # measured of few rows alone
 
 
 def clocks(plan: WidePlan) -> float:
     """Estimated clocks: 2048 for 128 inputs of a tile of 256 rows, more a row for fewer rows, where decoding is not
     hidden (dx's, which transposes, sooner), at least 1100, and more where x is not shared or, where all tiles are
-    split, is; a tile's way out; adding up where D is split, more for each part; and CTAs that meet where they share."""
-    shares = plan.config.share > 1
+    split, is; a tile's way out; and adding up where D is split. Of few rows, forward, also what was measured of these
+    alone: more for each part, and for CTAs that meet where they share."""
+    shares, few = plan.config.share > 1, plan.m <= ONE_TILE and not plan.transposed
     slower = 1.0 if shares != (plan.split_items == plan.items) else 1.02
-    time, before = 1200.0 * shares, 0
+    time, before = 1200.0 * (shares and few), 0
     for run in plan.runs:
         units = (run.end - run.first) * run.parts
         fewer = (256 - run.rows) / 128
         shown = fewer if plan.transposed or fewer > 1 else fewer**1.5
         block = max(1100, 8 * run.rows * (1 + 0.25 * shown)) * slower
-        way_out = 12 * run.rows if run.parts == 1 else 32 * run.rows + (run.parts - 1) * (100 + 2.6 * run.rows)
-        unit = -(-plan.blocks // run.parts) * block + way_out
+        unit = -(-plan.blocks // run.parts) * block + (12 if run.parts == 1 else 32) * run.rows
+        unit += few * (run.parts - 1) * (100 + 2.6 * run.rows)
         time += unit * (-(-(before + units) // plan.resident) - -(-before // plan.resident))
         before += units
     return time
