@@ -16,9 +16,9 @@ import functools
 import importlib.resources
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from .wide_plan import WHOLE_BLOCKS, WideConfig, WidePlan, make_plan
+from .wide_plan import WHOLE_BLOCKS, Run, WideConfig, WidePlan, make_plan
 
 FEW_ROWS, RANGES = (32, 64), (128, 256, 512, 768, 1024, 4096)
 ONE_TILE, M_TILES = 256, (160, 192, 224, 256)  # rows that are one tile; heights of tiles of more
@@ -156,26 +156,34 @@ def clocks(plan: WidePlan) -> float:
     alone: more for each part, and for CTAs that meet where they share."""
     shares, few = plan.config.share > 1, plan.m <= ONE_TILE and not plan.transposed
     slower = 1.0 if shares != (plan.split_items == plan.items) else 1.02
-    time, before = 1200.0 * (shares and few), 0
-    for run in plan.runs:
-        units = (run.end - run.first) * run.parts
+    time = 1200.0 * (shares and few)
+    for run, turns in _turns(plan):
         fewer = (256 - run.rows) / 128
         shown = fewer if plan.transposed or fewer > 1 else fewer**1.5
         block = max(1100, 8 * run.rows * (1 + 0.25 * shown)) * slower
         unit = -(-plan.blocks // run.parts) * block + (12 if run.parts == 1 else 32) * run.rows
         unit += few * (run.parts - 1) * (100 + 2.6 * run.rows)
-        time += unit * (-(-(before + units) // plan.resident) - -(-before // plan.resident))
-        before += units
+        time += unit * turns
     return time
 
 
+def _turns(plan: WidePlan) -> Iterator[tuple[Run, int]]:
+    """The runs of items, and how many units of each one after the other the busiest cluster has."""
+    before = 0
+    for run in plan.runs:
+        behind = before + (run.end - run.first) * run.parts
+        yield run, -(-behind // plan.resident) - -(-before // plan.resident)
+        before = behind
+
+
 def product_us(plan: WidePlan) -> float:
-    """Estimated time of a decode step's call, whose x comes in unit order, where all tiles are one wave, or split. Of
-    matrices of few outputs it is within 3% of what an H200 took in the mean, 17% at most, and `decode_us` within 4%
-    and 25% (benchmarks/results/h200/fp4_wide_splits.json)."""
+    """Estimated time of a decode step's call, whose x comes in unit order. It is within 3% in the mean, 17% at most, of
+    what an H200 took for matrices of few outputs, and `decode_us` within 4% and 25%
+    (benchmarks/results/h200/fp4_wide_splits.json)."""
     rows = plan.config.m_tile
     block = max(0.285 + 0.00245 * rows, rows / 224)
-    return 3.5 + 0.0075 * rows + -(-plan.blocks // plan.parts) * block + (plan.parts - 1) * (0.1 + 0.0014 * rows)
+    blocks = sum(turns * -(-plan.blocks // run.parts) for run, turns in _turns(plan))
+    return 3.5 + 0.0075 * rows + blocks * block + (plan.parts - 1) * (0.1 + 0.0014 * rows)
 
 
 def decode_us(plan: WidePlan, ranks: tuple[int, ...]) -> float:
