@@ -1,6 +1,7 @@
 """Data sets from files and generators, and the order in which they are read."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -247,6 +248,21 @@ def test_what_is_there_but_no_file_of_rows_is_told_as_that(tmp_path):
             load_dataset(str(tmp_path / name))
     with pytest.raises(UserError, match=r"is a folder; expected a \.jsonl or \.ndjson file"):
         load_dataset(str(tmp_path / "rows.jsonl"))
+
+
+def test_what_cannot_be_opened_is_told_as_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to("moved/rows.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    for name, message in (
+        ("pipe.jsonl", r"pipe\.jsonl: cannot be read \(expected a file, found a pipe, socket or device\)"),
+        ("gone.jsonl", r"gone\.jsonl is a link to moved/rows\.jsonl, where nothing is"),
+        ("loop.jsonl", r"loop\.jsonl: cannot be read \(Too many levels of symbolic links\)"),
+        ("a" * 300 + ".jsonl", "there is no file"),
+    ):
+        for read in (load_dataset, load_prompts):
+            with pytest.raises(UserError, match=message):
+                read(str(tmp_path / name))
 
 
 def test_an_epoch_holds_every_row_once_in_an_order_of_its_own():

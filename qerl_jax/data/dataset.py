@@ -201,12 +201,12 @@ def load_prompts(name_or_path: str) -> list[Any]:
 def _row_file(name_or_path: str) -> Path:
     """The file of rows that the name stands for; a UserError says why it stands for none."""
     path = with_home(name_or_path)
-    if path.suffix in ROW_FILES and path.is_file():
-        return path
     rows = " or ".join(ROW_FILES)
     if name_or_path and os.path.isdir(path):
         raise UserError(f"data set {name_or_path!r} is a folder; expected a {rows} file")
     if path.suffix in ROW_FILES:
+        if os.path.lexists(path):
+            return path
         raise UserError(f"data set {name_or_path!r}: there is no file {path.absolute()}")
     if name_or_path and os.path.exists(path):
         ending = f"its name ends in {path.suffix}" if path.suffix else "its name has no ending"

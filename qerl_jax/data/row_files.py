@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError, nearest
-from qerl_jax.input_files import json_value, unique_names
+from qerl_jax.input_files import file_size, json_value, unique_names
 
 _DEEPEST = 64  # lists and objects in one another
 
@@ -18,7 +18,8 @@ def line_of(path: Path, number: int) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's contents."""
+    """The file's contents; a UserError says that there is none to be read, or something else stands there."""
+    file_size(path)
     try:
         return path.read_bytes()
     except OSError as error:
