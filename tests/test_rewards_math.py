@@ -151,6 +151,16 @@ def test_every_row_is_checked_before_a_run_and_a_users_function_is_not_called(tm
             rewards.check(rows, "rows.jsonl")
 
 
+def test_the_check_of_a_data_set_hands_over_only_what_the_functions_read():
+    class Unread:
+        def __reduce_ex__(self, protocol):
+            raise AssertionError("copied, or sent to another process")
+
+    functions = RewardFunction("qerl_jax.rewards.math:accuracy"), RewardFunction("format")
+    with RewardFunctions(RewardOptions(functions)) as rewards:
+        rewards.check([{"prompt": Unread(), "solution": Unread(), "answer": "1/2"}], "rows.jsonl")
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.delitem(sys.modules, "qerl_jax.rewards.math")

@@ -181,15 +181,18 @@ class RewardFunctions:
         Raises:
           UserError: naming the data set `name`, and the row (from 0) where it is one.
         """
-        prompts, completions, ids, columns = _batch(examples, [""] * len(examples), [[] for _ in examples])
+        columns = _columns(examples)
+        # Not the prompts, which these functions do not read: one call, with one deadline, is for the whole data set.
+        texts: list[Any] = [""] * len(examples)
+        ids: list[list[int]] = [[] for _ in examples]
         scores: dict[str, list[float | None]] = {}
         try:
             for title, function in self._builtin.items():
-                scores[title] = call(self._names[title].spec, function, prompts, completions, ids, columns)
+                scores[title] = call(self._names[title].spec, function, texts, texts, ids, columns)
             for title, worker in self._workers.items():
-                worker.check(list(columns))
+                taken = worker.check(list(columns))
                 if self._names[title].shipped:
-                    worker.submit(prompts, completions, ids, columns)
+                    worker.submit(texts, texts, ids, {name: columns[name] for name in taken})
                     scores[title] = worker.result()
             if len(scores) == len(self._names):
                 combine(scores, self._weights)  # whether a function applies to each row depends on the row alone
@@ -228,8 +231,13 @@ def _batch(
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
+    return prompts, completions, ids, _columns(examples)
+
+
+def _columns(examples: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The columns besides the prompt by name, None where an example has no such."""
     names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
-    return prompts, completions, ids, {name: [example.get(name) for example in examples] for name in names}
+    return {name: [example.get(name) for example in examples] for name in names}
 
 
 def _titles(names: list[RewardName]) -> list[str]:

@@ -152,15 +152,16 @@ class Worker:
         self._batch = prompts, completions, ids, columns
         self._send((self.timeout, "call", self._batch), self.timeout)
 
-    def check(self, columns: list[str]) -> None:
-        """Holds a data set's columns against the function's signature.
+    def check(self, columns: list[str]) -> list[str]:
+        """Those of a data set's columns that the function takes, by its signature.
 
         Raises:
           UserError: see `qerl_jax.rewards.calling.accepted`.
         """
         self.ready()
         self._send((self.timeout, "accepted", (columns,)), self.timeout)
-        self._receive("on the names of the columns")
+        taken: list[str] = self._receive("on the names of the columns")
+        return taken
 
     def ready(self) -> None:
         """Waits until the user's module is imported; starts a new program in place of one that ended.
