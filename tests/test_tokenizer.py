@@ -116,6 +116,17 @@ def test_no_sparse_id_beyond_the_embedding(tmp_path):
                 '{"chat_template": [{"name": "default"}]}',
             )
         ),
+        (
+            "special_tokens_map.json",
+            '{"eos_token": 5}',
+            r"tokenizer_config.json or .*special_tokens_map.json: no tokenizer can be made with it \(.+\)",
+        ),
+        (
+            "chat_template.jinja",
+            b"{{ 'caf\xe9' }}",
+            r"chat_template.jinja: not UTF-8 text \(byte 7\); save it as UTF-8",
+        ),
+        ("additional_chat_templates/rag.jinja", b"\xff\xfe", r"rag.jinja: not UTF-8 text \(byte 0\); save it as UTF-8"),
     ],
 )
 def test_broken_tokenizers(tmp_path, name, content, message):
@@ -123,7 +134,8 @@ def test_broken_tokenizers(tmp_path, name, content, message):
     if content is None:
         (tmp_path / name).unlink()
     else:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path, 24)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 from qerl_jax.errors import UserError, is_whole, nearest, raised_by_tokenizers, shown
 from qerl_jax.input_files import files_fingerprint, read_json
 from qerl_jax.json_fields import Fields
-from qerl_jax.models.source import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
+from qerl_jax.models.source import CHAT_TEMPLATES, CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, resolve
 
 __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokenizer", "tokenizer_fingerprint"]
 
@@ -44,7 +44,8 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
 
     Raises:
       UserError: tokenizer.json is missing or malformed, or has an id that the embedding lacks; tokenizer_config.json
-        has values of which no tokenizer can be made, or an EOS or BOS that is no token; a vocab_size below 1.
+        has values of which no tokenizer can be made, or an EOS or BOS that is no token; a chat template in a file of
+        its own is no UTF-8 text; a vocab_size below 1.
     """
     if vocab_size is not None and not (is_whole(vocab_size) and vocab_size >= 1):
         raise UserError(f"vocab_size is {vocab_size!r}; allowed: a whole number >= 1, or None for that of {CONFIG}")
@@ -60,6 +61,7 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
     if "added_tokens" not in read_json(file):
         raise UserError(f"{file}: not a valid tokenizer (added_tokens is missing)")
     beside = {extra: read_json(extra) for extra in optional if extra.exists()}
+    _check_templates(folder)
     try:
         own = tokenizers.Tokenizer.from_file(str(file))
     except BaseException as error:
@@ -76,7 +78,8 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
         of_values = isinstance(error, AttributeError | KeyError | TypeError | ValueError)
         if not (of_values or raised_by_tokenizers(error)):
             raise
-        raise UserError(f"{folder / TOKENIZER_FILES[1]}: no tokenizer can be made with it ({shown(error)})") from error
+        where = " or ".join(map(str, beside)) or str(folder)
+        raise UserError(f"{where}: no tokenizer can be made with it ({shown(error)})") from error
     _check_named(tokenizer, own, file, beside)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if vocab_size is not None and max(len(tokenizer), largest + 1) > vocab_size:
@@ -86,6 +89,17 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
             f"below {vocab_size}"
         )
     return tokenizer
+
+
+def _check_templates(folder: Path) -> None:
+    """Raises UserError for a chat template in a file of its own that is no UTF-8 text."""
+    own = [folder / name for name in TOKENIZER_FILES if name.endswith(".jinja")]
+    for path in (*own, *sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))):
+        try:
+            if path.is_file():
+                path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
 
 
 def _check_named(
