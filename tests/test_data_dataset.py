@@ -233,7 +233,7 @@ def test_unknown_and_missing_data_sets():
         load_dataset("aritmetic")
     with pytest.raises(UserError, match=r"there is no file .*nowhere.jsonl"):
         load_dataset("nowhere.jsonl")
-    with pytest.raises(UserError, match=r"local \.jsonl or \.ndjson file"):
+    with pytest.raises(UserError, match=r"local \.jsonl or \.ndjson file, such as `Dataset.to_json\('rows\.jsonl'\)`"):
         load_dataset("data.csv")
 
 
@@ -241,12 +241,16 @@ def test_what_is_there_but_no_file_of_rows_is_told_as_that(tmp_path):
     (tmp_path / "rows.jsonl").mkdir()
     for name, message in (
         ("rows.JSONL", r"its name ends in \.JSONL; expected a \.jsonl or \.ndjson file"),
+        (
+            "rows.parquet",
+            r"ends in \.parquet; expected a .* file, which has .*, such as `Dataset.to_json\('rows\.jsonl'\)`",
+        ),
         ("rows", "no end"),
     ):
         (tmp_path / name).touch()
         with pytest.raises(UserError, match=message):
             load_dataset(str(tmp_path / name))
-    with pytest.raises(UserError, match=r"is a folder; expected a \.jsonl or \.ndjson file"):
+    with pytest.raises(UserError, match=r"is a folder; expected a \.jsonl or \.ndjson file, such as `Dataset.to_json"):
         load_dataset(str(tmp_path / "rows.jsonl"))
 
 

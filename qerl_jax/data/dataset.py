@@ -33,6 +33,8 @@ _TYPES = {
     list: "a list",
     dict: "an object",
 }
+# Where rows are in another form: Parquet, CSV, a folder of the Hub's package or a name on the Hub.
+_WRITTEN = "such as `Dataset.to_json('rows.jsonl')` of the package datasets writes"
 # Of each column: its type, and the first line that has one.
 _Types = dict[str, tuple[str, int]]
 
@@ -203,7 +205,7 @@ def _row_file(name_or_path: str) -> Path:
     path = with_home(name_or_path)
     rows = " or ".join(ROW_FILES)
     if name_or_path and os.path.isdir(path):
-        raise UserError(f"data set {name_or_path!r} is a folder; expected a {rows} file")
+        raise UserError(f"data set {name_or_path!r} is a folder; expected a {rows} file, {_WRITTEN}")
     if path.suffix in ROW_FILES:
         if os.path.lexists(path):
             return path
@@ -211,11 +213,12 @@ def _row_file(name_or_path: str) -> Path:
     if name_or_path and os.path.exists(path):
         ending = f"its name ends in {path.suffix}" if path.suffix else "its name has no ending"
         raise UserError(
-            f"data set {name_or_path!r}: {ending}; expected a {rows} file, which has a JSON object in each line"
+            f"data set {name_or_path!r}: {ending}; expected a {rows} file, which has a JSON object in each line, "
+            f"{_WRITTEN}"
         )
     raise UserError(
         f"data set {name_or_path!r} is unknown{nearest(name_or_path, ['arithmetic'])}; allowed: arithmetic, or a local "
-        f"{rows} file"
+        f"{rows} file, {_WRITTEN}"
     )
 
 
