@@ -287,6 +287,20 @@ def test_a_file_may_use_processes(tmp_path, folder, method):
     assert scored(f"{tmp_path}/{folder}/mine.py:f") == [5.0]
 
 
+@pytest.mark.parametrize("own", [None, "", "/where/mine/is"])
+def test_programs_that_a_function_starts_get_the_users_search_path(tmp_path, monkeypatch, own):
+    if own is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", own)
+    (tmp_path / "mine.py").write_text(
+        "import subprocess\n\ndef f(**columns):\n"
+        "    shown = subprocess.run(['/bin/sh', '-c', 'echo \"${PYTHONPATH-none}\"'], capture_output=True, text=True)\n"
+        f"    return [shown.stdout.strip() == {'none' if own is None else own!r}]\n"
+    )
+    assert scored(f"{tmp_path}/mine.py:f") == [1.0]
+
+
 def test_files_in_the_current_folder_do_not_replace_pythons_modules(tmp_path, monkeypatch):
     for name in NAMESAKES:
         (tmp_path / f"{name}.py").write_text(

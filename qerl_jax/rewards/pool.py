@@ -55,7 +55,8 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        # The parent's whole search path, so that the worker finds what the parent's script would.
+        # The parent's whole search path, so that the worker finds what the parent's script would. The worker takes it
+        # out of its environment again: another Python that the user's code starts has modules of its own.
         path = [entry or os.getcwd() for entry in sys.path]
         # The training process holds the accelerator's memory.
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
@@ -71,7 +72,7 @@ class Worker:
             start_new_session=True,  # Ctrl-C is the trainer's; and a whole session can be killed at once
         )
         self._loaded = False
-        self._send((self.name, LOAD_TIMEOUT), LOAD_TIMEOUT)
+        self._send((self.name, os.environ.get("PYTHONPATH"), LOAD_TIMEOUT), LOAD_TIMEOUT)
 
     def _send(self, message: Any, timeout: float) -> None:
         """Writes a request and sets the deadline of its answer."""

@@ -4,11 +4,12 @@
 
 A program of its own rather than a fork (unsafe once JAX has started its threads) or a spawned process (which imports
 the user's script again). Reads messages, each with its deadline, from stdin and answers on stdout: first a
-`RewardName`, answered by a digest of its source, then calls, or data sets' columns to be compared with the function's
-signature. What the user's code prints goes to stderr, or nowhere once nobody reads that or its disk is full. While a
-call runs, a watchdog that needs no interpreter lock ends the process at the deadline and leaves the stack of every
-thread in the file STACK_FD. Once the parent is gone, the worker ends with all that it has started, so none outlives a
-killed parent by more than a call. (If that call runs into its deadline, the watchdog ends the worker alone.)
+`RewardName` with the PYTHONPATH that the user's code is to see, answered by a digest of its source, then calls, or data
+sets' columns to be compared with the function's signature. What the user's code prints goes to stderr, or nowhere once
+nobody reads that or its disk is full. While a call runs, a watchdog that needs no interpreter lock ends the process at
+the deadline and leaves the stack of every thread in the file STACK_FD. Once the parent is gone, the worker ends with
+all that it has started, so none outlives a killed parent by more than a call. (If that call runs into its deadline, the
+watchdog ends the worker alone.)
 """
 
 import faulthandler
@@ -60,7 +61,10 @@ def main() -> None:
         return source_digest(name)
 
     try:
-        name, load_timeout = channel.read(requests)
+        name, python_path, load_timeout = channel.read(requests)
+        del os.environ["PYTHONPATH"]
+        if python_path is not None:
+            os.environ["PYTHONPATH"] = python_path
         answer(load, load_timeout)
         while True:
             timeout, kind, arguments = channel.read(requests)
