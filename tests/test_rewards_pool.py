@@ -98,6 +98,16 @@ def test_scores_come_back_and_prints_stay_out(source, capfd):
     assert captured.out == "" and "so does this" in captured.err
 
 
+def test_what_is_printed_before_a_hang_is_there(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    source = "import time\n\ndef f(**columns):\n    print('asking the judge')\n    time.sleep(60)\n"
+    (tmp_path / "mine.py").write_text(source)
+    worker = Worker(parse_name(f"{tmp_path}/mine.py:f"), timeout=0.5)
+    with contextlib.closing(worker), pytest.raises(UserError, match=r"took longer than 0\.5 s"):
+        score(worker, "c")
+    assert "asking the judge" in capfd.readouterr().err
+
+
 def test_prints_that_nobody_reads_are_no_mistake_of_the_function(tmp_path):
     (tmp_path / "mine.py").write_text("def f(**columns):\n    print('x' * 100_000, flush=True)\n    return [4.0]\n")
     kept, (reader, writer) = os.dup(2), os.pipe()

@@ -13,12 +13,13 @@ watchdog ends the worker alone.)
 """
 
 import faulthandler
+import io
 import os
 import subprocess
 import sys
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
@@ -38,6 +39,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    # To Python it is a pipe still, whose text waits for 8 KB of it, and is lost where the process is killed.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     function: Any = None
 
     def answer(action: Any, timeout: float) -> None:
