@@ -247,6 +247,19 @@ def test_a_missing_function_is_told_at_the_start(source):
     worker.close()
 
 
+@pytest.mark.parametrize("wrong", ["", "    1 / 0\n"])
+def test_what_is_written_when_a_program_exits_is_written_where_a_call_failed_too(tmp_path, wrong):
+    (tmp_path / "mine.py").write_text(
+        "import atexit, time\n\nlog = open(__file__ + '.log', 'w')\n"
+        f"atexit.register(time.sleep, 0.5)\n\ndef f(**columns):\n    log.write('judged')\n{wrong}    return [1.0]\n"
+    )
+    with contextlib.closing(Worker(parse_name(f"{tmp_path}/mine.py:f"), timeout=10)) as worker:
+        with pytest.raises(UserError, match="ZeroDivisionError") if wrong else contextlib.nullcontext():
+            score(worker, "c")
+        worker.cancel()
+    assert (tmp_path / "mine.py.log").read_text() == "judged"
+
+
 def test_closing_ends_the_process(source):
     worker = Worker(parse_name(f"{source}:sometimes"), timeout=5)
     (pid,) = score(worker, "pid")

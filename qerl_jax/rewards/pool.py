@@ -20,7 +20,8 @@ from qerl_jax.rewards.loading import FileFinder, RewardName, own_file, refuse_wh
 
 # Importing a user's module may take a while (a tokenizer, a parser), whatever the deadline of a call.
 LOAD_TIMEOUT = 120.0
-# The worker ends itself at the deadline and says where it stood; this much later it is killed from outside.
+# The worker ends itself at the deadline and says where it stood; this much later it is killed from outside. It has as
+# long to end once it is told to.
 _GRACE = 2.0
 _LOOK = 0.5  # seconds between looks at whether a worker still runs
 _STILL = 2.0  # seconds that a look takes longer where the whole job was suspended, as by SIGSTOP
@@ -49,7 +50,7 @@ class Worker:
         self.source: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = bytearray()
-        self._loaded = False
+        self._loaded = self._unanswered = False
         self._deadline = self._sent = 0.0
         self._stack = _scratch()
         self._start()
@@ -79,7 +80,7 @@ class Worker:
         assert self._process is not None and self._process.stdin is not None
         self._stack.seek(0)
         self._stack.truncate()
-        self._sent = time.monotonic()
+        self._unanswered, self._sent = True, time.monotonic()
         self._deadline = self._sent + timeout + _GRACE
         self._pending = bytearray()
         pipe = self._process.stdin.fileno()
@@ -125,6 +126,7 @@ class Worker:
                 raise UserError(self._obituary(what, timed_out=not readable and self._process.poll() is None))
             self._pending += data
             complete, answer = channel.unpacked(self._pending)
+        self._unanswered = False
         kind, value = answer
         if kind == "ok":
             return value
@@ -197,8 +199,9 @@ class Worker:
         return self._receive(what)
 
     def cancel(self) -> None:
-        """Gives up a call in progress."""
-        self._kill()
+        """Gives up a call in progress, if there is one."""
+        if self._unanswered:
+            self._kill()
 
     def _kill(self) -> int:
         """Kills the worker's whole session; returns its exit code."""
@@ -206,10 +209,11 @@ class Worker:
         self._loaded = False
         if process is None:
             return 0
-        # A worker that has closed its pipe is about to exit, with a code worth reporting; an idle one exits on this:
+        # An idle worker exits on this, and may have a cache to write first; one that has closed its pipe is about to
+        # exit, with a code worth reporting.
         _close(process.stdin)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
+            process.wait(0.2 if self._unanswered else _GRACE)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
