@@ -310,6 +310,17 @@ def test_a_file_may_use_processes(tmp_path, folder, method):
     assert scored(f"{tmp_path}/{folder}/mine.py:f") == [5.0]
 
 
+@pytest.mark.parametrize(("end", "code"), [
+    ("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1), ("1 / 0", 1)
+])  # fmt: skip
+def test_a_forked_process_ends_as_in_any_program(tmp_path, end, code):
+    (tmp_path / "mine.py").write_text(
+        f"import os, sys\n\ndef f(**columns):\n    child = os.fork()\n    if child == 0:\n        {end}\n"
+        "    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]\n"
+    )
+    assert scored(f"{tmp_path}/mine.py:f") == [code]
+
+
 @pytest.mark.parametrize("own", [None, "", "/where/mine/is"])
 def test_programs_that_a_function_starts_get_the_users_search_path(tmp_path, monkeypatch, own):
     if own is None:

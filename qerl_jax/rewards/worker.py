@@ -19,7 +19,7 @@ import subprocess
 import sys
 import traceback
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
@@ -42,6 +42,7 @@ def main() -> None:
     # To Python it is a pipe still, whose text waits for 8 KB of it, and is lost where the process is killed.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     function: Any = None
+    worker = os.getpid()
 
     def answer(action: Any, timeout: float) -> None:
         faulthandler.dump_traceback_later(timeout, exit=True, file=stack_fd)
@@ -50,6 +51,8 @@ def main() -> None:
         except UserError as error:
             result = "user", str(error)
         except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are its faults too
+            if os.getpid() != worker:
+                _exit_forked(error)
             result = "raised", "".join(traceback.format_exception(type(error), error, _users_part(error)))
         faulthandler.cancel_dump_traceback_later()
         answers.write(channel.packed(result))
@@ -79,6 +82,21 @@ def main() -> None:
         # has started, such as a server, would stay and hold its port. The session is this worker's (see `pool`).
         end = f"sleep {_LAST_SECONDS:g}; kill -s KILL -- -{os.getpid()}"
         subprocess.Popen(["/bin/sh", "-c", end], stdin=0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _exit_forked(error: BaseException) -> NoReturn:
+    """Ends a process that the user's code has forked as Python ends one by this exception, but for Python's own end,
+    which would wait for the watchdog that only the worker has."""
+    code = 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(type(error), error, _users_part(error))
+    elif isinstance(error.code, int | None):
+        code = (error.code or 0) & 0xFF
+    else:
+        print(error.code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
