@@ -36,7 +36,7 @@ def sometimes(completions, **columns):
     if completions[0] == "killed":
         os.kill(os.getpid(), 9)
     if completions[0] == "hang":
-        subprocess.Popen(["sh", "-c", f"sleep 1; touch {__file__}.survived"])
+        subprocess.Popen(["sh", "-c", f"sleep 2; touch {__file__}.survived"])
         time.sleep(60)
     if completions[0] == "orphan":
         subprocess.Popen(["sleep", "30"])
@@ -207,8 +207,22 @@ def test_a_hanging_call_is_killed_at_its_deadline_with_its_children(sometimes, s
         sometimes("hang")
     assert time.monotonic() - began < 3
     assert sometimes("fine") == [1.0]
-    time.sleep(max(0, began + 1.5 - time.monotonic()))
+    time.sleep(max(0, began + 3 - time.monotonic()))
     assert not os.path.exists(f"{source}.survived")
+
+
+@pytest.mark.parametrize(("ending", "line"), [
+    ("finally:\n        pass", "line 5, in judged"), ("except:\n        return 0.0", "line 11, in f")
+])  # fmt: skip
+def test_a_coroutine_that_hangs_is_told_by_its_own_lines(tmp_path, ending, line):
+    (tmp_path / "mine.py").write_text(
+        f"import asyncio\n\nasync def judged(_):\n    try:\n        await asyncio.sleep(60)\n    {ending}\n\n\n"
+        "async def f(completions, **columns):\n    return await asyncio.gather(*map(judged, completions))\n"
+    )
+    worker = Worker(parse_name(f"{tmp_path}/mine.py:f"), timeout=0.5)
+    with contextlib.closing(worker), pytest.raises(UserError, match=r"took longer than 0\.5 s .*on 1 comp") as caught:
+        score(worker, "c")
+    assert f'mine.py", {line}' in str(caught.value) and "calling.py" not in str(caught.value)
 
 
 def test_a_process_that_ignores_its_own_watchdog_is_killed_from_outside(source, monkeypatch):

@@ -8,6 +8,7 @@ import atexit
 import copy
 import functools
 import inspect
+import traceback
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 LARGEST = 1e15
 
 
+class Overdue(Exception):
+    """A coroutine was cancelled at its deadline; the text says where it stood."""
+
+
 def call(
     spec: str,
     function: RewardFunction,
@@ -28,6 +33,7 @@ def call(
     completions: list[Any],
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
+    deadline: float | None = None,
 ) -> list[float | None]:
     """Calls `function`, awaits a coroutine that it returns, and checks the values; its own exceptions pass through.
 
@@ -35,8 +41,10 @@ def call(
       spec: the function's name in the config, for messages.
       prompts, completions, completion_ids, columns: one entry for each completion, of which the function gets copies. A
         function without `**columns` gets the columns that it names.
+      deadline: when a coroutine is cancelled, by `time.monotonic`; None for never.
 
     Raises:
+      Overdue: it was cancelled.
       UserError: see `accepted` and `checked`.
     """
     given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
@@ -45,7 +53,9 @@ def call(
     # and `prompts` below must not see that.
     arguments = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
     values = function(**arguments)
-    return checked(spec, _runner().run(_awaited(values)) if inspect.isawaitable(values) else values, prompts)
+    if inspect.isawaitable(values):
+        values = _runner().run(_awaited(values, deadline))
+    return checked(spec, values, prompts)
 
 
 @functools.cache
@@ -57,8 +67,19 @@ def _runner() -> asyncio.Runner:
     return runner
 
 
-async def _awaited(values: Awaitable[Any]) -> Any:
-    return await values
+async def _awaited(values: Awaitable[Any], deadline: float | None) -> Any:
+    where, limit = "", asyncio.timeout_at(deadline)
+    try:
+        async with limit:
+            found = await values
+    except BaseException as error:
+        if not limit.expired():
+            raise
+        trace = traceback.format_tb((error.__cause__ or error).__traceback__)
+        where = "".join(entry for entry in trace if __file__ not in entry).rstrip()
+    if limit.expired():  # also where the function took its being cancelled for another failure, and gave a score
+        raise Overdue(where)
+    return found
 
 
 def accepted(spec: str, function: RewardFunction, columns: Collection[str]) -> list[str]:

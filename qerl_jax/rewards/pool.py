@@ -132,20 +132,26 @@ class Worker:
             return value
         if kind == "user":
             raise UserError(value)
+        if kind == "overdue":
+            raise UserError(self._late(what) + (f"; it was cancelled here:\n{value}" if value else ""))
         raise UserError(f"reward function {self.name.spec!r} raised {what}:\n{value}")
 
     def _obituary(self, what: str, timed_out: bool) -> str:
         """Ends the worker and says what became of it."""
-        allowed = f"{self.timeout:g} s (reward.timeout)" if self._loaded else f"{LOAD_TIMEOUT:g} s"
+        late = self._late(what)
         code = self._kill()
         self._stack.seek(0)
         lines = self._stack.read().decode(errors="replace").splitlines()
         stack = "\n".join(line for line in lines if "/qerl_jax/rewards/" not in line and "<frozen runpy>" not in line)
         if stack or timed_out:
             where = f"; its process was ended here:\n{stack}" if stack else "; its process was killed"
-            return f"reward function {self.name.spec!r} took longer than {allowed} {what}{where}"
+            return late + where
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"reward function {self.name.spec!r}: its process ended {how} {what}"
+
+    def _late(self, what: str) -> str:
+        allowed = f"{self.timeout:g} s (reward.timeout)" if self._loaded else f"{LOAD_TIMEOUT:g} s"
+        return f"reward function {self.name.spec!r} took longer than {allowed} {what}"
 
     def submit(
         self, prompts: list[Any], completions: list[Any], ids: list[list[int]], columns: dict[str, list[Any]]

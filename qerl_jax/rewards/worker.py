@@ -6,10 +6,10 @@ A program of its own rather than a fork (unsafe once JAX has started its threads
 the user's script again). Reads messages, each with its deadline, from stdin and answers on stdout: first a
 `RewardName` with the PYTHONPATH that the user's code is to see, answered by a digest of its source, then calls, or data
 sets' columns to be compared with the function's signature. What the user's code prints goes to stderr, or nowhere once
-nobody reads that or its disk is full. While a call runs, a watchdog that needs no interpreter lock ends the process at
-the deadline and leaves the stack of every thread in the file STACK_FD. Once the parent is gone, the worker ends with
-all that it has started, so none outlives a killed parent by more than a call. (If that call runs into its deadline, the
-watchdog ends the worker alone.)
+nobody reads that or its disk is full. A coroutine is cancelled at the deadline of its call. Right behind it a watchdog
+that needs no interpreter lock ends the process and leaves the stack of every thread in the file STACK_FD. Once the
+parent is gone, the worker ends with all that it has started, so none outlives a killed parent by more than a call. (If
+that call runs into its deadline, the watchdog ends the worker alone.)
 """
 
 import faulthandler
@@ -17,17 +17,19 @@ import io
 import os
 import subprocess
 import sys
+import time
 import traceback
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import channel
-from qerl_jax.rewards.calling import accepted, call
+from qerl_jax.rewards.calling import Overdue, accepted, call
 from qerl_jax.rewards.loading import FileFinder, load_function, own_file, source_digest
 from qerl_jax.unread import going_on_unread
 
 _LAST_SECONDS = 2.0
+_TO_CANCEL = 0.5  # seconds behind the deadline, in which a coroutine can end
 
 sys.meta_path.append(FileFinder())  # also where this module is imported again, by a process of `spawn`
 
@@ -45,11 +47,13 @@ def main() -> None:
     worker = os.getpid()
 
     def answer(action: Any, timeout: float) -> None:
-        faulthandler.dump_traceback_later(timeout, exit=True, file=stack_fd)
+        faulthandler.dump_traceback_later(timeout + _TO_CANCEL, exit=True, file=stack_fd)
         try:
             result = "ok", action()
         except UserError as error:
             result = "user", str(error)
+        except Overdue as error:
+            result = "overdue", str(error)
         except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are its faults too
             if os.getpid() != worker:
                 _exit_forked(error)
@@ -74,6 +78,8 @@ def main() -> None:
         answer(load, load_timeout)
         while True:
             timeout, kind, arguments = channel.read(requests)
+            if kind == "call":
+                arguments = (*arguments, time.monotonic() + timeout)
             action = {"call": call, "accepted": accepted}[kind]
             answer(lambda action=action, arguments=arguments: action(name.spec, function, *arguments), timeout)
     except (EOFError, BrokenPipeError):  # of the channel: the parent is gone, or done with this worker
