@@ -184,6 +184,15 @@ def test_a_dead_process_is_reported_and_replaced(sometimes, way, message):
     assert sometimes("fine") == [1.0]
 
 
+def test_a_process_that_died_between_calls_is_not_laid_to_the_next_ones_completions(sometimes):
+    (pid,) = map(int, sometimes("pid"))
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)
+    with pytest.raises(UserError, match=r"its process ended by SIGKILL while it waited for the next call$"):
+        sometimes("fine")
+    assert sometimes("fine") == [1.0]
+
+
 def test_a_dead_process_is_reported_at_once_though_what_it_started_holds_its_pipe(source):
     worker = Worker(parse_name(f"{source}:sometimes"), timeout=60)
     began = time.monotonic()

@@ -176,10 +176,12 @@ class Worker:
         """Waits until the user's module is imported; starts a new program in place of one that ended.
 
         Raises:
-          UserError: it cannot be imported, or has no such function.
+          UserError: it cannot be imported, or has no such function; or the program has ended since its last answer.
         """
         if self._process is None:
             self._start()
+        elif not self._unanswered and self._process.poll() is not None:
+            raise UserError(self._obituary("while it waited for the next call", timed_out=False))
         if not self._loaded:
             try:
                 self.source = self._receive("while it was imported")
