@@ -142,7 +142,8 @@ class Worker:
         code = self._kill()
         self._stack.seek(0)
         lines = self._stack.read().decode(errors="replace").splitlines()
-        stack = "\n".join(line for line in lines if "/qerl_jax/rewards/" not in line and "<frozen runpy>" not in line)
+        others = "/qerl_jax/rewards/", "<frozen runpy>", "Timeout ("  # the last is the watchdog's, behind the deadline
+        stack = "\n".join(line for line in lines if not any(other in line for other in others))
         if stack or timed_out:
             where = f"; its process was ended here:\n{stack}" if stack else "; its process was killed"
             return late + where
