@@ -277,7 +277,8 @@ def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
     axes.set_title(panel.title, loc="left", color=_INK, fontsize=12, fontweight="bold")
     axes.set_xlabel("optimizer step", color=_INK)
     axes.set_ylabel(panel.unit, color=_INK)
-    axes.set_xlim(left=0, right=max(run.rows[-1]["step"] for run in runs) * 1.02)
+    # Before its first step a run may have been evaluated alone, at step 0.
+    axes.set_xlim(left=0, right=max(1, *(run.rows[-1]["step"] for run in runs)) * 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
     axes.grid(color=_GRID, lw=0.8)
     axes.set_axisbelow(True)

@@ -77,6 +77,15 @@ def test_periodic_evaluations_and_a_summary_not_yet_written(tmp_path, drawn):
     assert points.get_xydata().tolist() == [[0, 0.1], [1, 0.5], [2, 0.5], [3, 0.5]]
 
 
+def test_a_run_that_has_only_been_evaluated_has_an_axis_from_step_0(tmp_path, drawn, recwarn):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "rollout": -1, "eval/accuracy": 0.5}\n')
+    assert [path.stem for path in plot_runs([run], tmp_path / "out")] == ["accuracy", "overview"]
+    assert drawn["accuracy"].axes[0].get_xlim() == (0, 1.02)
+    assert not recwarn
+
+
 def test_several_runs_share_axes_and_are_told_apart(tmp_path, drawn):
     first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", steps=100)
     plot_runs([first, second], tmp_path / "out")
