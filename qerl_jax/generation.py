@@ -158,12 +158,18 @@ def generate_texts(
         every=_STREAM if stream else _LOOK if stop else None,
     )
     broken: set[tuple[int, int]] = set()  # samples that have been answered with an error while they grow
+    shown: dict[tuple[int, int], str] = {}  # what has been yielded of those that grow
     for done in completions:
-        if (done.request, done.sample) in broken or (done.finish_reason is None and not stream):
+        sample = done.request, done.sample
+        if sample in broken or (done.finish_reason is None and not stream):
             continue
         answer = _answer(done, requests[done.request], decode, stop)
         if answer.finish_reason == "error":
-            broken.add((done.request, done.sample))
+            broken.add(sample)
+        if answer.finish_reason is None:
+            # With Llama 2's tokenizer half a character makes U+FFFD of whole ones before it, if they are bytes too.
+            shown[sample] = max(shown.get(sample, ""), answer.text, key=len)
+            answer = dataclasses.replace(answer, text=shown[sample])
         yield answer
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from command_line import CONFIG, MODEL, run_main, write_rows
 from full_disk import full_disk
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from qerl_jax import evaluation, generation, run_files, run_folder
 from qerl_jax.cli import main
@@ -27,7 +29,9 @@ from qerl_jax.metrics import read_rows
 from qerl_jax.models.loading import load_model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.source import resolve
+from qerl_jax.models.tokenizer import Tokenizer
 from qerl_jax.policy import load_policy
+from qerl_jax.rollout.requests import Completion
 
 # As long as the run's own: left out, it follows from the prompts, and each length is compiled by itself.
 LENGTH = ("--max-completion-length", 40)
@@ -450,3 +454,23 @@ def test_a_sample_that_is_no_number_is_answered_once_also_in_a_stream(monkeypatc
     monkeypatch.setattr(generation, "load_policy", broken)
     answers = list(generation.generate_texts(MODEL, ["1 + 1"], n=2, max_completion_length=20, stream=True))
     assert [(answer.sample, answer.finish_reason) for answer in answers] == [(0, "error"), (1, "error")]
+
+
+def test_a_stream_repeats_no_character_that_half_of_another_hides_for_a_while(monkeypatch, capsys):
+    """As in Llama 2's tokenizer, where a run of bytes is a text only as a whole."""
+    pieces = Backend(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    pieces.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer, load = Tokenizer(tokenizer_object=pieces), generation.load_policy
+    monkeypatch.setattr(
+        generation, "load_policy", lambda *arguments: dataclasses.replace(load(*arguments), tokenizer=tokenizer)
+    )
+    ids = list("a\n😀好é🚀".encode())
+
+    def growing(*_, **__):
+        for count in range(1, len(ids) + 1):
+            reason = "length" if count == len(ids) else None
+            yield Completion(0, 0, ids[:count], np.zeros(count, np.float32), None, reason)
+
+    monkeypatch.setattr(generation.Engine, "generate", growing)
+    generate._print_texts(generation.generate_texts(MODEL, ["a"], max_completion_length=20, stream=True), 1)
+    assert capsys.readouterr().out == "a\n😀好é🚀\n"
