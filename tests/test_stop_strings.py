@@ -33,6 +33,24 @@ def test_the_text_ends_before_the_stop_string(ids, stops, until, text, count):
         assert until is None or tokens_until_stop(decode, ids + more, stops) == until
 
 
+@pytest.mark.parametrize(("stop", "until", "before"), [("\n", 7, 6), ("好", 10, 7), ("a好", None, 0), ("é😀", 6, 0)])
+def test_half_a_character_that_hides_others_hides_no_stop_string(stop, until, before):
+    """As in Llama 2's tokenizer, where a run of bytes is a text only as a whole."""
+
+    def of_bytes(ids):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    ids = list("é😀\n好é😀".encode())
+    for more in ([], [0xE5], [0xE5, 0xA5], [0xF0, 0x9F, 0x98]):
+        found = tokens_until_stop(of_bytes, ids + more, [stop])
+        assert found == until
+        if found is not None:
+            assert cut_at_stop(of_bytes, ids[:found], [stop])[1] == before
+
+
 def test_first_stop():
     assert first_stop("one two", ["two", "ne"]) == 1
     assert first_stop("one", ["two"]) is None

@@ -4,7 +4,7 @@ Tokens and characters do not meet at the same borders: a token may hold half a c
 beginning of a stop string.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text; a character that is not complete at the end becomes U+FFFD."""
@@ -17,9 +17,11 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def tokens_until_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> int | None:
     """The fewest tokens whose text holds a stop string, or None: the `until` of `Engine.generate`."""
-    if not stops or first_stop(decode(ids), stops) is None:
-        return None
-    return _fewest(len(ids), lambda count: first_stop(decode(ids[:count]), stops) is not None)
+
+    def holds(count: int) -> bool:
+        return any(first_stop(text, stops) is not None for text in _texts(decode, ids[:count]))
+
+    return _fewest(len(ids), holds) if stops and holds(len(ids)) else None
 
 
 def cut_at_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
@@ -29,7 +31,11 @@ def cut_at_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> tup
     place = first_stop(text, stops)
     if place is None:
         return text, len(ids)
-    return text[:place], _fewest(len(ids), lambda count: decode(ids[:count]).startswith(text[:place]))
+
+    def spells(count: int) -> bool:
+        return any(found.startswith(text[:place]) for found in _texts(decode, ids[:count]))
+
+    return text[:place], _fewest(len(ids), spells)
 
 
 def showable(text: str, stops: Sequence[str]) -> str:
@@ -41,6 +47,16 @@ def showable(text: str, stops: Sequence[str]) -> str:
         if any(stop.startswith(text[-length:]) for stop in stops):
             return text[:-length]
     return text
+
+
+def _texts(decode: Decode, ids: Sequence[int]) -> Iterator[str]:
+    """The text, and while a character at its end is not complete those of up to three tokens less: with Llama 2's
+    tokenizer, half a character makes U+FFFD of whole ones before it, if they are bytes too."""
+    for count in range(len(ids), max(-1, len(ids) - 4), -1):
+        text = decode(ids[:count])
+        yield text
+        if not text.endswith("\ufffd"):
+            return
 
 
 def _fewest(most: int, holds: Callable[[int], bool]) -> int:
