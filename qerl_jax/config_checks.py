@@ -152,7 +152,7 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         # The gradient of a row's ratio is the mean over the row's tokens, and the same as by tokens unless the
         # correction weighs them one by one, or some have no policy loss. In cispo's loss the ratio has no gradient.
         if cispo or (level != "token" and config.grpo.top_entropy_quantile == 1):
-            why += ", of tokens and of rows, and the gradient is the same"
+            why += ", of tokens and of rows, and the gradient of a completion's one advantage is the same"
             tokens = "grpo.sampler_correction.level", "grpo.top_entropy_quantile"
             add(why, (*causes, kind, *tokens), "grpo.importance_sampling_level")
     if cispo:

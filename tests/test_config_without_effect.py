@@ -3,6 +3,7 @@
 import dataclasses
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -111,6 +112,24 @@ def test_an_option_of_the_loss_changes_it_or_is_named_as_one_without_effect(opti
         assert cispo
     else:
         assert abs(loss(**{option: OF_LOSS[option]}) - loss()) > 1e-4
+
+
+def test_the_level_without_effect_is_that_of_one_advantage_a_completion():
+    """Those of tokens would each get their row's mean, which a config, knowing no advantage_fn, does not claim."""
+    old, advantages = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 6, 9)), jnp.float32)
+    mask = jnp.ones((6, 9), bool)
+
+    def gradient(level, advantages):
+        spec = LossSpec(importance_sampling_level=level)
+        return jax.grad(lambda logp: policy_loss(spec, logp, old, None, advantages, mask)[0])(old)
+
+    for given, same in ((advantages[:, :1], True), (advantages, False)):
+        np.testing.assert_allclose(
+            gradient("sequence", given), -given.mean(1, keepdims=True).repeat(9, 1) / 54, atol=1e-8
+        )
+        assert np.allclose(gradient("token", given), gradient("sequence", given), atol=1e-6) == same
+    said = message("grpo.importance_sampling_level=sequence")
+    assert "of tokens and of rows, and the gradient of a completion's one advantage is the same" in said
 
 
 def test_an_option_without_effect_is_an_error_in_a_config_made_in_a_script_too():
