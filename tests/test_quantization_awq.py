@@ -72,6 +72,12 @@ def test_candidates_by_hand():
     np.testing.assert_allclose(plain[0.5, True], [2, 0.5, 1])
 
 
+def test_the_scale_of_a_channel_that_is_nearly_dead_is_bounded():
+    for scale, *_ in candidates(np.array([4.0, 1.0, 1e-30]), np.array([0.25, 1.0, 0.5])):
+        assert scale.max() / scale.min() <= 1024 * (1 + 1e-12)
+        assert scale.max() * scale.min() == pytest.approx(1)
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_a_scale_is_moved_to_where_the_quotient_is_a_number_of_the_vectors_type(dtype):
     rng = np.random.default_rng(1)
@@ -153,6 +159,17 @@ def test_awq_lowers_the_output_error_of_every_group_on_the_text_it_searched_on()
         rows = [report["projections"][name]["output_error_calibration"] for name in names]
         assert sum(row["awq"] ** 2 for row in rows) < sum(row["rtn"] ** 2 for row in rows), group
     assert report["scales"].keys() == GROUPS.keys()
+
+
+def test_a_neuron_that_is_nearly_dead_leaves_the_other_rows_of_up():
+    config, layer, x_BTD = layer_in_bfloat16()
+    seen = seen_of(config, layer, x_BTD, [9, 9, 9, 9])
+    live = jnp.ones(48).at[5].set(1e-18)
+    old = seen["down_proj"]
+    seen["down_proj"] = Seen(old.magnitude * live, old.gram * live * live[:, None], old.tokens)
+    _, report = quantize_one("awq", config, layer, {SEARCHED: seen})
+    error = report["projections"]["up_proj"]["output_error_calibration"]
+    assert error["awq"] < error["rtn"]
 
 
 def test_rounding_to_nearest_reports_no_other_method():

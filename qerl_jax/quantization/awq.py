@@ -11,8 +11,10 @@ of its group, so s is one per key-value head and channel, from the mean over the
 The scale is searched per place: s = x^a / u^(1-a) or x^a, a = 0, 0.05, ..., 0.95, with x the mean magnitude of the
 input channel and u the weights' mean magnitude there, each 16 inputs relative to their largest (the `duo` scaling of
 llm-compressor). The best has the least sum of relative squared output errors of the place's projections, on all
-calibration tokens (see `observation`). v and up are quantized with the rows that o and down gave them. With the
-scales settled, each block of 16 inputs gets the block scale of least error: AWQ's clipping (see `block_scales`).
+calibration tokens (see `observation`). No scale is below 1/1024 of the place's largest: a channel that is nearly dead,
+as of a neuron whose gate is always shut, would get one so small that its row of up outgrew all others by more than
+block scales can hold. v and up are quantized with the rows that o and down gave them. With the scales settled, each
+block of 16 inputs gets the block scale of least error: AWQ's clipping (see `block_scales`).
 
 Files hold norm scales and biases in 16 bit, where w / s would be rounded and the function with it. So s is moved to
 where w / s is a number of that type: by at most its rounding, and the folder's function is unchanged to float32.
@@ -34,6 +36,7 @@ from qerl_jax.quantization.layers import Made
 from qerl_jax.quantization.observation import GROUPS, Seen, squared_output
 
 GRID = 20
+_WIDEST = 1024.0  # largest over smallest scale; normal numbers of E4M3, which block scales are, span 28672
 # Vectors that are divided by a scale instead of a projection's inputs; the rows of v and up are too.
 _VECTORS = ("input_norm", "post_attention_norm", "v_bias", "up_bias")
 
@@ -52,6 +55,7 @@ def candidates(x_K: np.ndarray, u_K: np.ndarray) -> list[tuple[np.ndarray, float
             scale = np.ones(x_K.shape, np.float64)
             scale[live] = x_K[live] ** alpha / (u_K[live] ** (1 - alpha) if duo else 1)
             if live.any():
+                scale[live] = np.maximum(scale[live], scale[live].max() / _WIDEST)
                 scale[live] /= np.sqrt(scale[live].max() * scale[live].min())
             result.append((scale, float(alpha), duo))
     return result
