@@ -93,6 +93,15 @@ def test_awq_writes_an_ordinary_folder_that_errs_less(tmp_path):
     assert report["layers"][1].keys() == {"layer", "projections", "scales", "aqn_gain", "stream_error_held_out"}
 
 
+def test_a_text_that_is_all_but_impossible_has_an_infinite_perplexity(tmp_path):
+    model, text = source(tmp_path)
+    arrays = random_arrays()
+    arrays["model.norm.weight"] *= 10000
+    write_folder(model, arrays)
+    report = quantize_folder(model, tmp_path / "out", calibration=text)
+    assert report["text"]["plain"]["perplexity"] == math.inf and (tmp_path / "out").is_dir()
+
+
 def test_perplexity_and_entropy_are_those_of_the_folders(tmp_path):
     model, text = source(tmp_path)
     report = quantize_folder(model, tmp_path / "awq", method="awq", calibration=text, length=8)

@@ -23,8 +23,8 @@ _after = jax.jit(run_layer, static_argnums=0)
 
 
 class TextFigures(NamedTuple):
-    """Of the tokens that count: exp of the mean negative log-likelihood, and the mean entropy of the network's
-    predictions of them, in nats."""
+    """Of the tokens that count: exp of the mean negative log-likelihood, infinite beyond float64's largest number, and
+    the mean entropy of the network's predictions of them, in nats."""
 
     perplexity: float
     entropy: float
@@ -93,7 +93,8 @@ class Stream:
             total -= float(np.asarray(logps_BT, np.float64)[live].sum())
             entropy += float(np.asarray(entropies_BT, np.float64)[live].sum())
             count += int(live.sum())
-        return TextFigures(math.exp(total / count), entropy / count)
+        with np.errstate(over="ignore"):
+            return TextFigures(float(np.exp(total / count)), entropy / count)
 
     def _batches(self) -> Iterator[tuple[int, jax.Array, jax.Array]]:
         """(first row, activations, lengths); the last batch is filled up with rows of length 0, so that one program
