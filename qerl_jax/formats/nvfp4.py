@@ -6,7 +6,8 @@ A weight [N, K] (out, in) is held as compressed-tensors' `nvfp4-pack-quantized` 
   global_scale  float32 []               448 * 6 / amax of the tensor (or of the group of tensors that share it)
 
 The quantizer mirrors that program's arithmetic, in which amax / 6 and the global scale are rounded to the weight's own
-dtype and the global scale is a reciprocal times 2688.
+dtype and the global scale is a reciprocal times 2688. Inputs below 2^-126 count as zero on CPU, where XLA flushes
+subnormal numbers: such a negative one may get code 0 for 8, which stand for the same value.
 """
 
 import flax.struct
