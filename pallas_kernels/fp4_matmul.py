@@ -13,7 +13,17 @@ from jax.custom_batching import custom_vmap
 
 from . import dequantized, stream_kernel, variants, wide
 from .layout import COLS, KernelWeight
-from .operands import all_biases, check_added, number, padded_ranks
+from .operands import (
+    all_biases,
+    check_added,
+    check_dy,
+    check_inputs,
+    number,
+    one_number,
+    padded_ranks,
+    per_weight,
+    result_dtype,
+)
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
 from .stream_plan import STREAM_ROWS
 from .wide_plan import WideConfig
@@ -41,9 +51,9 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
 
     Raises:
       ValueError: shapes that do not agree, or a backend that cannot take the shape, naming the constraint.
-      TypeError: an x of whole numbers.
+      TypeError: an x or an out_dtype of whole numbers, or a weight that is no KernelWeight.
     """
-    single = isinstance(weight, KernelWeight)
+    single = not isinstance(weight, list | tuple)
     weights = (weight,) if single else tuple(weight)
     if single:
         global_scale, lora, bias = [global_scale], [lora], [bias]
@@ -51,43 +61,15 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
     check_inputs(x_MK, weights)
     check_added(weights, loras, biases)
     route = Route(backend, variants.capability())
-    out = _linear(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, weights, scales, loras, biases)
+    out = _linear(route, result_dtype(x_MK, out_dtype), x_MK, weights, scales, loras, biases)
     return out[0] if single else out
 
 
 def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
-    """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype."""
-    if dy_MN.ndim != 2 or dy_MN.shape[1] != weight.n:
-        raise ValueError(f"dy must be [M, {weight.n}], got shape {dy_MN.shape}")
-    return product_dx(Route(backend, variants.capability()))((dy_MN,), (weight,), (global_scale,), None)
-
-
-def check_inputs(x_MK, weights):
-    """Raises ValueError where these weights do not all take x, TypeError where it holds whole numbers."""
-    if not jnp.issubdtype(x_MK.dtype, jnp.floating):
-        raise TypeError(f"x is {x_MK.dtype}; expected a float dtype, in which the product is computed")
-    if x_MK.ndim != 2:
-        raise ValueError(f"x must be [M, K], got shape {x_MK.shape}")
-    for w in weights:
-        if w.n == 0:
-            raise ValueError(f"a weight must have outputs, got {w.shape}")
-        if w.k != x_MK.shape[1]:
-            raise ValueError(f"x has K = {x_MK.shape[1]}, the weight {w.shape} expects K = {w.k}")
-    if len({w.dtype for w in weights}) > 1:
-        raise ValueError(f"weights that share x must have one dtype, got {', '.join(w.dtype for w in weights)}")
-
-
-def per_weight(count, global_scale, lora, bias):
-    """Of each of `count` weights its global scale, float32 [], its LoRA pair and its bias, or None."""
-    found = []
-    for name, value in (("global_scale", global_scale), ("lora", lora), ("bias", bias)):
-        value = (None,) * count if value is None else tuple(value)
-        if len(value) != count:
-            raise ValueError(f"{name} must have one entry for each of the {count} weights, got {len(value)}")
-        found.append(value)
-    scales, loras, biases = found
-    scales = tuple(jnp.asarray(scale, jnp.float32).reshape(()) for scale in scales)
-    return scales, tuple(None if entry is None else tuple(entry) for entry in loras), biases
+    """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype. Raises as `fp4_matmul` does."""
+    check_dy(dy_MN, weight)
+    scale = one_number("global_scale", global_scale)
+    return product_dx(Route(backend, variants.capability()))((dy_MN,), (weight,), (scale,), None)
 
 
 class Route(NamedTuple):
@@ -207,7 +189,9 @@ def product(route, out_dtype):
     def fold(axis_size, in_batched, x, weights, scales, biases, loras):
         x_batched, *others, loras_batched = in_batched
         if any(jax.tree.leaves(others)):
-            raise ValueError("fp4_matmul under vmap takes a batch of x and of LoRA only, not of the weights")
+            raise ValueError(
+                "fp4_matmul under vmap takes a batch of x and of LoRA only, not of weights, scales or biases"
+            )
         if any(jax.tree.leaves(loras_batched)):  # an adapter for each row block: outside the kernel
 
             def one(x, loras):
@@ -254,7 +238,7 @@ def product_dx(route, wide_out=False):
     def fold(axis_size, in_batched, dys, weights, scales, lora):
         dys_batched, *others, lora_batched = in_batched
         if any(jax.tree.leaves(others)):
-            raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only; the weight must not be batched")
+            raise ValueError("fp4_matmul_dx under vmap takes a batch of dy only, not of weights or scales")
         if lora is not None and lora_batched[1]:  # an adapter for each row block: outside the kernel
 
             def one(dys, lora):

@@ -16,8 +16,8 @@ from jax.custom_batching import custom_vmap
 
 from . import variants, wide
 from .float16_range import range_scale, reading_scaled
-from .fp4_matmul import Route, all_rows, check_inputs, lora_gradients, per_weight, product, product_dx
-from .operands import check_added, padded_ranks
+from .fp4_matmul import Route, all_rows, lora_gradients, product, product_dx
+from .operands import check_added, check_inputs, check_weight, padded_ranks, per_weight, result_dtype
 from .wide_plan import WideConfig
 
 
@@ -36,9 +36,12 @@ def fp4_mlp(x_MK, weights, global_scales, *, lora=None, bias=None, backend=None,
 
     Raises:
       ValueError: shapes that do not agree, or a backend that cannot take the shape, naming the constraint.
+      TypeError: an x or an out_dtype of whole numbers, or a weight that is no KernelWeight.
     """
     if len(weights) != 3:
         raise ValueError(f"weights are those of gate, up and down, got {len(weights)}")
+    for weight in weights:
+        check_weight(weight)
     gate, up, down = weights
     if not gate.n == up.n == down.k or len({w.dtype for w in weights}) > 1:
         found = ", ".join(f"{w.shape} {w.dtype}" for w in weights)
@@ -47,7 +50,7 @@ def fp4_mlp(x_MK, weights, global_scales, *, lora=None, bias=None, backend=None,
     scales, loras, biases = per_weight(3, global_scales, lora, bias)
     check_added(weights, loras, biases)
     route = Route(backend, variants.capability())
-    return _mlp(route, jnp.dtype(out_dtype or x_MK.dtype), x_MK, tuple(weights), scales, loras, biases)
+    return _mlp(route, result_dtype(x_MK, out_dtype), x_MK, tuple(weights), scales, loras, biases)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

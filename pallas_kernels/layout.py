@@ -124,7 +124,17 @@ class KernelWeight:
         return self.n, self.k
 
 
+def check_data(weight: KernelWeight):
+    """Raises ValueError where a weight's data are not those of its shape, as of a stack of layers, of which `scan` or
+    indexing must take one first."""
+    wanted = (-(-weight.n // ROWS), -(-weight.k // COLS), QUAD_WORDS)
+    if weight.data.shape != wanted:
+        raise ValueError(f"the data of a weight {weight.shape} must be {list(wanted)}, got {list(weight.data.shape)}")
+
+
 def _check(packed, scale):
+    if packed.ndim != 2:
+        raise ValueError(f"packed must be [N, K/2], got shape {packed.shape}")
     n, half = packed.shape
     if packed.dtype != jnp.uint8:
         raise ValueError(f"packed must be uint8, got {packed.dtype}")
@@ -184,6 +194,7 @@ def _repack(packed, scale, dtype):
 @jax.jit
 def unpack(weight: KernelWeight) -> tuple[jax.Array, jax.Array]:
     """The inverse of `repack`, bit for bit: packed uint8 [N, K/2] and scale float8_e4m3fn [N, K/16]."""
+    check_data(weight)
     t, q, _ = weight.data.shape
     words, source_bit = weight.data[..., :512].reshape(t, q, 4, 8, 4, 4), DECODINGS[weight.dtype].source_bit
     pairs = []

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .layout import KernelWeight, dequantize
+from .operands import check_added, check_dy, check_inputs
 
 
 def fp4_matmul_reference(x_MK, weight: KernelWeight, global_scale, *, lora=None, bias=None) -> jax.Array:
@@ -18,7 +19,12 @@ def fp4_matmul_reference(x_MK, weight: KernelWeight, global_scale, *, lora=None,
 
     Returns:
       y_MN in x's dtype.
+
+    Raises:
+      ValueError, TypeError: as `fp4_matmul` does.
     """
+    check_inputs(x_MK, (weight,))
+    check_added((weight,), (lora,), (bias,))
 
     def dot(a, b):
         return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -34,7 +40,8 @@ def fp4_matmul_reference(x_MK, weight: KernelWeight, global_scale, *, lora=None,
 
 
 def fp4_matmul_dx_reference(dy_MN, weight: KernelWeight, global_scale) -> jax.Array:
-    """dx = dy W [M, K], in float32, rounded once to dy's dtype."""
+    """dx = dy W [M, K], in float32, rounded once to dy's dtype. Raises as `fp4_matmul_dx` does."""
+    check_dy(dy_MN, weight)
     w = dequantize(weight, global_scale, jnp.float32)
     dx = jnp.dot(dy_MN.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return dx.astype(dy_MN.dtype)

@@ -16,6 +16,7 @@ from pallas_kernels import (
     dequantize_kernel,
     fp4_matmul,
     fp4_matmul_dx,
+    fp4_matmul_dx_reference,
     fp4_matmul_reference,
     layout,
     repack,
@@ -125,8 +126,16 @@ def test_vmap_folds_rows_and_refuses_batched_weights():
     got = jax.jit(jax.vmap(lambda x: fp4_matmul(x, w, gs)))(x.reshape(3, 4, 64))
     np.testing.assert_allclose(got.reshape(12, 32), fp4_matmul(x, w, gs), rtol=1e-5, atol=1e-4)
     batched = KernelWeight(jnp.stack([w.data, w.data]), w.n, w.k)
-    with pytest.raises(ValueError, match="not of the weights"):
-        jax.vmap(lambda w: fp4_matmul(x, w, gs))(batched)
+    refused = "a batch of x and of LoRA only, not of weights, scales or biases"
+    for f, argument in (
+        (lambda w: fp4_matmul(x, w, gs), batched),
+        (lambda gs: fp4_matmul(x, w, gs), jnp.ones(2)),
+        (lambda bias: fp4_matmul(x, w, gs, bias=bias), jnp.ones((2, 32))),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            jax.vmap(f)(argument)
+    with pytest.raises(ValueError, match="a batch of dy only, not of weights or scales"):
+        jax.vmap(lambda gs: fp4_matmul_dx(jnp.ones((2, 32)), w, gs))(jnp.ones(2))
 
 
 def test_in_a_while_loop():
@@ -160,6 +169,54 @@ def test_no_rows_and_wrong_shapes():
         fp4_matmul(jnp.zeros((2, 64)), [w, _weight(0, 0, 64)], [gs, gs])
     with pytest.raises(ValueError, match=r"bias is .1,., the weight .32, 64. takes .N."):
         fp4_matmul(jnp.zeros((2, 64)), w, gs, bias=jnp.zeros(1))
+
+
+@pytest.mark.parametrize("f", [fp4_matmul, fp4_matmul_reference])
+def test_adapters_and_biases_that_would_be_broadcast_are_refused(f):
+    """A scaling of each output would be one of each rank in the gradient."""
+    w, x, a, b = _weight(0, 32, 64), jnp.zeros((2, 64)), jnp.zeros((32, 64)), jnp.zeros((32, 32))
+    with pytest.raises(ValueError, match=r"lora's scaling must be one number, got shape .32,."):
+        f(x, w, 1.0, lora=(a, b, jnp.ones(32)))
+    with pytest.raises(ValueError, match="lora's scaling must be one number, got None"):
+        f(x, w, 1.0, lora=(a, b, None))
+    with pytest.raises(ValueError, match=r"lora has A .32, 64. and B .1, 32., the weight .32, 64. takes"):
+        f(x, w, 1.0, lora=(a, b[:1], 1.0))
+    with pytest.raises(ValueError, match=r"bias is .1,., the weight .32, 64. takes .N."):
+        f(x, w, 1.0, bias=jnp.zeros(1))
+    assert f(x, w, jnp.ones(1), lora=(a, b, jnp.ones(1))).shape == (2, 32)
+
+
+def test_whole_numbers_are_refused():
+    """Products would be cut to them."""
+    w, x, dy = _weight(0, 32, 64), jnp.zeros((2, 64)), jnp.zeros((2, 32), jnp.int32)
+    for f in (fp4_matmul_dx, fp4_matmul_dx_reference):
+        with pytest.raises(TypeError, match="dy is int32; expected a float dtype"):
+            f(dy, w, 1.0)
+    with pytest.raises(TypeError, match="x is int32; expected a float dtype"):
+        fp4_matmul_reference(x.astype(jnp.int32), w, 1.0)
+    with pytest.raises(TypeError, match="out_dtype is int32; expected a float dtype"):
+        fp4_matmul(x, w, 1.0, out_dtype=jnp.int32)
+
+
+def test_arguments_of_another_kind_are_named():
+    w, x, dy = _weight(0, 32, 64), jnp.zeros((2, 64)), jnp.zeros((2, 32))
+    a, b = jnp.zeros((4, 64)), jnp.zeros((32, 4))
+    stack = KernelWeight(jnp.stack([w.data, w.data]), w.n, w.k)
+    for f, rows in ((fp4_matmul, x), (fp4_matmul_dx, dy)):
+        with pytest.raises(TypeError, match="a weight is ndarray; expected a KernelWeight, which `repack` makes"):
+            f(rows, np.zeros((32, 64)), 1.0)
+        with pytest.raises(ValueError, match=r"data of a weight .32, 64. must be .2, 1, 576., got .2, 2, 1, 576."):
+            f(rows, stack, 1.0)
+        with pytest.raises(ValueError, match=r"global_scale must be one number, got shape .2,."):
+            f(rows, w, jnp.ones(2))
+        with pytest.raises(ValueError, match="global_scale must be one number, got None"):
+            f(rows, w, None)
+    with pytest.raises(ValueError, match="global_scale must be a list, with one entry for each of the 2 weights"):
+        fp4_matmul(x, [w, w], 1.0)
+    with pytest.raises(ValueError, match=r"a weight's lora must be .A, B, scaling. or None, got tuple of 2"):
+        fp4_matmul(x, w, 1.0, lora=(a, b))
+    with pytest.raises(ValueError, match=r"a weight's lora must be .A, B, scaling. or None, got ArrayImpl"):
+        fp4_matmul(x, [w, w, w], [1.0] * 3, lora=(a, b, 1.0))
 
 
 def holds(plan, k, n):
