@@ -7,13 +7,13 @@ global scale is applied to the float32 sums: so the product has cuBLAS's own err
 import jax.numpy as jnp
 
 from . import dequantize_kernel
-from .layout import EPILOGUE_FACTOR, KernelWeight, dequantize
+from .layout import EPILOGUE_FACTOR, KernelWeight, undivided
 
 
 def _weight(weight: KernelWeight, by: str):
     """W [N, K] in 16 bits and what its products must be divided by, over the global scale."""
     if by == "dequantize":
-        return dequantize(weight, jnp.float32(1.0), weight.dtype), 1.0
+        return undivided(weight), 1.0
     if by == "dequantize-triton":
         from . import triton_kernel  # needs triton, which only this path does
 

@@ -216,12 +216,24 @@ def unpack(weight: KernelWeight) -> tuple[jax.Array, jax.Array]:
 def dequantize(weight: KernelWeight, global_scale: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
     """W [N, K] = e2m1 * (scale / global_scale), computed in float32 and rounded once to dtype."""
     packed, scale = unpack(weight)
-    codes = jnp.stack([packed & 15, packed >> 4], -1).reshape(weight.n, weight.k // BLOCK, BLOCK)
+    # One division, then one product: both round once, in float32, as the writers of the format do (a GPU's division may
+    # be one ulp off). Without the barrier XLA, on a CPU, multiplies by the reciprocal of what it broadcasts.
+    divisor = jnp.broadcast_to(jnp.asarray(global_scale, jnp.float32).reshape(()), scale.shape)
+    return _products(packed, scale.astype(jnp.float32) / jax.lax.optimization_barrier(divisor)).astype(dtype)
+
+
+def undivided(weight: KernelWeight) -> jax.Array:
+    """e2m1 * scale [N, K] in the weight's dtype, which holds it exactly."""
+    packed, scale = unpack(weight)
+    return _products(packed, scale.astype(jnp.float32)).astype(weight.dtype)
+
+
+def _products(packed, block):
+    """Codes, of packed uint8 [N, K/2], times the numbers of their blocks, float32 [N, K/16]."""
+    codes = jnp.stack([packed & 15, packed >> 4], -1).reshape(*block.shape, BLOCK)
     magnitude = codes & 7
     exponent = jnp.maximum(magnitude >> 1, 1)
     value = ((magnitude & 1) + jnp.where(magnitude > 1, 2, 0)).astype(jnp.float32) * 0.5
     value = value * jnp.left_shift(1, exponent.astype(jnp.int32) - 1).astype(jnp.float32)
     value = jnp.where(codes & 8, -value, value)
-    # one division, then one product: both round once, in float32, as the writers of the format do
-    block = scale.astype(jnp.float32) / jnp.asarray(global_scale, jnp.float32).reshape(())
-    return (value * block[..., None]).reshape(weight.n, weight.k).astype(dtype)
+    return (value * block[..., None]).reshape(packed.shape[0], 2 * packed.shape[1])

@@ -104,6 +104,16 @@ def test_dequantize_matches_a_table_lookup():
     np.testing.assert_allclose(got, true, rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("made_by", [layout.dequantize, jax.jit(layout.dequantize, static_argnums=2)])
+def test_dequantize_divides_as_the_writers_of_the_format_do(made_by):
+    packed, scale = _random(2, 32, 256)
+    weight = layout.repack(jnp.asarray(packed), jnp.asarray(scale))
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(32, 16, 16)
+    block = scale.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / np.float32(700.3)
+    got = np.asarray(made_by(weight, jnp.float32(700.3), jnp.float32))
+    np.testing.assert_array_equal(got, (E2M1[codes].astype(np.float32) * block[..., None]).reshape(32, 256))
+
+
 def test_weight_is_a_pytree_with_static_shape():
     weight = layout.KernelWeight(jnp.zeros((1, 1, 576), jnp.uint32), 16, 64)
     leaves, treedef = jax.tree.flatten(weight)
