@@ -45,6 +45,10 @@ def _check_layer(dtype: jnp.dtype, layer: LayerPart) -> None:
     """x of another dtype, and inputs of another size, would be read as if they had the weights'."""
     if jnp.dtype(dtype).name != layer.dtype:
         raise ValueError(f"x is {jnp.dtype(dtype).name}; the layout of the layer's weights is for {layer.dtype}")
+    _check_sizes(layer)
+
+
+def _check_sizes(layer: LayerPart) -> None:
     o, gate, up, down, *qkv = (projection.weight for group in layer.groups for projection in group)
     fits = gate.shape == up.shape == (gate.n, o.n) and down.shape == (o.n, gate.n) and all(w.k == o.n for w in qkv)
     if not fits:
@@ -53,7 +57,6 @@ def _check_layer(dtype: jnp.dtype, layer: LayerPart) -> None:
 
 
 def _check_inputs(x: jax.Array, residual: jax.Array, layer: LayerPart, norms: Sequence[jax.Array]) -> None:
-    _check_layer(x.dtype, layer)
     rows, hidden = x.shape[0], layer.o.weight.n
     wanted = {"x": (x, (rows, layer.o.weight.k)), "residual": (residual, (rows, hidden))}
     wanted |= {f"norms[{i}]": (scale, (hidden,)) for i, scale in enumerate(norms)}
@@ -136,6 +139,7 @@ def between_attentions(
       ValueError: the kernels do not take the shape or x's dtype (see `takes_between_attentions`), or arrays do not fit
         each other.
     """
+    _check_layer(x.dtype, layer)
     _check_inputs(x, residual, layer, norms)
     if hidden is not None and (layer.o.lora is None or x.shape[0] > MAX_ROWS):
         has = "an" if layer.o.lora is not None else "no"
@@ -168,7 +172,10 @@ def between_attentions_reference(
     in_units: bool = False,
     hidden: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`between_attentions` in plain JAX: the products in float32, what they read rounded to x's dtype."""
+    """`between_attentions` in plain JAX: the products in float32, what they read rounded to x's dtype, any that
+    is of floats. Raises ValueError where arrays do not fit each other."""
+    _check_sizes(layer)
+    _check_inputs(x, residual, layer, norms)
     x = from_unit_order(x) if in_units else x
     dtype = x.dtype
 

@@ -241,7 +241,7 @@ def test_x_a_that_nobody_takes(m, rank, message):
         jax.eval_shape(lambda *given: between_attentions(*given[:-1], 1e-6, hidden=given[-1]), *operands)
 
 
-@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize("f, m", [(between_attentions, 8), (between_attentions, 32), (between_attentions_reference, 8)])
 @pytest.mark.parametrize("which, change, message", [
     ("x", lambda x: x.update(shape=(x.shape[0], 256)), r"x must be \[\d+, 3584\], got \[\d+, 256\]"),
     ("residual", lambda stream: stream.update(dtype=jnp.bfloat16), "residual stream must be float32, got bfloat16"),
@@ -252,13 +252,13 @@ def test_x_a_that_nobody_takes(m, rank, message):
     ("layer", lambda layer: layer._replace(qkv=(layer.down,) * 3), "that do not follow each other"),
     ("layer", lambda layer: layer._replace(qkv=(layer.qkv[0]._replace(bias=layer.qkv[1].bias),)), r"bias is \(512,\)"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(m, which, change, message):
-    """It would be read as if it did."""
+def test_what_does_not_fit_is_refused(f, m, which, change, message):
+    """It would be read as if it did, or broadcast."""
     x, residual = streams_of("7B", m)
     operands = {"x": x, "residual": residual, "layer": shapes_of("7B", 32), "norms": scales_of("7B")}
     operands[which] = change(operands[which])
     with compiling_for(90), pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda *given: between_attentions(*given, 1e-6), *operands.values())
+        jax.eval_shape(lambda *given: f(*given, 1e-6), *operands.values())
 
 
 def test_a_layer_that_does_not_fit_is_not_taken():
