@@ -66,7 +66,11 @@ def fp4_matmul(x_MK, weight, global_scale, *, lora=None, bias=None, backend=None
 
 
 def fp4_matmul_dx(dy_MN, weight: KernelWeight, global_scale, *, backend=None):
-    """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype. Raises as `fp4_matmul` does."""
+    """dx = dy W [M, K] from the same packed bytes, float32 sums, in dy's dtype. It has no gradient.
+
+    Raises:
+      ValueError, TypeError: as `fp4_matmul` does.
+    """
     check_dy(dy_MN, weight)
     scale = one_number("global_scale", global_scale)
     return product_dx(Route(backend, variants.capability()))((dy_MN,), (weight,), (scale,), None)
@@ -206,7 +210,7 @@ def product(route, out_dtype):
         ys = base(x.reshape(batch * m, k), weights, scales, biases, loras)
         return tuple(y.reshape(batch, m, y.shape[-1]) for y in ys), (True,) * len(weights)
 
-    return base
+    return without_gradient(base)
 
 
 @functools.cache
@@ -253,7 +257,18 @@ def product_dx(route, wide_out=False):
         out = dx(tuple(map(rows, dys, dys_batched)), weights, scales, more)
         return out.reshape(axis_size, dys[0].shape[-2], weights[0].k), True
 
-    return dx
+    return without_gradient(dx)
+
+
+def without_gradient(f):
+    """f, which says so where it is differentiated."""
+
+    def refuse(*_):
+        raise NotImplementedError("fp4_matmul and fp4_mlp have first derivatives only, and fp4_matmul_dx has none")
+
+    alone = jax.custom_vjp(f)
+    alone.defvjp(refuse, refuse)
+    return alone
 
 
 def all_rows(axis_size, x, batched):

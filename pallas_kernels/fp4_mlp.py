@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 
 from . import variants, wide
 from .float16_range import range_scale, reading_scaled
-from .fp4_matmul import Route, all_rows, lora_gradients, product, product_dx
+from .fp4_matmul import Route, all_rows, lora_gradients, product, product_dx, without_gradient
 from .operands import check_added, check_inputs, check_weight, padded_ranks, per_weight, result_dtype
 from .wide_plan import WideConfig
 
@@ -123,7 +123,7 @@ def _joined(route, keeps):
             ys = tuple(y.reshape(axis_size, -1, y.shape[-1]) for y in ys)
         return ys, (True,) * len(ys)
 
-    return joined
+    return without_gradient(joined)
 
 
 @functools.cache
@@ -159,4 +159,4 @@ def _dx_through(route):
             )
         return ys, (True, True)
 
-    return through
+    return without_gradient(through)

@@ -91,6 +91,20 @@ def test_gradients_are_those_of_the_dense_product():
     np.testing.assert_allclose(batch[0], want[0], rtol=2e-4, atol=2e-3)
 
 
+def test_derivatives_that_are_not_there_are_named():
+    w, x, dy = _weight(0, 48, 64), _x(1, 5, 64), _x(2, 5, 48)
+
+    def loss(x):
+        return jnp.square(fp4_matmul(x, w, 1.0)).sum()
+
+    def of_dx(dy):
+        return fp4_matmul_dx(dy, w, 1.0).sum()
+
+    for f, at in ((jax.hessian(loss), x), (jax.grad(lambda x: jax.grad(loss)(x).sum()), x), (jax.grad(of_dx), dy)):
+        with pytest.raises(NotImplementedError, match="first derivatives only, and fp4_matmul_dx has none"):
+            f(at)
+
+
 def test_gradients_of_a_list_with_adapters_of_its_own():
     """Also under vmap: over x, over x and adapters, and over adapters alone."""
     scales, ns, ranks = [jnp.float32(100.0), jnp.float32(7.0), jnp.float32(3000.0)], (48, 16, 32), (4, None, 20)
