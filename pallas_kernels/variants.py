@@ -52,7 +52,11 @@ _TARGET: contextvars.ContextVar[int | None] = contextvars.ContextVar("target", d
 def compiling_for(capability: int) -> Iterator[None]:
     """What is traced inside gets the kernels of a CUDA device of this compute capability (times ten) instead of the
     default device's: for programs that are lowered or compiled ahead of time. A function that
-    `jax.jit` has traced before keeps its kernels."""
+    `jax.jit` has traced before keeps its kernels. ValueError for a capability that is not times ten."""
+    if not isinstance(capability, int) or 0 < capability < 50:
+        raise ValueError(
+            f"capability is {capability!r}; expected the compute capability times ten, such as 90 for Hopper"
+        )
     token = _TARGET.set(capability)
     try:
         yield

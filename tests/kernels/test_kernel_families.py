@@ -32,6 +32,13 @@ def test_gpus_from_ampere_on_run_triton_where_it_is_installed(capability, monkey
         assert not lora_inside(8, *SHAPE, (32,))  # adapters are products of their own
 
 
+@pytest.mark.parametrize("capability", [9.0, 9, "90"])
+def test_a_capability_that_is_not_times_ten_is_refused(capability):
+    """Code for Hopper would dequantize, in silence."""
+    with pytest.raises(ValueError, match="expected the compute capability times ten, such as 90 for Hopper"):
+        compiling_for(capability).__enter__()
+
+
 @pytest.mark.parametrize("capability, lacks, said", [
     (80, "jax-triton is not installed", "none, dequantize + dot (sm_80; jax-triton is not installed)"),
     (75, None, "none, dequantize + dot (sm_75)"),

@@ -121,6 +121,8 @@ def test_weight_is_a_pytree_with_static_shape():
 
 
 def test_repack_names_a_wrong_shape():
+    with pytest.raises(ValueError, match=r"packed must be \[N, K/2\], got shape \(2, 16, 32\)"):
+        layout.repack(jnp.zeros((2, 16, 32), jnp.uint8), jnp.zeros((2, 16, 4), jnp.uint8))
     with pytest.raises(ValueError, match="multiple of 16"):
         layout.repack(jnp.zeros((16, 12), jnp.uint8), jnp.zeros((16, 1), jnp.uint8))
     with pytest.raises(ValueError, match=r"\(16, 4\)"):
