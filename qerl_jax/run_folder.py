@@ -35,6 +35,7 @@ from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, METRICS, ROWS, SUMMARY
 from qerl_jax.run_options import (
     LOCATIONS,
     OPTIONS,
+    as_named_now,
     changes,
     changes_of_policy,
     refuse_what_has_gone,
@@ -249,7 +250,7 @@ def _kept(folder: Path, newest: tuple[Progress, int] | None) -> tuple[dict[str, 
     else:
         progress = {} if newest is None else newest[0]
         identity, rewards, options = (progress.get(name, {}) for name in names)
-    return identity, rewards, options
+    return identity, rewards, as_named_now(options)
 
 
 def as_begun(config: Config) -> Config:

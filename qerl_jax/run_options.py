@@ -103,6 +103,14 @@ def _without_places(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in _flat(values).items() if name not in _FREE | _PLACES.keys()}
 
 
+def as_named_now(kept: dict[str, Any]) -> dict[str, Any]:
+    """Options that a run has kept, by the names of this version: `constant` of an earlier one had a warm-up, and its
+    ratio was kept with it."""
+    kind = "optimizer.lr_scheduler_type"
+    had_warm_up = kept.get(kind) == "constant" and "optimizer.warmup_ratio" in kept
+    return kept | {kind: "constant_with_warmup"} if had_warm_up else kept
+
+
 def changes(stored: Config, kept: dict[str, Any], given: Config) -> list[str]:
     """What differs and matters to the run's course, a line each.
 

@@ -93,6 +93,20 @@ def test_a_file_edited_amid_the_run_is_refused_with_both_values(tmp_path):
     assert load_config(str(folder / "config.yaml")).run.seed == 0
 
 
+def test_constant_of_an_earlier_version_goes_on_as_constant_with_warmup(tmp_path):
+    earlier = {"optimizer.lr_scheduler_type": "constant", "optimizer.warmup_ratio": 0.5}
+    warm = "optimizer.lr_scheduler_type=constant_with_warmup", "optimizer.warmup_ratio=0.5"
+    folder = begun_with(tmp_path, *warm, options=earlier)
+    open_once(load_config(str(folder / "config.yaml")))
+    kind, ratio = ("type: constant_with_warmup", "type: constant"), ("warmup_ratio: 0.5", "")
+    with pytest.raises(UserError, match="constant_with_warmup has one, and is what constant was called in runs of"):
+        edit(folder, kind)
+    with pytest.raises(UserError, match="lr_scheduler_type was 'constant_with_warmup', is now 'constant'"):
+        open_once(edit(folder, ratio))
+    plain = begun_with(tmp_path / "plain", "optimizer.lr_scheduler_type=constant")
+    open_once(load_config(str(plain / "config.yaml")))
+
+
 @pytest.mark.parametrize(
     "change",
     ["run.save_steps=4", "run.save_total_limit=2", "run.log_completions=false", "run.report_to=[tensorboard]",
