@@ -302,6 +302,18 @@ def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
 
+def warn_of_earlier_version(progress: Progress, step: int) -> None:
+    """Says that a checkpoint without options is of an earlier version, whose numbers may have been others."""
+    if not progress.get(OPTIONS):
+        _log.warning(
+            "the checkpoint of step %d was saved by an earlier version, which kept no options; some of those drew "
+            "other completions and rounded the steps of warm-up otherwise: what is sampled and the learning rate may "
+            "not go on as there; finish the run with that version, or start another run with %s, if that is not meant",
+            step,
+            FRESH,
+        )
+
+
 def warn_of_changed_rewards(stored: dict[str, str], now: dict[str, str], step: int) -> None:
     """Says which reward functions have another source (a digest of it, by name) than before `step`.
 

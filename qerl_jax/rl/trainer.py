@@ -185,6 +185,7 @@ class _Run:
             saved, self.progress, step = found
             run_folder.refuse_changed_identity(self.folder, self.progress["identity"], identity, step)
             print(f"continuing {self.folder} from step {step} of {self.experiment.total_steps}")
+            run_folder.warn_of_earlier_version(self.progress, step)
             run_folder.warn_of_changed_rewards(self.progress.get("rewards", {}), self.rewards.sources, step)
         options = run_options.options_to_keep(self.config)
         self.progress |= {"identity": identity, "rewards": self.rewards.sources, run_options.OPTIONS: options}

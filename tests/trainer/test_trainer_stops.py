@@ -269,7 +269,9 @@ def test_other_problems_tokenizer_or_ends_of_completions_are_refused(policy, tmp
         file.unlink() if before is None else file.write_text(before)
 
 
-def test_a_run_begun_before_so_much_was_written_down_continues_and_adds_it(config, finished, tmp_path, monkeypatch):
+def test_a_run_begun_before_so_much_was_written_down_continues_and_adds_it(
+    config, finished, tmp_path, monkeypatch, caplog
+):
     identity = Experiment.identity
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
@@ -279,7 +281,14 @@ def test_a_run_begun_before_so_much_was_written_down_continues_and_adds_it(confi
         patch.setattr(run_options, "options_to_keep", lambda config: {})
         with pytest.raises(Killed):
             train(config, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(Killed):
+            train(config, tmp_path / "run")
+    assert "the checkpoint of step 2 was saved by an earlier version" in caplog.text
+    caplog.clear()
     train(config, tmp_path / "run")
+    assert "earlier version" not in caplog.text
     assert differences(tmp_path / "run", finished) == []
 
 
