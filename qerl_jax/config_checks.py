@@ -174,8 +174,8 @@ def options_without_effect(config: "Config") -> dict[str, tuple[str, tuple[str, 
         add(why, ("lora.adapter",), "lora.lora_r", "lora.lora_alpha", "lora.lora_target_modules", "lora.use_rslora")
     if config.optimizer.lr_scheduler_type == "constant":
         kind = "optimizer.lr_scheduler_type"
-        also = "constant_with_warmup has one, and is what constant was called in runs of earlier versions"
-        add(f"{kind} constant has no warm-up ({also})", (kind,), "optimizer.warmup_ratio")
+        has_one = "constant_with_warmup, which earlier versions called constant, has one"
+        add(f"{kind} constant has no warm-up ({has_one})", (kind,), "optimizer.warmup_ratio")
     slots, completions = config.generation.max_slots, config.completions_per_rollout
     if slots is not None and slots >= completions:
         size = ("optimizer.per_device_train_batch_size", "optimizer.gradient_accumulation_steps")

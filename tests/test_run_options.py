@@ -99,7 +99,7 @@ def test_constant_of_an_earlier_version_goes_on_as_constant_with_warmup(tmp_path
     folder = begun_with(tmp_path, *warm, options=earlier)
     open_once(load_config(str(folder / "config.yaml")))
     kind, ratio = ("type: constant_with_warmup", "type: constant"), ("warmup_ratio: 0.5", "")
-    with pytest.raises(UserError, match="constant_with_warmup has one, and is what constant was called in runs of"):
+    with pytest.raises(UserError, match="constant_with_warmup, which earlier versions called constant, has one"):
         edit(folder, kind)
     with pytest.raises(UserError, match="lr_scheduler_type was 'constant_with_warmup', is now 'constant'"):
         open_once(edit(folder, ratio))
