@@ -58,6 +58,11 @@ class SparePlan:
         return 8 * self.eights + 16 * self.tiles
 
     @property
+    def copied(self) -> float:
+        """Bytes of x and A that each CTA copies."""
+        return 2 * self.rows * self.d / self.ctas
+
+    @property
     def stage(self) -> int:
         """Steps that shared memory holds, or fewer, if a CTA has no more."""
         held = self.shared // (self.rows * 2 * STEP)

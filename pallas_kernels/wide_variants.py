@@ -189,8 +189,7 @@ def product_us(plan: WidePlan) -> float:
 def decode_us(plan: WidePlan, ranks: tuple[int, ...]) -> float:
     """The same where CTAs without a tile make x A^T: of the product and LoRA's behind it, or until x A^T is there."""
     rows, spare = plan.config.m_tile, dataclasses.replace(plan, ranks=ranks, makes_h=True).spare
-    copied = 2 * spare.rows * spare.d / spare.ctas  # bytes
-    made = 4.9 + 0.035 * rows + copied / 40e3 + 0.03 * spare.ctas + RANK_US * spare.tiles
+    made = 4.9 + 0.035 * rows + spare.copied / 40e3 + 0.03 * spare.ctas + RANK_US * spare.tiles
     return max(product_us(plan) + 1, made)
 
 
@@ -207,5 +206,4 @@ def makes_h_in_time(
     except ValueError:
         return False
     us = 4.2 + clocks(plan) / CLOCKS_PER_US
-    copied = 2 * plan.spare.rows * k / plan.spare.ctas  # bytes
-    return 7.5 + 0.01 * plan.spare.m + copied / 44e3 <= us + LAUNCH_US
+    return 7.5 + 0.01 * plan.spare.m + plan.spare.copied / 44e3 <= us + LAUNCH_US

@@ -58,11 +58,11 @@ def test_of_what_was_measured_the_least_estimate_is_nearly_the_fastest(units, up
 @pytest.mark.parametrize("up_to_64, mean, most", [(True, 1.01, 1.06), (False, 1.01, 1.05)])
 def test_with_adapters_what_it_takes_is_nearly_the_fastest(up_to_64, mean, most):
     """Where spare CTAs are too few to make x A^T, launches before do."""
-    slower = []
+    slower, alone = [], times_of(True, 0)
     for (k, n, m), times in times_of(True, 32).items():
-        ranks, alone = (32,) * len(n), times_of(True, 0)[k, n, m]
+        ranks = (32,) * len(n)
         apart = APART_US + RANK_US * sum(ranks) / 16
-        us = {c: times[c] if makes_h_in_time(m, k, n, ranks, c) else alone[c] + apart for c in times}
+        us = {c: times[c] if makes_h_in_time(m, k, n, ranks, c) else alone[k, n, m][c] + apart for c in times}
         config = few_rows_config(m, k, n, ranks, True) if m in FEW_ROWS else wide_config("forward", m, k, n, ranks)
         if (m in FEW_ROWS) == up_to_64:
             slower.append(us[config] / min(us.values()))
