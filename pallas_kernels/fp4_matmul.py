@@ -264,7 +264,7 @@ def without_gradient(f):
     """f, which says so where it is differentiated."""
 
     def refuse(*_):
-        raise NotImplementedError("fp4_matmul and fp4_mlp have first derivatives only, and fp4_matmul_dx has none")
+        raise TypeError("fp4_matmul and fp4_mlp have first derivatives only, and fp4_matmul_dx has none")
 
     alone = jax.custom_vjp(f)
     alone.defvjp(refuse, refuse)
