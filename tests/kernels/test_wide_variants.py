@@ -71,13 +71,13 @@ def test_with_adapters_what_it_takes_is_nearly_the_fastest(up_to_64, mean, most)
 
 
 def test_the_estimates_of_a_decode_step_are_near_what_was_measured():
-    for rank, estimate, mean, most in ((0, product_us, 0.03, 0.18), (32, decode_us, 0.04, 0.26)):
+    for rank, estimate, mean, most in ((0, product_us, 0.035, 0.18), (32, decode_us, 0.04, 0.26)):
         off = []
         for (k, n, m), times in times_of(True, rank).items():
             for config, us in times.items():
                 plan = make_plan(m, k, n, False, config)
                 off.append(abs(estimate(plan, *[(rank,) * len(n)] * bool(rank)) / us - 1))
-        assert len(off) == 280 and sum(off) / len(off) < mean and max(off) < most
+        assert len(off) == 301 and sum(off) / len(off) < mean and max(off) < most
 
 
 @pytest.mark.parametrize("m, k, n, split", [(32, 11008, 2048, 8), (64, 9728, 2560, 6), (128, 8192, 3072, 5)])
