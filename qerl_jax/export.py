@@ -22,7 +22,7 @@ from qerl_jax.models.packed_by import rounded_to
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.peft import load_adapter, save_adapter
 from qerl_jax.models.saving import save_merged, save_model
-from qerl_jax.models.source import resolve
+from qerl_jax.models.source import from_anywhere, resolve
 from qerl_jax.option_names import EXPORT_FORMATS, FORMATS
 from qerl_jax.program import program
 from qerl_jax.quantization.adapters import check_adapter, trained_format, warn_of_other_format, warn_of_scaled_base
@@ -82,7 +82,8 @@ def export_model(
         if trained is None:
             raise UserError(f"{source}: a model alone has no adapter; expected a run folder, or --adapter DIR")
         trained_on = rounded_to(found.model, found.weight_format) if adapter is None else trained_format(adapter)
-        save_adapter(trained, path, found.model, tokenizer_from=found.model, weight_format=trained_on)
+        base_name = from_anywhere(found.model)
+        save_adapter(trained, path, base_name, tokenizer_from=found.model, weight_format=trained_on)
     else:
         trained = _adapter(found, adapter)
         if adapter is not None:

@@ -188,6 +188,15 @@ def test_a_model_and_an_adapter(tmp_path, base):
         export_model(base, tmp_path / "x", "nvfp4", tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("name", ["base", "~/base", "base/../base", "."])
+def test_an_adapter_names_its_base_so_that_it_is_found_from_any_folder(tmp_path, base, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(base if name == "." else tmp_path)
+    save_adapter(initial_adapter(load_config("quickstart", []), load_model(base), jax.random.key(1)), "mine", "b")
+    export_model(name, tmp_path / "out", "peft", "mine")
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+
+
 def test_a_config_yaml_of_another_program_makes_no_run(tmp_path, base, run):
     """Beside a model, and beside an adapter that is written."""
     (base / "config.yaml").write_text("base_model: x\n")

@@ -79,7 +79,8 @@ def resolve(path: str | os.PathLike[str], shipped: bool = True) -> Path:
 
 def from_anywhere(path: str) -> str:
     """The name of the same folder or repository that holds in any working folder."""
-    return os.path.abspath(path) if not path.startswith(_BUILTIN) and Path(path).is_dir() else path
+    folder = with_home(path)
+    return os.path.abspath(folder) if not path.startswith(_BUILTIN) and folder.is_dir() else path
 
 
 def _builtin(name: str) -> Path:
