@@ -204,6 +204,12 @@ def test_generate_replaces_its_output_at_the_first_row_and_keeps_what_came_befor
     assert json.loads(output.read_text())["completion"] == "one"
 
 
+def test_the_help_of_export_says_which_adapters_not_all_servers_take(capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert "may not take those, nor rsLoRA: then merge" in capsys.readouterr().out
+
+
 def test_the_help_says_that_an_output_is_replaced_and_its_examples_are_what_a_shell_takes(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
