@@ -71,7 +71,8 @@ def capability() -> int:
         return target
     if jax.default_backend() != "gpu":
         return 0
-    return round(float(jax.devices()[0].compute_capability) * 10)
+    device = jax.devices()[0]  # AMD's, a "gpu" too, has a name for it, such as gfx942
+    return round(float(device.compute_capability) * 10) if "cuda" in device.client.platform_version else 0
 
 
 def kernel_family() -> str:

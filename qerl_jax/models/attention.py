@@ -1,4 +1,5 @@
-"""Causal attention of whole rows: by cuDNN on a GPU in 16 bits, by XLA's products elsewhere; padded rows or a pack.
+"""Causal attention of whole rows: by cuDNN on a GPU from Ampere on in 16 bits, by XLA's products elsewhere; padded rows
+or a pack.
 
 Dimension letters: B rows, T positions, H query heads, K key-value heads, E head size; L token slots of a pack, F rows
 of a frame and W its width.
@@ -11,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.variants import capability
 from qerl_jax.models.flash_attention import flash_attention, flash_backward, flash_forward
 from qerl_jax.models.packed_rows import AsItStands, PackedRows, Placed, placed
 
 
 def by_cudnn(dtype: jnp.dtype) -> bool:
-    """Whether attention in this dtype is cuDNN's, which keeps no scores."""
-    return dtype.itemsize == 2 and jax.default_backend() == "gpu"
+    """Whether attention in this dtype is cuDNN's, which keeps no scores and needs a GPU from Ampere on."""
+    return dtype.itemsize == 2 and jax.default_backend() == "gpu" and capability() >= 80
 
 
 def causal_attention(q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, mask_BT: jax.Array | None) -> jax.Array:

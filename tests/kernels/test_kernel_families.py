@@ -10,6 +10,7 @@ from tiny import tiny_model
 from pallas_kernels import compiling_for, describe, has_kernels, lora_inside, variants
 from pallas_kernels.stream_plan import RESIDENT
 from pallas_kernels.variants import MAX_TRITON_ROWS
+from qerl_jax.models.attention import by_cudnn
 from qerl_jax.models.init import for_kernels
 from qerl_jax.policy import kernels_said
 
@@ -99,6 +100,21 @@ def test_multiprocessors_are_those_of_the_device_that_is_compiled_for(monkeypatc
     assert variants.multiprocessors() == 108 and not variants.has_room_for_a_wave()
     with compiling_for(90):
         assert variants.multiprocessors() == RESIDENT[1] and variants.has_room_for_a_wave()
+
+
+@pytest.mark.parametrize("platform, of_device, known, by_cudnn_there", [
+    ("cuda 13000", "8.0", 80, True),
+    ("cuda 13000", "12.1", 121, True),
+    ("cuda 13000", "7.5", 75, False),  # whose cuDNN has no such attention
+    ("rocm 70000", "gfx942", 0, False),
+])  # fmt: skip
+def test_the_capability_of_a_gpu_and_its_attention(platform, of_device, known, by_cudnn_there, monkeypatch):
+    client = types.SimpleNamespace(platform_version=f"PJRT C API\n{platform}")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(client=client, compute_capability=of_device)])
+    assert variants.capability() == known
+    assert by_cudnn(jnp.dtype(jnp.bfloat16)) is by_cudnn_there and not by_cudnn(jnp.dtype(jnp.float32))
+    assert (variants.kernel_family() == "reference") is (known == 0)
 
 
 def test_what_a_run_says_of_them(monkeypatch):
