@@ -1,5 +1,6 @@
 """How far a run has come, on one line of a terminal."""
 
+import os
 import shutil
 import sys
 import time
@@ -85,9 +86,17 @@ _SHOWN = (
 
 def redraw(stream: TextIO, line: str) -> None:
     """Puts `line` in the place of the last one of a terminal, cut where it would go on in another."""
-    width = shutil.get_terminal_size().columns
-    stream.write(f"\r\033[K{line[: max(1, width - 1)]}")
+    stream.write(f"\r\033[K{line[: max(1, _columns(stream) - 1)]}")
     stream.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of a terminal, which need not be that of standard output, where `shutil` looks: that may be a file."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except OSError:  # no terminal of the system's
+        columns = 0
+    return shutil.get_terminal_size((columns or 80, 24)).columns
 
 
 def duration(seconds: float) -> str:

@@ -1,10 +1,15 @@
 """What the line of progress says, when, and where."""
 
 import io
+import os
+import pty
+import sys
+import termios
 
 import pytest
 
 from qerl_jax import progress
+from qerl_jax.live_line import redraw
 from qerl_jax.progress import Progress
 
 
@@ -54,6 +59,17 @@ def test_a_line_is_cut_to_the_terminal(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     *_, last = run(Terminal(), clock, 400).rstrip("\n").split("\r\033[K")
     assert last == "loading m: 4/4 tensors, 8.00/8.00 GB, 20"[:39]
+
+
+def test_the_terminal_is_the_one_that_is_written_to(clock, monkeypatch):
+    """As where standard output goes into a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+    ours, theirs = pty.openpty()
+    with open(ours, "rb") as shown, open(theirs, "w") as terminal:
+        termios.tcsetwinsize(terminal, (24, 40))
+        redraw(terminal, "x" * 100)
+        assert os.read(shown.fileno(), 200) == b"\r\033[K" + b"x" * 39
 
 
 def test_an_interrupted_line_is_ended(clock):
