@@ -6,9 +6,11 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from qerl_jax.cli import main
+from qerl_jax.commands.command import take_device
 from qerl_jax.config import GenerationOptions
 from qerl_jax.config_files import load_config, save_yaml
 from qerl_jax.data.dataset import load_dataset
@@ -317,3 +319,13 @@ def test_a_config_whose_folder_has_an_equals_sign(tmp_path, monkeypatch, capsys)
     assert "lr=1e-3/config.yaml, line 1: unknown section nothing" in capsys.readouterr().err
     assert main(["train", "runs/lr=1e-3/config.yaml"]) == 2
     assert "runs/lr=1e-3/config.yaml: no such file" in capsys.readouterr().err
+
+
+def test_of_several_gpus_a_command_takes_the_first_or_those_that_jax_has_been_given():
+    for given, taken in (("all", "0"), ("2", "2")):
+        jax.config.update("jax_cuda_visible_devices", given)
+        try:
+            take_device()
+            assert jax.config.read("jax_cuda_visible_devices") == taken
+        finally:
+            jax.config.update("jax_cuda_visible_devices", "all")

@@ -110,10 +110,13 @@ def run_folder(name: str, file: str) -> Path:
     return folder
 
 
-def check_device() -> None:
-    """Refuses a JAX_PLATFORMS that names no device of this machine, of which JAX tells by a traceback."""
+def take_device() -> None:
+    """Takes the first GPU alone: JAX would reserve memory on all that it sees. Refuses a JAX_PLATFORMS that names no
+    device of this machine, of which JAX tells by a traceback."""
     import jax
 
+    if jax.config.read("jax_cuda_visible_devices") == "all":
+        jax.config.update("jax_cuda_visible_devices", "0")
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin for that platform is installed

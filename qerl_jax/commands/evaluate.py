@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, check_device, check_n, check_seed, run_folder
+from qerl_jax.commands.command import add_command, check_n, check_seed, run_folder, take_device
 from qerl_jax.run_files import CONFIG
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_n(arguments.n)
     folder = run_folder(arguments.run, CONFIG)
 
-    check_device()
+    take_device()
     from qerl_jax.evaluation import evaluate_run
 
     for name, value in evaluate_run(folder, arguments.seed, arguments.n).items():

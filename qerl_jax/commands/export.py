@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, check_device
+from qerl_jax.commands.command import add_command, take_device
 from qerl_jax.option_names import EXPORT_FORMATS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add(commands: "Commands") -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints the folder that was written."""
-    check_device()
+    take_device()
     from qerl_jax.export import export_model
 
     export_model(arguments.source, arguments.destination, arguments.format, arguments.adapter)

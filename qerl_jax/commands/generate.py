@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from qerl_jax.commands.command import (
     add_command,
     add_template_kwargs,
-    check_device,
     check_n,
     check_seed,
+    take_device,
     template_kwargs,
 )
 from qerl_jax.data import ROW_FILES
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.logprobs and not as_rows:
         raise UserError("--logprobs has no effect on text; add --output FILE, which gets JSON rows")
 
-    check_device()
+    take_device()
     from qerl_jax.generation import generate_texts
 
     answers = generate_texts(

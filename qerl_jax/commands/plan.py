@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, add_words, check_device, config_of
+from qerl_jax.commands.command import add_command, add_words, config_of, take_device
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_of(arguments.words)
 
     print("loading and compiling what the run would call; nothing is kept", file=sys.stderr, flush=True)
-    check_device()
+    take_device()
     from qerl_jax.rl.plan import plan_run
 
     plan, refused = plan_run(config)

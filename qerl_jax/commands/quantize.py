@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, add_template_kwargs, check_device, template_kwargs
+from qerl_jax.commands.command import add_command, add_template_kwargs, take_device, template_kwargs
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -56,7 +56,7 @@ def add(commands: "Commands") -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Prints a line for each layer to standard error, and the table."""
     kwargs = template_kwargs(arguments)
-    check_device()
+    take_device()
     from qerl_jax.quantization import quantize_folder
     from qerl_jax.quantization.report import table
 

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, add_words, check_device, config_of
+from qerl_jax.commands.command import add_command, add_words, config_of, take_device
 
 if TYPE_CHECKING:
     from qerl_jax.commands.command import Commands
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Trains, or continues a run."""
     config = config_of(arguments.words)
 
-    check_device()
+    take_device()
     from qerl_jax.rl.trainer import train
 
     train(config, fresh=arguments.fresh, profile=arguments.profile)
