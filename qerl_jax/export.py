@@ -2,7 +2,7 @@
 
     peft    the adapter: adapter_config.json and adapter_model.safetensors, and in qerl_adapter.json the format of the
             weights that it was trained on, where that is known
-    bf16    base and adapter merged: a plain model in bfloat16
+    bf16    base and adapter merged: a plain model in bfloat16, trained norms in float32
     nvfp4   the base alone, packed as compressed-tensors stores it; no adapter can be inside
 
 Tokenizer, chat template and generation_config.json of the base go with each. Of a run that is not finished the newest

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Writes what a run learned, or a model, as a folder that PEFT and transformers read:
   peft    the adapter alone (LoRA and trained norms; servers of LoRA may not take those, nor rsLoRA: then merge)
-  bf16    base and adapter merged, a plain model in bfloat16
+  bf16    base and adapter merged, a plain model in bfloat16, trained norms in float32
   nvfp4   the base alone, packed as compressed-tensors stores it; no adapter can be inside
 The base's tokenizer, chat template and generation_config.json go with each. Of a run that is not finished, the newest
 checkpoint is exported. The folder appears whole or not at all; one that holds such an export already is replaced.

@@ -86,8 +86,8 @@ def save_merged(
     Args:
       model, adapter: as for `merge_adapter`; None writes the base alone.
       path, tokenizer_from: as for `save_model`.
-      dtype: float32, bfloat16 or float16, of all tensors in the folder; None takes the embeddings', and float32 for
-        norm scales that it would round. A sum is rounded once, to this.
+      dtype: float32, bfloat16 or float16, of the tensors in the folder but norm scales that it would round, which stay
+        in float32; None takes the embeddings'. A sum is rounded once, to this.
 
     Raises:
       UserError: as `save_model`, another dtype, or numbers that are not finite in it. TypeError, ValueError: as
@@ -101,7 +101,7 @@ def save_merged(
         model = _with_norms(model, adapter)
         pairs = {layer_name(i, name): pair for i, layer in enumerate(adapter.lora) for name, pair in layer.items()}
     tensors = {
-        name: _stored(name, weight, pairs.get(name), _written_dtype(name, weight, target) if dtype is None else target)
+        name: _stored(name, weight, pairs.get(name), _written_dtype(name, weight, target))
         for name, weight in named_weights(model).items()
     }
     _write_model_folder(path, _described(model, target, tokenizer_from), tensors, tokenizer_from)

@@ -38,5 +38,9 @@ def in_bfloat16(model):
 
 
 def rounded(model):
-    """A plain model that went through bfloat16."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), model)
+    """A plain model that went through bfloat16 but for its norm scales, as a merged folder has it."""
+
+    def through(path, leaf):
+        return leaf if "norm" in jax.tree_util.keystr(path) else leaf.astype(jnp.bfloat16).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(through, model)
