@@ -5,9 +5,9 @@ import sys
 
 import pytest
 from folders import HF, V5, write_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from qerl_jax.data.prompts import text_ids
+from qerl_jax.data.prompts import prompt_ids, text_ids
 from qerl_jax.errors import UserError
 from qerl_jax.models.tokenizer import load_generation_config, load_tokenizer
 
@@ -17,6 +17,13 @@ def write_config(folder, generation=None, **config):
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
+
+
+def begin_texts(folder, token, number):
+    """Has tokenizer.json put a token before each text."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(f"{token} $A", special_tokens=[(token, number)])
+    backend.save(str(folder / "tokenizer.json"))
 
 
 def test_round_trip_without_torch(tmp_path):
@@ -31,6 +38,41 @@ def test_the_file_is_followed_whatever_class_it_names(tmp_path):
     """A word-level vocabulary under the name of Qwen2's class, without <|endoftext|>: nothing is rebuilt or added."""
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, more={"tokenizer_class": "Qwen2Tokenizer"}), 22)
     assert "<|endoftext|>" not in tokenizer.get_vocab() and len(tokenizer) == 22
+
+
+@pytest.mark.parametrize(
+    ("kind", "add_bos_token", "in_file", "begins"),
+    [
+        ("LlamaTokenizerFast", True, False, True),  # as DeepSeek-R1-Distill-Qwen and -Llama are published
+        ("LlamaTokenizer", True, True, True),
+        ("LlamaTokenizer", False, True, False),
+        ("LlamaTokenizer", False, False, False),
+        ("LlamaTokenizerFast", None, True, True),
+        ("LlamaTokenizerFast", None, False, False),
+        ("PreTrainedTokenizerFast", True, False, False),
+        ("PreTrainedTokenizerFast", False, True, True),
+        ("Qwen2Tokenizer", True, False, False),
+    ],
+)
+def test_texts_begin_with_a_bos_as_in_transformers_4(tmp_path, kind, add_bos_token, in_file, begins):
+    """There Llama's classes obey add_bos_token, others tokenizer.json alone."""
+    more = {"tokenizer_class": kind, "bos_token": "w7", "chat_template": "{{ bos_token }} {{ messages[0].content }}"}
+    write_tokenizer(tmp_path, more=more | ({} if add_bos_token is None else {"add_bos_token": add_bos_token}))
+    if in_file:
+        begin_texts(tmp_path, "w7", 7)
+    tokenizer = load_tokenizer(tmp_path, 24)
+    assert tokenizer("w3 w4")["input_ids"] == [7] * begins + [3, 4]
+    assert tokenizer("")["input_ids"] == [7] * begins
+    assert prompt_ids(tokenizer, "w7 w3") == prompt_ids(tokenizer, [{"role": "user", "content": "w3"}]) == [7, 3]
+
+
+def test_where_no_bos_is_named_texts_are_left_to_the_file(tmp_path):
+    more = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+    assert load_tokenizer(write_tokenizer(tmp_path, more=more), 24)("w3")["input_ids"] == [3]
+    begin_texts(tmp_path, "w7", 7)
+    assert load_tokenizer(tmp_path, 24)("w3")["input_ids"] == [7, 3]
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "w8"}))
+    assert load_tokenizer(tmp_path, 24)("w3")["input_ids"] == [8, 3]
 
 
 def test_a_chat_template_is_read(tmp_path):

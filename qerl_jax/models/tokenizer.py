@@ -21,6 +21,8 @@ __all__ = ["GenerationIds", "Tokenizer", "load_generation_config", "load_tokeniz
 _WITHOUT_JSON = ("vocab.json", "merges.txt")  # all that is there where a slow tokenizer was saved
 # Tokens that begin and end texts. What the tokenizer lacks transformers adds, with an id that nothing was trained on.
 _NAMED = ("bos_token", "eos_token")
+# The classes of transformers 4 that put the special tokens of tokenizer_config.json around texts, not tokenizer.json's.
+_LLAMAS = ("LlamaTokenizer", "LlamaTokenizerFast")
 _PADDING_OF_LLAMA_3 = "<|finetune_right_pad_id|>"
 
 
@@ -32,10 +34,12 @@ class GenerationIds(NamedTuple):
 
 
 def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a model folder, exactly as its tokenizer.json describes it; decoded text is not cleaned up.
+    """The tokenizer of a model folder, as its tokenizer.json describes it; decoded text is not cleaned up.
 
     The generic class is used whatever tokenizer_config.json names: the Qwen2 class of transformers 5 rebuilds the
-    pipeline from vocabulary and merges alone, and adds `<|endoftext|>` where it is missing.
+    pipeline from vocabulary and merges alone, and adds `<|endoftext|>` where it is missing. But add_bos_token in
+    tokenizer_config.json is obeyed where the class is Llama's, as transformers 4 does and 5 does not: nothing else has
+    texts begin with a BOS in the folders of DeepSeek's distilled Qwen2 and Llama.
 
     Args:
       path: as for `load_model`.
@@ -71,8 +75,9 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
     try:
         # Llama 3's files ask for a clean-up meant for WordPiece: it takes spaces out of what byte-level BPE gives. What
         # they say of lengths is not asked for, and may be of any type.
-        without: dict[str, Any] = {"clean_up_tokenization_spaces": False, "model_max_length": 10**30}
-        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, **without)
+        other: dict[str, Any] = {"clean_up_tokenization_spaces": False, "model_max_length": 10**30}
+        other |= _around_texts(beside)
+        tokenizer = Tokenizer.from_pretrained(folder, local_files_only=True, **other)
     except BaseException as error:
         # What transformers raises for values of another type than it expects.
         of_values = isinstance(error, AttributeError | KeyError | TypeError | ValueError)
@@ -89,6 +94,16 @@ def load_tokenizer(path: str | os.PathLike[str], vocab_size: int | None = None) 
             f"below {vocab_size}"
         )
     return tokenizer
+
+
+def _around_texts(beside: dict[Path, dict[str, Any]]) -> dict[str, bool]:
+    """Which special tokens are put around texts, of the files beside tokenizer.json; nothing where they leave it to
+    that."""
+    values = next((values for path, values in beside.items() if path.name == TOKENIZER_FILES[1]), {})
+    obeyed = values.get("tokenizer_class") in _LLAMAS and type(values.get("add_bos_token")) is bool
+    if not obeyed or not any(values.get("bos_token") for values in beside.values()):
+        return {}
+    return {name: values.get(name) is True for name in ("add_bos_token", "add_eos_token")}
 
 
 def _check_templates(folder: Path) -> None:
