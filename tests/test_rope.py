@@ -78,7 +78,7 @@ def test_yarn_lengthens_what_it_turns():
         ({"rope_theta": 500000}, 500000.0, None),
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
-        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 1e6}}, 1e6, None),
+        ({"rope_theta": 1000000, "rope_parameters": {"rope_theta": 1e6}}, 1e6, None),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}}, 1e4, LinearScaling(2.0)),
         (
             {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
@@ -162,6 +162,26 @@ def test_every_spelling_is_read_and_written(hf, theta, scaling):
         ({"rope_theta": 1}, "rope_theta is 1.0; expected more than 1"),
         ({"rope_theta": 0}, "rope_theta is 0; expected a positive number"),
         ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta is '1e6'; expected a positive number"),
+        (
+            {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 1e6}},
+            r"rope_theta is 7.0 and 1000000.0 in two places; expected the same, or one",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "rope_theta": 1e6}, "rope_theta": 7.0},
+            r"rope_theta is 7.0 and 1000000.0 in two places",
+        ),
+        (
+            {
+                "rope_theta": 7.0,
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "rope_parameters": {"type": "yarn", "factor": 4.0, "rope_theta": 1e6},
+            },
+            r"rope_theta is 7.0 and 1000000.0 in two places",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "rope_theta": 7.0}, "rope_parameters": {"rope_theta": [1]}},
+            r"rope_theta is \[1\] and 7.0 in two places",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1; heads that rotate in part"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},

@@ -106,7 +106,12 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
     if _named(spellings[0]) != _named(spellings[-1]):
         first, second = (shown(repr(given)) for given in spellings)
         raise UserError(f"{where}: rope_scaling is {first}, but rope_parameters {second}; expected the same, or one")
-    thetas = [given["rope_theta"] for given in spellings if given.get("rope_theta") is not None]
+    # transformers 4 reads the theta beside rope_scaling, 5 one within it or rope_parameters first.
+    thetas = [given["rope_theta"] for given in (*spellings, hf) if given.get("rope_theta") is not None]
+    for other in thetas:
+        if other != thetas[0]:
+            found = " and ".join(shown(repr(value)) for value in (other, thetas[0]))
+            raise UserError(f"{where}: rope_theta is {found} in two places; expected the same, or one")
     theta = Fields(hf | {"rope_theta": thetas[0]} if thetas else hf, where).get("rope_theta", float, 10000.0)
     if theta <= 1:
         raise UserError(f"{where}: rope_theta is {theta}; expected more than 1, so that each pair turns slower")
