@@ -255,6 +255,13 @@ def test_what_a_family_has(change, biases, head_dim):
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 
+def test_a_network_that_sees_what_is_behind():
+    """transformers 5 has no causal mask where config.json says so, as in embedding models of Qwen2's kind."""
+    assert ModelConfig.from_hf(NETWORK | {"is_causal": True}) == ModelConfig.from_hf(NETWORK)
+    with pytest.raises(UserError, match="is_causal is false, as in embedding models"):
+        ModelConfig.from_hf(NETWORK | {"is_causal": False})
+
+
 def test_a_bias_that_is_no_switch():
     with pytest.raises(UserError, match="attention_bias is 'yes'; expected true or false"):
         ModelConfig.from_hf(NETWORK | {"attention_bias": "yes"})

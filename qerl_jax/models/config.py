@@ -106,6 +106,11 @@ class ModelConfig:
         family, fields = FAMILIES[kind], Fields(hf, where)
         if hf.get("hidden_act", "silu") != "silu":
             raise UserError(f"{where}: hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
+        if not fields.get("is_causal", bool, True):
+            raise UserError(
+                f"{where}: is_causal is false, as in embedding models: tokens would see those behind them; supported "
+                "are models that generate, where it is true or absent"
+            )
         heads, hidden = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
         positions = fields.get("max_position_embeddings", int, family.max_position_embeddings)
         theta, scaling = read_rope(hf, where, positions)
