@@ -154,6 +154,10 @@ def test_every_spelling_is_read_and_written(hf, theta, scaling):
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.7}},
             r"rope parameter mscale \(0.7\) is not supported for rope_type 'yarn'; allowed: rope_theta, factor",
         ),
+        (  # as DeepSeek-R1-0528-Qwen3-8B is published
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.8782488562869419}},
+            r"attn_factor \(0.878.*\) is not supported .*; transformers ignores attn_factor, vLLM multiplies",
+        ),
         ({"rope_parameters": {"factor": 4.0}}, "rope parameter factor .* not supported for rope_type 'default'"),
         (
             {"rope_scaling": LLAMA3 | {"type": "llama3", "low_freq_factor": 4.0}},

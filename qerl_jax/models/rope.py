@@ -89,6 +89,11 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 _SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _LARGEST = 1e6  # of a scaling's numbers, and the least is its inverse: beyond, angles overflow
+# Of parameters that published models have.
+_HINTS = {
+    "attn_factor": "; transformers ignores attn_factor, vLLM multiplies 0.1 ln(factor) + 1 by it: leave it out, or "
+    "write the product as attention_factor"
+}
 _KINDS: dict[Any, type] = {int: int, float: float, bool: bool, float | None: float}
 
 
@@ -131,7 +136,7 @@ def read_rope(hf: dict[str, Any], where: str, max_position_embeddings: int) -> t
     if unknown := sorted(set(parameters) - set(fields)):
         raise UserError(
             f"{where}: rope parameter {shown(unknown[0])} ({shown(repr(parameters[unknown[0]]))}) is not supported for "
-            f"rope_type {kind!r}; allowed: {', '.join(['rope_theta', *fields])}"
+            f"rope_type {kind!r}; allowed: {', '.join(['rope_theta', *fields])}{_HINTS.get(unknown[0], '')}"
         )
     if scaling is None:
         return theta, None
