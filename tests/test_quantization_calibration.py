@@ -62,6 +62,14 @@ def test_the_three_kinds_of_rows(tmp_path, tokenizer):
     assert found.held_out.tokens.tolist() == [[11, 12, 0, 0, 0]]
 
 
+def test_a_rendered_text_gets_no_second_bos(tmp_path):
+    more = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "w0", "add_bos_token": True}
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, more=more), 24)
+    rows = [{"text": "w0 w1 w2"}, {"text": "w1 w2"}, {"prompt": "w0 w1", "completion": "w2"}, {"text": "w5 w6"}]
+    found = load_calibration(written(tmp_path, rows), tokenizer, None, None, 64)
+    assert found.search.tokens.tolist() == [[0, 1, 2]] * 3
+
+
 def test_variables_of_the_chat_template(tmp_path, tokenizer):
     rows = [
         {"messages": [{"role": "user", "content": "w6"}]},

@@ -175,18 +175,17 @@ def prompt_ids(
     """Token ids of one prompt, none for an empty text.
 
     A text gets the special tokens that the tokenizer puts around texts (Llama 3's BOS); messages get those of the
-    chat template alone. A text that begins with the BOS already, as a rendered template does, gets no second one.
+    chat template alone.
     """
     text = prompt_text(tokenizer, prompt, chat_template_kwargs=chat_template_kwargs)
     if not text:
         return []
-    ids = text_ids(tokenizer, text, "prompt", special=isinstance(prompt, str))
-    twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
-    return ids[1:] if twice and isinstance(prompt, str) else ids
+    return text_ids(tokenizer, text, "prompt", special=isinstance(prompt, str))
 
 
 def text_ids(tokenizer: "Tokenizer", text: str, what: str, special: bool) -> list[int]:
-    """Token ids of a text, with the special tokens around it that the tokenizer puts there, if `special`.
+    """Token ids of a text, with the special tokens around it that the tokenizer puts there, if `special`. A text that
+    begins with the BOS already, as a rendered template does, gets no second one.
 
     Raises:
       UserError: it is no Unicode text; named as `what`, by its beginning and the character.
@@ -206,7 +205,8 @@ def text_ids(tokenizer: "Tokenizer", text: str, what: str, special: bool) -> lis
             raise
         found = f"the {what} that begins {beginning(text)}: {shown(error)}"
         raise UserError(f"the model's tokenizer fails at {found}; is its tokenizer.json damaged?") from error
-    return ids
+    twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
+    return ids[1:] if special and twice else ids
 
 
 def check_prompts(
