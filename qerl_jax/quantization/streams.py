@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.models.params import Layer, Model
-from qerl_jax.models.transformer import rms_norm, run_layer
+from qerl_jax.models.transformer import embedded, final_norm, run_layer
 from qerl_jax.quantization.calibration import Rows
 from qerl_jax.quantization.observation import Seen, nothing_seen, observe
 from qerl_jax.rl.logprobs import token_logps
@@ -47,7 +47,7 @@ class Stream:
         self.x_STD = np.empty((S, T, ends.config.hidden_size), ends.base.embed.dtype)
         for place in range(0, S, self._batch):
             part = slice(place, place + self._batch)
-            self.x_STD[part] = np.asarray(ends.base.embed[rows.tokens[part]])
+            self.x_STD[part] = np.asarray(embedded(ends, jnp.asarray(rows.tokens[part])))
 
     def copy(self) -> "Stream":
         """Another stream of the same rows, which stands where this one does."""
@@ -109,6 +109,6 @@ class Stream:
 
 @jax.jit
 def _predictions(ends: Model, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    hidden_BTD = rms_norm(x_BTD, ends.base.final_norm, ends.config.rms_norm_eps)
+    hidden_BTD = final_norm(ends, ends.base.final_norm, x_BTD)
     logps_M, entropies_M = token_logps(ends, hidden_BTD.reshape(-1, x_BTD.shape[-1]), targets_BT.reshape(-1), 1.0)
     return logps_M.reshape(targets_BT.shape), entropies_M.reshape(targets_BT.shape)
