@@ -15,7 +15,13 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 class Family(NamedTuple):
     """What distinguishes one family of networks from another. All else is a number of its `config.json`, or the same
-    in all: SwiGLU, RMSNorm by x / rms(x) times a scale, embeddings as they are."""
+    in all: SwiGLU, RMSNorm by x / rms(x) times a scale, embeddings as they are.
+
+    What a layer computes stands in `models.transformer`. Two kernels compute it again where tokens are decoded on a
+    Hopper GPU: `between_attentions` (called in `rollout.fused`) what `block` does, without attention, and
+    `decode_attention` (in `rollout.attention`) what `split_heads` and attention do. AWQ folds its scales into the norm
+    that projections read (`quantization.awq`).
+    """
 
     architecture: str
     attention_biases: tuple[str, ...]  # projections that have a bias where attention_bias is true
