@@ -110,10 +110,12 @@ def test_an_entry_that_is_no_answer_is_named(answer):
         math.accuracy(["p"] * 2, ["\\boxed{7}"] * 2, [[1]] * 2, ["7", answer])
 
 
-def test_what_sympy_does_not_finish_is_another_answer(monkeypatch):
+def test_what_sympy_does_not_finish_is_another_answer_and_stays_out_of_the_log(monkeypatch, caplog):
     monkeypatch.setattr(math, "_SECONDS", 1)
     assert score("\\boxed{9^{9^{9^9}}}", "9^{9^9}") == 0.0
+    assert score(f"\\boxed{{{'(' * 20_000}\x1b[2J}}", "7") == 0.0
     assert score("\\boxed{7}", "7") == 1.0
+    assert not caplog.records
 
 
 def test_another_thread_is_refused_and_not_scored_0():

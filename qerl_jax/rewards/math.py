@@ -9,6 +9,7 @@ answer was scored 0 for that reason), and `reward.timeout` bounds the whole call
 """
 
 import functools
+import logging
 import re
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ except ModuleNotFoundError as error:
     if error.name != "math_verify":  # it is there, and lacks something itself
         raise
     raise UserError("qerl_jax.rewards.math needs the package math-verify: pip install math-verify") from error
+
+# Of what took too long it would log the whole text, a completion's: lines without end, and what a terminal obeys.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _BOX = "\\boxed{"
 # Boxes alone: without them the first number of any text would be an answer.
