@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from qerl_jax import __version__
 from qerl_jax.commands import evaluate, export, generate, plan, plot, quantize, train
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest, on_terminal
 
 _DESCRIPTION = """\
 Reinforcement learning of language models whose frozen weights are 4-bit floats.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int | None = parsed.command(parsed)
         sys.stdout.flush()
     except UserError as error:
-        print(f"qerl {words[0]}: {error}", file=sys.stderr)
+        print(f"qerl {words[0]}: {on_terminal(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print(f"\n{stop}" if str(stop) else "\ninterrupted", file=sys.stderr)

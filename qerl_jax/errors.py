@@ -3,10 +3,13 @@
 import dataclasses
 import difflib
 import numbers
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class UserError(ValueError):
@@ -19,6 +22,12 @@ def shown(value: object, length: int = 200) -> str:
     if len(text) > length:
         text = f"{text[:length]}..."
     return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def on_terminal(text: str) -> str:
+    """Text of several lines for a terminal, which would obey control characters (clear its screen, say, or set its
+    title): all but line breaks and tabs as escapes such as `\\x1b`."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def raised_by_tokenizers(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from qerl_jax.run_files import COMPLETIONS, METRICS, ROWS
 from qerl_jax.services import Reporter
 
 _COUNTED = {METRICS: "step", COMPLETIONS: "rollout"}  # a row has its number; every number has a row or several
+_CONTROLS = re.compile(r"[\x7f-\x9f]")
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +37,10 @@ def are_shares(values: Iterable[float]) -> bool:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of a JSONL file. Array scalars become numbers, arrays lists; NaN and infinities become null."""
-    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n"
+    """One line of a JSONL file. Array scalars become numbers, arrays lists; NaN and infinities become null. Control
+    characters are escapes, those from DEL to U+009F too, which JSON allows as they are and terminals obey."""
+    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False)
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

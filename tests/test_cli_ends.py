@@ -42,6 +42,13 @@ def test_an_error_of_the_user_and_an_interruption(fails, capsys):
     assert main(PLOT) == 130
 
 
+def test_an_error_with_text_of_a_file_sends_no_control_characters(tmp_path, capsys):
+    (file := tmp_path / "x.yaml").write_text('"\\e[2J\\u009b3J": 1\n"\\e[2J\\u009b3J": 2\n')
+    assert main(["plan", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable() and r'duplicate key "\x1b[2J\x9b3J", also in line 1' in line
+
+
 def test_an_interruption_amid_a_computation_is_no_crash():
     code = """
 import jax, numpy as np, sys

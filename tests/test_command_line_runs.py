@@ -8,6 +8,7 @@ import json
 import shlex
 import shutil
 import struct
+import sys
 import types
 from pathlib import Path
 
@@ -474,3 +475,17 @@ def test_a_stream_repeats_no_character_that_half_of_another_hides_for_a_while(mo
     monkeypatch.setattr(generation.Engine, "generate", growing)
     generate._print_texts(generation.generate_texts(MODEL, ["a"], max_completion_length=20, stream=True), 1)
     assert capsys.readouterr().out == "a\n😀好é🚀\n"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_no_control_characters_of_a_completion(monkeypatch, capsys, n, terminal):
+    text = "a\x1b[2J\n\tb\x9b3J\r\x7fé"
+    grown = [text[:2], text[:8]] if n == 1 else []
+    answers = [generation.Answer(0, 0, part, [], np.zeros(0, np.float32), None) for part in grown]
+    answers += [generation.Answer(0, sample, text, [], np.zeros(0, np.float32), "stop") for sample in range(n)]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    generate._print_texts(iter(answers), n)
+    expected = "a\\x1b[2J\n\tb\\x9b3J\\r\\x7fé\n" if terminal else f"{text}\n"
+    titles = ["--- 1 of 2\n", "--- 2 of 2\n"] if n == 2 else [""]
+    assert capsys.readouterr().out == "".join(title + expected for title in titles)

@@ -30,6 +30,13 @@ def test_equal_values_give_equal_bytes():
     assert json_line({"x": "é €"}) == '{"x": "é €"}\n'
 
 
+def test_no_control_character_stands_in_a_line_as_it_is():
+    text = "\x1b[2J\x7f\x9b3J\x85"
+    line = json_line({"completion": text})
+    assert json.loads(line) == {"completion": text}
+    assert line.rstrip("\n").isprintable()
+
+
 def test_rows_without_step_or_rollout_are_refused(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         with pytest.raises(ValueError, match="needs 'rollout'"):

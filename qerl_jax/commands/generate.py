@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import os
 import re
 import sys
@@ -20,7 +19,8 @@ from qerl_jax.commands.command import (
 )
 from qerl_jax.data import ROW_FILES
 from qerl_jax.durable import not_writable, with_home, writing
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, on_terminal
+from qerl_jax.metrics import json_line
 from qerl_jax.option_names import FORMATS
 from qerl_jax.run_files import CONFIG, means_run
 
@@ -237,20 +237,22 @@ def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool,
             row |= {"sample": answer.sample, "completion": answer.text, "finish_reason": answer.finish_reason}
             if logprobs:
                 row |= {"ids": answer.ids, "logprobs": [float(f"{logp:.6g}") for logp in answer.logps]}
-        print(json.dumps(row, ensure_ascii=False), file=file, flush=True)  # a pipe shall see each as it ends
+        print(json_line(row), end="", file=file, flush=True)  # a pipe shall see each as it ends
 
 
 def _print_texts(answers: "Iterator[Answer]", n: int) -> None:
-    """One text as it grows; several in their order, each as soon as those before it are there."""
+    """One text as it grows; several in their order, each as soon as those before it are there. On a terminal control
+    characters are shown as escapes, elsewhere they are written as they are."""
+    written = on_terminal if sys.stdout.isatty() else str
     shown, ended, number = "", {}, 0
     for answer in answers:
         if n == 1:
-            print(answer.text[len(shown) :], end="" if answer.finish_reason is None else "\n", flush=True)
+            print(written(answer.text[len(shown) :]), end="" if answer.finish_reason is None else "\n", flush=True)
             shown = answer.text
             continue
         ended[answer.sample] = answer.text
         while number in ended:
-            print(f"--- {number + 1} of {n}\n{ended[number]}", flush=True)
+            print(f"--- {number + 1} of {n}\n{written(ended[number])}", flush=True)
             number += 1
 
 
