@@ -199,11 +199,14 @@ def _refuse_other_content(path: Path, allowed: Sequence[str] | Callable[[Path], 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields the name of a file beside `path` to write; at the end it is flushed and takes `path`'s place. A kill
-    leaves the old file or the new one; if anything raises, `path` is as it was and nothing lies beside it."""
+    """Yields the name of an empty file beside `path` to write; at the end it is flushed and takes `path`'s place. A
+    kill leaves the old file or the new one; if anything raises, `path` is as it was and nothing lies beside it."""
     temporary = path.with_name(f".tmp-{path.name}")
     with writing(path):
         try:
+            # Made anew: what lies there may be of a killed process, or in a shared folder a link to another file.
+            temporary.unlink(missing_ok=True)
+            temporary.touch(exist_ok=False)
             yield temporary
             flush(temporary)
             temporary.replace(path)

@@ -91,6 +91,16 @@ def test_where_the_disk_is_full_what_was_to_be_written_is_named_and_stays_as_it_
     assert sorted(os.listdir(tmp_path)) == ["file", "x"]
 
 
+def test_a_link_where_a_file_is_written_first_is_not_followed(tmp_path):
+    """As another user may lay one in a shared folder, to have a file of one's own overwritten."""
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / ".tmp-file").symlink_to("other")
+    write_whole(tmp_path / "file", "1")
+    assert not (tmp_path / "file").is_symlink()
+    assert [(tmp_path / name).read_text() for name in ("other", "file")] == ["kept", "1"]
+    assert not os.path.lexists(tmp_path / ".tmp-file")
+
+
 def test_an_error_that_names_its_file_keeps_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="No such file or directory: 'missing'"), writing(tmp_path):
         os.stat("missing")
