@@ -116,6 +116,8 @@ GOOD = '{"prompt": "a", "answer": 1}'
         ([f"[{GOOD}]"], r"line 1: found a list; expected one JSON object a line"),
         ([GOOD, '{"prompt": "b", "answer": NaN}'], r"line 2: cannot be read as JSON \(NaN is no JSON; null is\)"),
         ([GOOD, '{"prompt": "b", "answer": 1e999}'], r"line 2: cannot be read as JSON \(1e999 is beyond the numbers"),
+        (['{"prompt": "b", "a": 1e' + "9" * 1000 + "}"], r"line 1: cannot be read as JSON \(1e9{18}\.\.\. is beyond"),
+        (["{" + ", ".join(f'"column{i}": 1' for i in range(99)) + "}"], r"found 'column0', .{180,190}\.\.\.$"),
         ([GOOD, "", "[1]"], r"line 3: found a list; expected one JSON object"),
         ([GOOD, '{"promt": "b"}'], r"line 2: there is no column 'prompt' \(did you mean 'promt'\?\); found 'promt'"),
         ([GOOD, '{"prompt": 3}'], r"line 2: the prompt is 3; expected a text"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.errors import UserError, nearest
+from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.input_files import file_size, json_value, unique_names
 
 _DEEPEST = 64  # lists and objects in one another
@@ -85,7 +85,7 @@ def read_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _check_columns(row: dict[str, Any], where: str) -> None:
     if "prompt" not in row:
         found = ", ".join(map(repr, row)) or "none"
-        raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {found}")
+        raise UserError(f"{where}: there is no column 'prompt'{nearest('prompt', row)}; found {shown(found)}")
     for part, value in _parts(row):
         if isinstance(value, list | dict) and len(part) > _DEEPEST:
             raise UserError(f"{where}: column {part[0]!r} is nested more than {_DEEPEST} deep")
@@ -99,7 +99,7 @@ def _no_json(name: str) -> Any:
 
 def _finite(text: str) -> float:
     if math.isinf(value := float(text)):
-        raise ValueError(f"{text} is beyond the numbers that a float has")
+        raise ValueError(f"{shown(text, 20)} is beyond the numbers that a float has")
     return value
 
 
