@@ -75,6 +75,16 @@ def test_where_no_bos_is_named_texts_are_left_to_the_file(tmp_path):
     assert load_tokenizer(tmp_path, 24)("w3")["input_ids"] == [8, 3]
 
 
+def test_code_that_a_folder_brings_is_not_run(tmp_path):
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(config | {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_chat_template_is_read(tmp_path):
     template = "{% for m in messages %}{{ m['content'] }} {% endfor %}w0"
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, more={"chat_template": template}), 24)
