@@ -7,9 +7,9 @@ Layers follow each other in a jitted while loop as in a decode step, with attent
 prompt for 8 samples and as many of their own. `us` is the loop's wall time over layers and steps. `kernels_us` is the
 kernels' own (CUPTI) without attention, `matmuls_us` of those that multiply by the weights among them, `attention_us` of
 attention, which makes x A^T of o where `wanted_a` says so: what adapters cost is in both. They are medians of five
-loops. `launches` names the last layer's kernels, each with its us; tb_per_s counts packed bytes over `us`. `error` is
-the largest difference of an output to the reference in plain JAX, over the output's root mean square. The L2 holds less
-than one layer's weights.
+loops. `launches` names the last layer's kernels, each with its us. tb_per_s counts packed bytes over `us`; both are
+null where the host was too busy to tell. `error` is the largest difference of an output to the reference in plain JAX,
+over the output's root mean square. The L2 holds less than one layer's weights.
 """
 
 import argparse
@@ -23,9 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.fp4_layer import STEPS, turn_us, unit_scale
+from benchmarks.fp4_layer import unit_scale
 from benchmarks.fp4_matmul import random_weight
+from benchmarks.report import of_device, require_gpu, write
 from benchmarks.shapes import MODELS
+from benchmarks.wall_time import STEPS, possible, turn_us
 from pallas_kernels import (
     LayerPart,
     OwnKV,
@@ -170,12 +172,13 @@ def measure(name, m, rank, model, compiled):
     def median(wanted):
         return statistics.median(sum(t for n, t in ran if wanted(n)) for ran in loops) / (2 * len(model))
 
+    kernels_us, attention_us = median(lambda n: "attention" not in n), median(lambda n: "attention" in n)
+    us = possible(us, kernels_us + attention_us)
     hidden, inner, heads, kv = SHAPES[name]
     size = 0.5625 * hidden * (2 * heads + 3 * inner + 2 * kv)
     return {
-        "model": name, "m": m, "rank": rank, "dtype": dtype, "us": float(us), "tb_per_s": float(size / us * 1e-6),
-        "kernels_us": median(lambda n: "attention" not in n), "matmuls_us": median(lambda n: "nvfp4" in n),
-        "attention_us": median(lambda n: "attention" in n),
+        "model": name, "m": m, "rank": rank, "dtype": dtype, "us": us, "tb_per_s": us and size / us * 1e-6,
+        "kernels_us": kernels_us, "matmuls_us": median(lambda n: "nvfp4" in n), "attention_us": attention_us,
         "launches": [
             [n, round(statistics.median(ran[i][1] for ran in loops), 2)]
             for i, (n, _) in enumerate(loops[0]) if i >= len(loops[0]) - of_layer
@@ -194,6 +197,7 @@ def main():
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16"])
     args = parser.parse_args()
+    require_gpu()
     rows, make = [], jax.jit(random_layer, static_argnums=(1, 2, 3))
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         for name in args.models:
@@ -209,10 +213,7 @@ def main():
                 rows.append(row)
                 printed = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "launches"}
                 print(json.dumps(printed), flush=True)
-                with open(args.out, "w") as f:
-                    json.dump(
-                        {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1
-                    )
+                write(args.out, of_device() | {"rows": rows})
             del models, compiled
     return 0
 

@@ -1,26 +1,27 @@
 """All linears of a 7B layer, 28 layers deep, in a jitted while loop: how much time lies between the kernels.
 
-    python -m benchmarks.fp4_chain [--m 8] [--out benchmarks/results/h200/fp4_chain.json]
+    python -m benchmarks.fp4_chain [--m 8] [--out OUT.json]
 
-`busy` is the sum of the kernels' own device times (CUPTI) over the wall time of the same loop without a profiler.
+`busy` is the sum of the kernels' own device times (CUPTI) over `step_us`, the wall time of a step of the same loop
+without a profiler; both are null where the host was too busy to tell.
 """
 
 import argparse
 import json
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.fp4_matmul import random_weight
 from benchmarks.fp4_rows import MODELS
+from benchmarks.report import of_device, require_gpu, write
+from benchmarks.wall_time import STEPS, possible, turn_us
 from pallas_kernels import stream_kernel, variants
 from pallas_kernels.operands import number
 
-LAYERS, STEPS = 28, 20
+LAYERS = 28
 
 
 def make_step(m):
@@ -53,33 +54,29 @@ def make_step(m):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--m", type=int, default=8)
-    parser.add_argument("--out", default="benchmarks/results/h200/fp4_chain.json")
+    parser.add_argument("--out")
     args = parser.parse_args()
+    require_gpu()
     model = [
         [random_weight(jax.random.key(4 * i + j), n, k) for j, (k, n) in enumerate(MODELS["7B"])] for i in range(LAYERS)
     ]
     x = jax.random.normal(jax.random.key(0), (args.m, 3584), jnp.bfloat16)
     step = make_step(args.m)
     y = step(x, model, STEPS).block_until_ready()
-    walls = []
-    for _ in range(5):
-        start = time.perf_counter()
-        step(x, model, STEPS).block_until_ready()
-        walls.append((time.perf_counter() - start) / STEPS)
+    wall = turn_us(lambda turns: step(x, model, turns))
     _, times = profiler.measure(step, aggregate=False)(x, model, 2)
     ours = sum(t for name, t in times if "nvfp4" in name) * 1e3 / 2
     every = sum(t for _, t in times) * 1e3 / 2
-    wall = float(np.median(walls)) * 1e6
-    result = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "m": args.m, "layers": LAYERS,
-        "step_us": wall, "matmul_us": ours, "all_kernels_us": every, "busy": every / wall,
+    wall = possible(wall, every)
+    result = of_device() | {
+        "m": args.m, "layers": LAYERS,
+        "step_us": wall, "matmul_us": ours, "all_kernels_us": every, "busy": wall and every / wall,
         "kernels_a_step": len(times) // 2, "finite": bool(jnp.isfinite(y).all()),
     }  # fmt: skip
-    print(result, flush=True)
-    with open(args.out, "w") as f:
-        json.dump(result, f, indent=1)
+    print(json.dumps(result), flush=True)
+    write(args.out, result)
     return 0
 
 

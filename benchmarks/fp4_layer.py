@@ -2,10 +2,10 @@
 
     python -m benchmarks.fp4_layer OUT.json [--models 7B] [--m 1 8] [--rank 0 32]
 
-`us` is the loop's wall time over layers and steps: it holds launches, gaps and what consecutive kernels overlap.
-`kernels_us` is the sum of CUPTI's kernel times of the same loop, which count an overlap twice. `worst_error` is that of
-one layer's calls against XLA's float32 products, over |x| |W|^T: bfloat16's rounding where they are right, 4e-3 at
-most. q, k, v are one call, as are gate and up; the layers' weights exceed the L2 many times.
+`us` is the loop's wall time over layers and steps, with launches and gaps; null, as tb_per_s then, where the host was
+too busy to tell. `kernels_us` is the sum of CUPTI's kernel times of the same loop. `worst_error` is that of one layer's
+calls against XLA's float32 products, over |x| |W|^T: bfloat16's rounding where they are right, 4e-3 at most. q, k, v
+are one call, as are gate and up; the layers' weights exceed the L2 many times.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,8 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.fp4_matmul import random_weight
 from benchmarks.fp4_rows import MODELS, SPLITS
+from benchmarks.report import of_device, require_gpu, write
+from benchmarks.wall_time import STEPS, possible, turn_us
 from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import StreamConfig
@@ -29,7 +30,6 @@ from pallas_kernels.stream_plan import StreamConfig
 # K and the N of each call's matrices; the first output of a call is the next call's x
 CALLS = {name: [(k, SPLITS.get((k, n), (n,))) for k, n in shapes] for name, shapes in MODELS.items()}
 LAYERS = {"7B": 6, "14B": 4, "32B": 3}
-STEPS = 40
 
 
 def unit_scale(weight):
@@ -106,17 +106,6 @@ def make_loop(kernels):
     return jax.jit(loop)
 
 
-def turn_us(loop):
-    """Wall time of one of a loop's turns, from the difference of two numbers of them: without the call's own start and
-    end. `loop(turns)` is compiled already."""
-    times = []
-    for turns in (STEPS, 3 * STEPS) * 4:
-        start = time.perf_counter()
-        jax.block_until_ready(loop(turns))
-        times.append(time.perf_counter() - start)
-    return (np.median(times[1::2]) - np.median(times[::2])) / (2 * STEPS) * 1e6
-
-
 def measure(name, m, rank, model, configs=None):
     kernels = make_kernels(name, m, rank, configs)
     loop = make_loop(kernels)
@@ -125,10 +114,11 @@ def measure(name, m, rank, model, configs=None):
     y = loop(x, model, STEPS).block_until_ready()
     us = turn_us(lambda turns: loop(x, model, turns)) / LAYERS[name]
     _, ran = profiler.measure(loop, aggregate=False)(x, model, 2)
+    kernels_us = sum(t for _, t in ran) * 1e3 / (2 * LAYERS[name])
+    us = possible(us, kernels_us)
     size = sum(k * sum(ns) for k, ns in CALLS[name]) * 0.5625
     return {
-        "model": name, "m": m, "rank": rank, "us": float(us), "tb_per_s": float(size / us * 1e-6),
-        "kernels_us": sum(t for _, t in ran) * 1e3 / (2 * LAYERS[name]),
+        "model": name, "m": m, "rank": rank, "us": us, "tb_per_s": us and size / us * 1e-6, "kernels_us": kernels_us,
         "kernels_a_layer": len(ran) / (2 * LAYERS[name]),
         "graphs": "xla_gpu_enable_command_buffer=" not in os.environ.get("XLA_FLAGS", ""),
         "worst_error": worst_error(kernels, model[0], name, rank, x),
@@ -139,11 +129,12 @@ def measure(name, m, rank, model, configs=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--models", nargs="+", default=list(CALLS))
+    parser.add_argument("--models", nargs="+", default=list(CALLS), choices=list(CALLS))
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rank", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--configs", help="JSON: lists of four configurations to compare, not the table's")
     args = parser.parse_args()
+    require_gpu()
     rows = []
     for name in args.models:
         for rank in args.rank:
@@ -155,8 +146,7 @@ def main():
                     rows.append(row)
                     print({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
             del model
-        with open(args.out, "w") as f:
-            json.dump(rows, f, indent=1)
+        write(args.out, of_device() | {"rows": rows})
     return 0
 
 
