@@ -1,7 +1,7 @@
 """Device times of decode_attention against the bytes it must read: live keys and values, a group's prompt once.
 
-    python -m benchmarks.decode_attention [--out benchmarks/results/h200/decode_attention.json] [--batch 1 8] [--all]
-        [--prompt 256 2048] [--contexts even refilled] [--config 1 1 4 3 ...] [--kv-cache-dtype auto fp8_values fp8]
+    python -m benchmarks.decode_attention [--out OUT.json] [--batch 1 8] [--prompt 256 2048] [--all]
+        [--contexts even refilled] [--config 1 1 4 3 ...] [--kv-cache-dtype auto fp8_values fp8]
 
 Prompts of --prompt tokens, 8 samples to a prompt where the batch has as many, caches rotated past the L2. Contexts are
 `even`, 256 own tokens each, or `refilled`: what slots hold at MOMENTS steps of `benchmarks.refill`, beside `mean`, as
@@ -11,8 +11,6 @@ configurations (AttentionConfig's numbers), --all every one that fits; the defau
 
 import argparse
 import itertools
-import json
-import os
 import sys
 
 import jax
@@ -21,6 +19,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.refill import long_tailed
+from benchmarks.report import of_device, require_gpu, write
 from pallas_kernels.attention import OwnKV, PromptKV, choose_attention, decode_attention
 from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
 from qerl_jax.option_names import KV_CACHE_DTYPES
@@ -132,8 +131,8 @@ def kernel_us(f, *operands):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/h200/decode_attention.json")
-    parser.add_argument("--models", nargs="+", default=["7B", "14B"])
+    parser.add_argument("--out")
+    parser.add_argument("--models", nargs="+", default=["7B", "14B"], choices=list(MODELS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prompt", type=int, nargs="+", default=[256], help="tokens of a prompt")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, nargs="+", default=["auto"])
@@ -143,6 +142,7 @@ def main():
     args = parser.parse_args()
     if args.all and args.config:
         parser.error("--all times every configuration that fits; --config names those to time: give one of them")
+    require_gpu()
     configs, rows = [AttentionConfig(*config) for config in args.config], []
     cases = itertools.product(args.models, args.batch, args.prompt, args.kv_cache_dtype, args.contexts)
     for name, batch, prompt, cache, kind in cases:
@@ -152,9 +152,7 @@ def main():
             times = " ".join(f"{what} {value:.2f}" for what, value in row.items() if what.endswith("_us"))
             print(f"{name} batch {batch:4} prompt {prompt:4} {cache:10} {row['config']} {times}", flush=True)
         rows += found
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    with open(args.out, "w") as f:
-        json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+        write(args.out, of_device() | {"rows": rows})
     return 0
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.report import versions
+from benchmarks.report import versions, write_text
 from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for
 from qerl_jax.models.config import ModelConfig
@@ -222,7 +222,7 @@ def main() -> None:
     text = json.dumps(measure(arguments), indent=1, default=str)
     print(text)
     if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
+        write_text(arguments.output, text + "\n")
 
 
 if __name__ == "__main__":

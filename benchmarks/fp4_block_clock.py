@@ -11,7 +11,6 @@ is that of the whole kernel by the GPU's timer. Marks cost about a microsecond i
 """
 
 import argparse
-import json
 import sys
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from jaxlib.mlir.dialects import arith
 
 from benchmarks.fp4_block import EPS, HEAD, SHAPES, inputs, random_layer
+from benchmarks.report import of_device, require_gpu, write
 from pallas_kernels import lane_level
 from pallas_kernels import ptx as p
 from pallas_kernels import ptx_memory as mem
@@ -157,6 +157,7 @@ def main():
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--made", action="store_true", help="o's x A^T in the kernel")
     args = parser.parse_args()
+    require_gpu()
     model = [random_layer(jax.random.key(layer), SHAPES[args.model], args.rank) for layer in range(LAYERS)]
     x, residual = inputs(args.model, args.m, "bfloat16")
     hidden = None
@@ -168,9 +169,8 @@ def main():
     told, whole = events(words.astype(np.int64))
     for event, (median, first, last) in sorted(told.items(), key=lambda item: item[1][0]):
         print(f"{event:28} {median:6.2f}  {first:6.2f} .. {last:6.2f}", flush=True)
-    with open(args.out, "w") as f:
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "whole_us": whole}
-        json.dump(about | {key: v for key, v in vars(args).items() if key != "out"} | {"events": told}, f, indent=1)
+    settings = {key: v for key, v in vars(args).items() if key != "out"}
+    write(args.out, of_device() | {"whole_us": whole} | settings | {"events": told})
     return 0
 
 

@@ -27,6 +27,7 @@ from benchmarks.compiling import Programs
 from benchmarks.fp4_matmul import CUBLAS, FEW_ROWS, device_us
 from benchmarks.fp4_rows import MODELS
 from benchmarks.fp4_wide_sweep import write_entries
+from benchmarks.report import of_device, require_gpu, write
 from pallas_kernels import KernelWeight, layout, repack, stream_kernel, variants, wide, wide_plan
 from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import StreamConfig, make_plan
@@ -194,6 +195,7 @@ def main():
     parser.add_argument("--table", help="wide_table.json, where what errs too much is replaced")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this long")
     args = parser.parse_args()
+    require_gpu()
     begin, rows, rng, programs, also = time.time(), [], np.random.default_rng(), Programs(), {}
     if args.also:
         with open(args.also) as f:
@@ -219,8 +221,7 @@ def main():
         rows += measure(programs, k, n, args.m, configs_of, rng)
         for row in [r for r in rows if (r["k"], r["n"]) == (k, n)]:
             print_row(row)
-        with open(args.out, "w") as f:
-            json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+        write(args.out, of_device() | {"rows": rows})
     if args.table:
         write_entries(args.table, right_entries(rows))
     print(f"{time.time() - begin:.0f} s")

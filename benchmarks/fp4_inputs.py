@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks.fp4_block import EPS, SHAPES, SIZES
 from benchmarks.fp4_matmul import device_us
+from benchmarks.report import of_device, require_gpu, write
 from pallas_kernels import inputs_kernel
 from pallas_kernels.inputs_plan import GIVEN, NORMED, make_inputs_plan
 
@@ -53,6 +54,7 @@ def main():
     parser.add_argument("--m", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--rank", type=int, default=32)
     args = parser.parse_args()
+    require_gpu()
     rows = []
     for name in args.models:
         hidden, inner, heads, _ = SHAPES[name]
@@ -64,8 +66,7 @@ def main():
                 row = measure(source, m, k, (args.rank,) * count, order)
                 rows.append({"model": name, **row})
                 print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-    with open(args.out, "w") as f:
-        json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+                write(args.out, of_device() | {"rows": rows})
     return 0
 
 

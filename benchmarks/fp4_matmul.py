@@ -1,7 +1,7 @@
 """Device times of fp4_matmul beside cuBLAS BF16 in the same run, weights rotated past the L2.
 
-    python -m benchmarks.fp4_matmul [--out benchmarks/results/h200/fp4_matmul.json] [--models 7B 14B 32B] [--m 1 8 ...]
-        [--ops forward dx lora] [--ranks 8 32 128] [--formats nvfp4 mxfp4 nf4] [--triton-m 8 64] [--keep]
+    python -m benchmarks.fp4_matmul [--out OUT.json] [--keep] [--models 7B 14B 32B] [--m 1 8 ...]
+        [--ops forward dx lora] [--ranks 8 32 128] [--formats nvfp4 mxfp4 nf4] [--triton-m 8 64]
 
 Times are CUPTI kernel times, every kernel of a call included, the median of several passes over the rotated weights,
 of which there are as many as `operands` says. tb_per_s counts the weight's own bytes (NVFP4: 0.5625 a weight). A row of
@@ -27,6 +27,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.compiling import Programs
 from benchmarks.fp4_rows import MARLIN, MODELS, SPLITS, merged, print_row, summarize
+from benchmarks.report import of_device, require_gpu, write
 from pallas_kernels import KernelWeight, describe, fp4_matmul, fp4_matmul_dx, layout, variants
 from pallas_kernels.operands import padded_rank
 from qerl_jax.formats import PACKED
@@ -214,8 +215,8 @@ def inputs(m: int, width: int, count: int) -> list[jax.Array]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results/h200/fp4_matmul.json")
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--out")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--m", type=int, nargs="+", default=ROWS)
     parser.add_argument("--ops", nargs="+", default=["forward", "dx"], choices=["forward", "dx", "lora"])
     parser.add_argument("--dx-m", type=int, nargs="+", default=[1024, 4096])
@@ -227,6 +228,9 @@ def main():
     parser.add_argument("--keep", action="store_true", help="keep the file's other rows")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this long")
     args = parser.parse_args()
+    if args.keep and args.out is None:
+        parser.error("--keep keeps rows of a file: name it by --out")
+    require_gpu(hopper=False)
     start, before = time.time(), None
     if args.keep and os.path.exists(args.out):
         with open(args.out) as f:
@@ -239,9 +243,8 @@ def main():
     traced = time.time() - start
     programs.wait()
     print(f"{len(programs)} programs traced in {traced:.0f} s, compiled after {time.time() - start:.0f} s", flush=True)
-    result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, **ceilings(), "rows": []}
+    result = of_device() | ceilings() | {"rows": []}
     print(f"read {result['read_tb_per_s']:.2f} TB/s, BF16 {result['bf16_tflops']:.0f} TFLOP/s")
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     whole = result | {"summary": {}}
     for shape in shapes:
         if time.time() - start > args.seconds:
@@ -250,8 +253,7 @@ def main():
         result["rows"] += shape.measure()
         whole = result | {"rows": merged(before, result) if before else result["rows"]}
         whole["summary"] = summarize(whole["rows"])
-        with open(args.out, "w") as f:
-            json.dump(whole, f, indent=1)
+        write(args.out, whole)
     print(f"{time.time() - start:.0f} s")
     for name, value in whole["summary"].items():
         print(f"{name}: {value:.2f}")

@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.compiling import Programs
 from benchmarks.fp4_matmul import ROTATE_BYTES, device_us, make_operand, rotated
 from benchmarks.fp4_rows import MODELS, SPLITS
+from benchmarks.report import of_device, require_gpu, write_text
 from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.operands import number
 from pallas_kernels.stream_plan import RESIDENT
@@ -108,6 +109,7 @@ def main():
     parser.add_argument("--wgmma", action="store_true")
     parser.add_argument("--table", default="", help="a table to merge what is faster and right into")
     args = parser.parse_args()
+    require_gpu()
     for entry in args.resident:
         cluster, count = map(int, entry.split("="))
         RESIDENT[cluster] = count
@@ -150,7 +152,7 @@ def main():
 def write(rows, path):
     """One line a configuration. What the file has of other shapes, M and ranks stays, if it is of the same device and
     JAX."""
-    of = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "columns": COLUMNS}
+    of = of_device() | {"columns": COLUMNS}
     lines = [
         [r["k"], r["n"], r["m"], r["rank"], r["config"], round(r["us"], 2), float(f"{r['error']:.2g}")]
         for r in rows
@@ -162,8 +164,7 @@ def write(rows, path):
         measured = {(*line[:4], line[4][6]) for line in lines}
         if all(before[name] == of[name] for name in of):
             lines = [line for line in before["rows"] if (*line[:4], line[4][6]) not in measured] + lines
-    with open(path, "w") as f:
-        f.write(json.dumps(of)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]}\n")
+    write_text(path, json.dumps(of)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]}\n")
 
 
 def measure(row, xs, operands, programs, key):
@@ -209,8 +210,7 @@ def merge(rows, path):
         if used is None or r["us"] < 0.99 * times.get((key, *used["config"]), measured_before):
             entry = {name: r[name] for name in ("k", "n", "m")} | ({"lora": True} if key[0] else {})
             table[key] = entry | {"config": r["config"], "us": round(r["us"], 2)}
-    with open(path, "w") as f:
-        f.write(json.dumps([table[key] for key in sorted(table)]).replace("}, {", "},\n {") + "\n")
+    write_text(path, json.dumps([table[key] for key in sorted(table)]).replace("}, {", "},\n {") + "\n")
 
 
 def key_of(row) -> tuple[bool, int, int, int]:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.fp4_matmul import CUBLAS, ROTATE_BYTES, device_us, random_weight, rotated
+from benchmarks.report import of_device, require_gpu, write, write_text
 from pallas_kernels import dequantize_kernel, wide, wide_variants
 from pallas_kernels.fragment_order import from_unit_order
 from pallas_kernels.wide_plan import Handover, WideConfig, make_plan
@@ -135,8 +136,8 @@ def main():
         parser.error("--table takes neither --units nor --rank: it is of calls without adapters, of plain arrays")
     if (args.units or args.rank != [0]) and any(case[0] != "forward" for case in args.case):
         parser.error("--units and --rank are of forward")
+    require_gpu()
     start, found = time.time(), []
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for (op, *numbers), rank in itertools.product(args.case, args.rank):
             if time.time() - start > args.seconds:
@@ -150,8 +151,7 @@ def main():
             )
             note = functools.partial(print, flush=True)
             found.append(sweep_case(*case, args.units, rank, configs, pool, note))
-            with open(args.out, "w") as f:
-                json.dump(found, f, indent=1)
+            write(args.out, of_device() | {"rows": found})
     if args.table:
         write_entries(args.table, [_entry(case) for case in found if case["best"]])
     return 0
@@ -161,8 +161,7 @@ def write_entries(path, entries):
     """Put entries into the table of a file, in place of those for the same operation, K, N and M."""
     with open(path) as f:
         table = {_key(entry): entry for entry in [*json.load(f), *entries]}
-    with open(path, "w") as f:
-        f.write("[\n" + ",\n".join(json.dumps(table[key]) for key in sorted(table)) + "\n]\n")
+    write_text(path, "[\n" + ",\n".join(json.dumps(table[key]) for key in sorted(table)) + "\n]\n")
 
 
 def _key(entry):

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.report import of_device, require_gpu, write
 from pallas_kernels import lane_level
 from pallas_kernels import ptx as p
 from pallas_kernels import ptx_memory as mem
@@ -159,6 +160,7 @@ def main():
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 8, 12, 16], help="of a multiprocessor, times 4")
     args = parser.parse_args()
+    require_gpu()
     rows = []
     operand = jax.ShapeDtypeStruct((4,), jnp.uint32)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -167,9 +169,7 @@ def main():
         for row, divisor, compiled in of:
             rows.append(row | {"cycles": round(longest(compiled.result()) / divisor, 2)})
             print(json.dumps(rows[-1]), flush=True)
-    with open(args.out, "w") as f:
-        json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-        f.write("\n")
+    write(args.out, of_device() | {"rows": rows})
     return 0
 
 

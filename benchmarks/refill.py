@@ -34,7 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.report import versions
+from benchmarks.report import versions, write_text
 from benchmarks.rollout import Case, make_case
 from benchmarks.shapes import MODELS, compute_dtype, random_model
 from pallas_kernels import has_kernels
@@ -163,8 +163,7 @@ def main(words: list[str] | None = None) -> int:
     for result in measure(arguments):
         text = json.dumps(result, indent=1, default=str)
         if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(text + "\n")
+            write_text(arguments.output, text + "\n")
     print(text)
     return 0
 

@@ -105,6 +105,7 @@ def test_a_sweep_measures_writes_and_merges_what_is_right(tmp_path, monkeypatch,
         return lambda *operands: [factor * y for y in kernel(*operands)]
 
     clock = (30.0 - i for i in itertools.count())  # the last is the fastest
+    monkeypatch.setattr(fp4_sweep, "require_gpu", lambda: None)
     monkeypatch.setattr(fp4_sweep.stream_kernel, "build", build)
     monkeypatch.setattr(fp4_sweep, "device_us", lambda run, xs, operands: (run(xs, operands), 2 * next(clock))[1])
     monkeypatch.setattr(fp4_sweep, "ROTATE_BYTES", 1)
