@@ -132,7 +132,10 @@ def code_of(folder: Path) -> list[dict[str, Any]]:
 def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool) -> Any:
     """The rollout of `batch` completions of one prompt, compiled for an H200; or, `queued`, a chunk of steps of as many
     slots that take samples from a queue."""
-    target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
+    try:
+        target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
+    except NotImplementedError as error:
+        raise SystemExit(f"no compiler for NVIDIA GPUs here ({error}); `pip install .[cuda]` brings it") from error
     place = SingleDeviceSharding(target.devices[0])
 
     def on_target(tree: Any) -> Any:

@@ -55,7 +55,7 @@ def run(seed: int, permuted: bool, cores: list[int], overrides: list[str]) -> di
     return row
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--permuted-seeds", type=int, nargs="*", default=[0])
@@ -63,9 +63,11 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2, help="cores of each run")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.option=value")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     free: queue.Queue[list[int]] = queue.Queue()
     cores = sorted(os.sched_getaffinity(0))
+    if arguments.jobs * arguments.cores > len(cores):
+        parser.error(f"--jobs {arguments.jobs} with --cores {arguments.cores} each; allowed: {len(cores)} cores in all")
     for job in range(arguments.jobs):
         free.put(cores[job * arguments.cores : (job + 1) * arguments.cores])
 
@@ -77,15 +79,17 @@ def main() -> None:
             free.put(mine)
 
     jobs = [(seed, False) for seed in arguments.seeds] + [(seed, True) for seed in arguments.permuted_seeds]
-    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(one, jobs))
+    rows: list[dict[str, Any]] = []
     result = {
         "device": f"CPU, {arguments.cores} cores a run, {arguments.jobs} at a time, {platform.machine()}",
         "versions": versions("jax", "jaxlib", "optax", "numpy"),
         "settings": arguments.set,
         "rows": rows,
     }
-    write(arguments.output, result)
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        for row in pool.map(one, jobs):
+            rows.append(row)
+            write(arguments.output, result)
 
 
 if __name__ == "__main__":

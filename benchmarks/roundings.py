@@ -135,17 +135,17 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--std", type=float, default=0.02, help="of the weights at full width")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
-    rows = []
-    for name, depth_scaled in itertools.product(arguments.model, (False, True)):
-        rows.append(measure(name, arguments.narrower, arguments.std, depth_scaled))
-        print(json.dumps(rows[-1]), flush=True)
+    rows: list[dict[str, Any]] = []
     result = {
         "device": jax.devices()[0].device_kind,
         "versions": versions("jax", "jaxlib", "numpy"),
         "settings": {"sigma": _SIGMA, "tokens": _TOKENS, "std": arguments.std},
         "rows": rows,
     }
-    write(arguments.output, result)
+    for name, depth_scaled in itertools.product(arguments.model, (False, True)):
+        rows.append(measure(name, arguments.narrower, arguments.std, depth_scaled))
+        print(json.dumps(rows[-1]), flush=True)
+        write(arguments.output, result)
 
 
 if __name__ == "__main__":

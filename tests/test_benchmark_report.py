@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from benchmarks import report
+from benchmarks import decode_program, quickstart, report, roundings
 
 KERNELS = {
     "decode_attention": [], "fp4_block": ["OUT"], "fp4_block_clock": ["OUT"], "fp4_chain": [], "fp4_error": ["OUT"],
@@ -26,6 +26,43 @@ def test_without_a_gpu_a_benchmark_of_kernels_says_so_in_a_line(tmp_path, monkey
     with pytest.raises(SystemExit, match=r"^this benchmark times kernels on .* GPU.*; JAX's device here is cpu$"):
         importlib.import_module(f"benchmarks.{name}").main()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_decode_program_names_the_compiler_that_is_missing(monkeypatch):
+    def no_compiler(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(decode_program.topologies, "get_topology_desc", no_compiler)
+    with pytest.raises(SystemExit, match=r"^no compiler for NVIDIA GPUs here .*; `pip install \.\[cuda\]` brings it$"):
+        decode_program.compiled(decode_program.MODELS["tiny"], 8, 16, 8, 8, False)
+
+
+@pytest.mark.parametrize("words", [["--jobs", "2", "--cores", "2"], ["--cores", "4"]])
+def test_quickstarts_that_would_not_have_their_cores_are_refused(monkeypatch, capsys, words):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 7, 9})
+    with pytest.raises(SystemExit):
+        quickstart.main(words)
+    assert "each; allowed: 3 cores in all" in capsys.readouterr().err
+
+
+def test_what_takes_long_writes_each_row_as_it_comes(tmp_path, monkeypatch):
+    done = []
+
+    def measured(*_):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(1)
+        return {"row": len(done)}
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(quickstart, "run", measured)
+    monkeypatch.setattr(roundings, "measure", measured)
+    for benchmark in (quickstart, roundings):
+        path = tmp_path / benchmark.__name__
+        with pytest.raises(KeyboardInterrupt):
+            benchmark.main(["--output", str(path)])
+        assert json.loads(path.read_text())["rows"] == [{"row": 1}, {"row": 2}]
+        done.clear()
 
 
 def test_results_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
