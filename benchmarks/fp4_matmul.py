@@ -1,7 +1,7 @@
 """Device times of fp4_matmul beside cuBLAS BF16 in the same run, weights rotated past the L2.
 
-    python -m benchmarks.fp4_matmul [--out OUT.json] [--keep] [--models 7B 14B 32B] [--m 1 8 ...]
-        [--ops forward dx lora] [--ranks 8 32 128] [--formats nvfp4 mxfp4 nf4] [--triton-m 8 64]
+    python -m benchmarks.fp4_matmul [--out benchmarks/results/h200/fp4_matmul.json] [--models 7B 14B 32B] [--m 1 8 ...]
+        [--ops forward dx lora] [--ranks 8 32 128] [--formats nvfp4 mxfp4 nf4] [--triton-m 8 64] [--keep]
 
 Times are CUPTI kernel times, every kernel of a call included, the median of several passes over the rotated weights,
 of which there are as many as `operands` says. tb_per_s counts the weight's own bytes (NVFP4: 0.5625 a weight). A row of
@@ -215,7 +215,7 @@ def inputs(m: int, width: int, count: int) -> list[jax.Array]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out")
+    parser.add_argument("--out", default="benchmarks/results/h200/fp4_matmul.json")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--m", type=int, nargs="+", default=ROWS)
     parser.add_argument("--ops", nargs="+", default=["forward", "dx"], choices=["forward", "dx", "lora"])
@@ -228,8 +228,6 @@ def main():
     parser.add_argument("--keep", action="store_true", help="keep the file's other rows")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this long")
     args = parser.parse_args()
-    if args.keep and args.out is None:
-        parser.error("--keep keeps rows of a file: name it by --out")
     require_gpu(hopper=False)
     start, before = time.time(), None
     if args.keep and os.path.exists(args.out):
