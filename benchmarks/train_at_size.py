@@ -3,9 +3,9 @@
     python -m benchmarks.train_at_size --model qwen2.5-7b --folder /tmp/qwen2.5-7b --steps 3 --completion 2048 \\
         --output benchmarks/results/h200/train_qwen2.5-7b.json
 
-FOLDER/model is written once: a compressed-tensors NVFP4 folder like any other, with the quickstart's tokenizer in front
-of a vocabulary of the real size. FOLDER/run is a run of the quickstart's recipe with what the command line says and a
-reward that random weights can earn. Seconds of each phase are those of its metrics.jsonl; the first step compiles.
+FOLDER/MODEL is written once: a compressed-tensors NVFP4 folder like any other, with the quickstart's tokenizer in front
+of a vocabulary of the real size. FOLDER/run is a new run of the quickstart's recipe with what the command line says and
+a reward that random weights can earn. Seconds of each phase are those of its metrics.jsonl; the first step compiles.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     """The run as changes to the quickstart's recipe."""
     functions = [{"function": f"{_REWARD}:even_share", "weight": 1.0}, {"function": "accuracy", "weight": 0.0}]
     values = {
-        "model.model_name_or_path": str(arguments.folder / "model"),
+        "model.model_name_or_path": str(arguments.folder / arguments.model),
         "model.dtype": arguments.dtype,
         "lora.lora_r": arguments.lora_rank,
         "lora.lora_alpha": 2 * arguments.lora_rank,
@@ -90,14 +90,16 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     completions = arguments.prompts * arguments.num_generations
     if completions % arguments.micro_batch:
         parser.error(f"--micro-batch is {arguments.micro_batch}; allowed: what divides the {completions} completions")
+    if (arguments.folder / "run").exists():
+        parser.error(f"{arguments.folder}/run is there already, and only a new run is timed; remove it")
     return arguments
 
 
 def main(words: list[str] | None = None) -> int:
     arguments = arguments_of(words)
     began = time.perf_counter()
-    if not (arguments.folder / "model").is_dir():
-        write_model(arguments.model, arguments.folder / "model")
+    if not (arguments.folder / arguments.model).is_dir():
+        write_model(arguments.model, arguments.folder / arguments.model)
     written = time.perf_counter()
     code = cli.main(["train", "quickstart", *overrides(arguments)])
     if code:

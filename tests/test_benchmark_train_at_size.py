@@ -38,6 +38,23 @@ def test_a_micro_batch_that_does_not_divide_is_refused(capsys):
     assert "--micro-batch is 3; allowed: what divides the 8 completions" in capsys.readouterr().err
 
 
+def test_a_run_that_is_there_is_not_timed_again(tmp_path, capsys):
+    """Whose seconds would be of the start alone, and which may be of another model."""
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit):
+        train_at_size.main([*TINY, "--folder", str(tmp_path), "--output", str(tmp_path / "result.json")])
+    assert f"{tmp_path}/run is there already, and only a new run is timed; remove it" in capsys.readouterr().err
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_each_model_has_a_folder_of_its_own(tmp_path):
+    paths = []
+    for model in ("tiny", "qwen2.5-7b"):
+        arguments = train_at_size.arguments_of(["--model", model, "--folder", str(tmp_path)])
+        paths.append(load_config("quickstart", train_at_size.overrides(arguments)).model.model_name_or_path)
+    assert paths == [f"{tmp_path}/tiny", f"{tmp_path}/qwen2.5-7b"]
+
+
 def test_the_reward():
     assert even_share([], [], [[2, 4, 5, 8], [1]]) == [0.75, 0.0]
 
@@ -49,4 +66,4 @@ def test_a_tiny_run(tmp_path):
     result = json.loads(output.read_text())
     assert len(result["steps"]) == 2 and result["finite"] and result["smallest_largest_entry_of_a_lora_B"] > 0
     assert all(step["completions/mean_length"] > 0 and step["perf/update_time"] > 0 for step in result["steps"])
-    assert json.loads((tmp_path / "folder" / "model" / "config.json").read_text())["quantization_config"]
+    assert json.loads((tmp_path / "folder" / "tiny" / "config.json").read_text())["quantization_config"]
