@@ -14,8 +14,8 @@ floor_ms is what a step must read (packed weights, LoRA, the output matrix, live
 once) over the read bandwidth measured in the same run. logp_difference is the mean absolute difference, in nats, of
 recorded log-probabilities and those of the learner's forward pass over the same tokens with the same noise;
 logp_difference_to_clean is that to the learner without noise, which a training run logs. --output is written after
-every row, and rows of other models, formats, ranks, batches and dtypes that it holds already stay; a row names its
-dtype where that is not the device's own.
+every row, and rows of other models, formats, ranks, batches and dtypes that it holds already stay, if they are of the
+same device and versions; a row names its dtype where that is not the device's own.
 """
 
 import argparse
@@ -277,8 +277,9 @@ class Results:
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         if path is not None and path.is_file():
             old = json.loads(path.read_text())
-            if old["device"] != about["device"]:
-                raise SystemExit(f"{path} holds results of {old['device']}; this is {about['device']}")
+            for what in ("device", "versions"):
+                if old[what] != about[what]:
+                    raise SystemExit(f"{path} holds results of {old[what]}; this is {about[what]}: name another file")
             self.rows = {self._name(row): row for row in old["rows"]}
 
     def add(self, row: dict[str, Any]) -> None:

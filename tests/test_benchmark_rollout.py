@@ -40,11 +40,15 @@ def test_rows_of_another_dtype_stand_beside(tmp_path):
     assert all(row["logp_difference"] < 1e-3 for row in result["rows"])
 
 
-def test_a_file_of_another_device_is_left_alone(tmp_path):
+@pytest.mark.parametrize("other", [{"device": "another"}, {"versions": {"jax": "another"}}])
+def test_a_file_of_another_device_or_other_versions_is_left_alone(tmp_path, other):
+    about = {"device": "cpu", "versions": {"jax": "1"}}
+    old = about | other | {"rows": []}
     output = tmp_path / "rollout.json"
-    output.write_text(json.dumps({"device": "another", "rows": []}))
-    with pytest.raises(SystemExit, match="holds results of another"):
-        rollout.main([*WORDS, "--batch", "2", "--output", str(output)])
+    output.write_text(json.dumps(old))
+    with pytest.raises(SystemExit, match=r"holds results of .*another.*: name another file"):
+        rollout.Results(output, about)
+    assert json.loads(output.read_text()) == old
 
 
 def test_a_batch_that_does_not_fit_is_said_and_the_others_run(monkeypatch):
