@@ -71,7 +71,7 @@ def test_with_adapters_what_it_takes_is_nearly_the_fastest(up_to_64, mean, most)
 
 
 def test_the_estimates_of_a_decode_step_are_near_what_was_measured():
-    for rank, estimate, mean, most in ((0, product_us, 0.035, 0.18), (32, decode_us, 0.04, 0.26)):
+    for rank, estimate, mean, most in ((0, product_us, 0.031, 0.18), (32, decode_us, 0.04, 0.26)):
         off = []
         for (k, n, m), times in times_of(True, rank).items():
             for config, us in times.items():
