@@ -1,28 +1,24 @@
-"""Output that nobody reads any more, a pipe whose reader has ended or a terminal that was closed, or that cannot be
-written for another reason, in a program that goes on all the same."""
+"""Output that cannot be written any more, since its reader has gone, a pipe's or a closed terminal's, or its disk is
+full, in a program that goes on all the same."""
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-_GONE = (errno.EPIPE, errno.EIO)  # what a write to such a pipe and to such a terminal fails with
-
 
 @contextlib.contextmanager
-def going_on_unread(told: str = "", *, is_log: bool = False) -> Iterator[None]:
-    """While it lasts, printing on standard output or standard error is no error once the reader has gone: the text is
-    lost, and from then on that stream goes nowhere, as with `>/dev/null`. Other failures to write stay errors.
+def going_on_unread(told: str = "") -> Iterator[None]:
+    """While it lasts, no failure to print on standard output or standard error is an error: the text is lost, and from
+    then on that stream goes nowhere, as with `>/dev/null`. For what is a log, or stands elsewhere too.
 
     Args:
       told: said once on standard error when standard output is lost.
-      is_log: what is printed also stands elsewhere, so that no failure to write it is an error.
     """
     with (
-        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr, is_log))) as stderr,
-        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, is_log, told))) as stdout,
+        contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr))) as stderr,
+        contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, told))) as stdout,
     ):
         try:
             yield
@@ -32,10 +28,10 @@ def going_on_unread(told: str = "", *, is_log: bool = False) -> Iterator[None]:
 
 
 class _Stream:
-    """`stream`, but for the system's errors of writing to where nobody reads; of a log, for all errors of writing."""
+    """`stream`, but for the system's errors of writing."""
 
-    def __init__(self, stream: TextIO, is_log: bool, told: str = "") -> None:
-        self._stream, self._is_log, self._told = stream, is_log, told
+    def __init__(self, stream: TextIO, told: str = "") -> None:
+        self._stream, self._told = stream, told
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -43,19 +39,17 @@ class _Stream:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError as error:
-            self._lose(error)
+        except OSError:
+            self._lose()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError as error:
-            self._lose(error)
+        except OSError:
+            self._lose()
 
-    def _lose(self, error: OSError) -> None:
-        if not self._is_log and error.errno not in _GONE:
-            raise error
+    def _lose(self) -> None:
         # The file descriptor itself, so that what the buffer still holds can be written, and other writers go on too.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())

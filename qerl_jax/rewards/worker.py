@@ -34,7 +34,7 @@ _TO_CANCEL = 0.5  # seconds behind the deadline, in which a coroutine can end
 sys.meta_path.append(FileFinder())  # also where this module is imported again, by a process of `spawn`
 
 
-@going_on_unread(is_log=True)
+@going_on_unread()
 def main() -> None:
     stack_fd = int(sys.argv[1])
     requests = os.fdopen(os.dup(0), "rb")

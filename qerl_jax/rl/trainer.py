@@ -117,7 +117,7 @@ def _train(config: Config, fresh: bool, profile: str | None, own: OwnFunctions) 
         with (
             run_folder.open_run(config, fresh) as (folder, config),
             run_folder.held(folder) as check_folder,
-            going_on_unread(f"{unread} {folder / METRICS}", is_log=True),
+            going_on_unread(f"{unread} {folder / METRICS}"),
             compiled_programs(folder / COMPILED),
             interrupt_flag() as interrupt,
             contextlib.ExitStack() as opened,
