@@ -12,11 +12,11 @@ from qerl_jax.input_files import parse_json
 if TYPE_CHECKING:
     from qerl_jax.config import Config
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_command(
-    commands: "Commands", name: str, summary: str, description: str, examples: str
+    commands: Commands, name: str, summary: str, description: str, examples: str
 ) -> argparse.ArgumentParser:
     """A command's parser, whose help keeps the line ends of both texts.
 

@@ -1,13 +1,9 @@
 """`qerl evaluate`: measures a run on held-out problems."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, check_n, check_seed, run_folder, take_device
+from qerl_jax.commands.command import Commands, add_command, check_n, check_seed, run_folder, take_device
 from qerl_jax.run_files import CONFIG
-
-if TYPE_CHECKING:
-    from qerl_jax.commands.command import Commands
 
 _DESCRIPTION = """\
 Measures the accuracy of a run's policy on held-out problems, sampled and greedy, and prints it. The run itself is
@@ -22,7 +18,7 @@ example:
 _SEED = "chooses samples, and problems where they are generated; of a file the first rows are taken (default: 0)"
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "evaluate", "measure a run", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("run", metavar="RUN", help="the run folder")

@@ -1,13 +1,9 @@
 """`qerl export`: a run or a model as a folder for other programs."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, take_device
+from qerl_jax.commands.command import Commands, add_command, take_device
 from qerl_jax.option_names import EXPORT_FORMATS
-
-if TYPE_CHECKING:
-    from qerl_jax.commands.command import Commands
 
 _DESCRIPTION = """\
 Writes what a run learned, or a model, as a folder that PEFT and transformers read:
@@ -25,7 +21,7 @@ examples:
 """
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "export", "write a folder for other programs", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("source", metavar="RUN_OR_MODEL", help="a run folder, or a model's folder or hub name")

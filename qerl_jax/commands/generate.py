@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl_jax.commands.command import (
+    Commands,
     add_command,
     add_template_kwargs,
     check_n,
@@ -27,7 +28,6 @@ from qerl_jax.run_files import CONFIG, means_run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from qerl_jax.commands.command import Commands
     from qerl_jax.config import GenerationOptions
     from qerl_jax.generation import Answer
 
@@ -51,7 +51,7 @@ _SOME_FAILED = 3
 _FILE_NAME = re.compile(r"\S*/\S*|\S*\.[A-Za-z]\w*")  # one word, with a folder or a suffix
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "generate", "complete prompts", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model_or_run", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run folder")

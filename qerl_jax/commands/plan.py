@@ -2,12 +2,8 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, add_words, config_of, take_device
-
-if TYPE_CHECKING:
-    from qerl_jax.commands.command import Commands
+from qerl_jax.commands.command import Commands, add_command, add_words, config_of, take_device
 
 _DESCRIPTION = """\
 Prints the steps of the run that `qerl train` would begin with the same words, and the memory that rollouts, evaluations
@@ -23,7 +19,7 @@ examples:
 """
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "plan", "say what a run would take", _DESCRIPTION, _EXAMPLES)
     add_words(parser)

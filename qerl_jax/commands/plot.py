@@ -3,15 +3,11 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, run_folder
+from qerl_jax.commands.command import Commands, add_command, run_folder
 from qerl_jax.durable import not_writable
 from qerl_jax.errors import UserError
 from qerl_jax.run_files import METRICS, PLOTS
-
-if TYPE_CHECKING:
-    from qerl_jax.commands.command import Commands
 
 _DESCRIPTION = """\
 Draws reward, accuracy, entropy, sigma and completion lengths of one run, or of several in the same axes, as PNG files.
@@ -23,7 +19,7 @@ examples:
 """
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "plot", "draw runs", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")

@@ -2,12 +2,8 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, add_template_kwargs, take_device, template_kwargs
-
-if TYPE_CHECKING:
-    from qerl_jax.commands.command import Commands
+from qerl_jax.commands.command import Commands, add_command, add_template_kwargs, take_device, template_kwargs
 
 _DESCRIPTION = """\
 Writes a model with NVFP4 linear layers, as a compressed-tensors folder that qerl and transformers read. --method
@@ -27,7 +23,7 @@ examples:
 """
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "quantize", "write a model with 4-bit weights", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("source", metavar="SRC", help="a model with plain weights: folder, hub name or builtin:NAME")

@@ -2,12 +2,8 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING
 
-from qerl_jax.commands.command import add_command, add_words, config_of, take_device
-
-if TYPE_CHECKING:
-    from qerl_jax.commands.command import Commands
+from qerl_jax.commands.command import Commands, add_command, add_words, config_of, take_device
 
 _DESCRIPTION = """\
 Trains as a YAML file (or a shipped recipe, such as `quickstart`, the default) says. Any option can be set on the
@@ -26,7 +22,7 @@ examples:
 """
 
 
-def add(commands: "Commands") -> None:
+def add(commands: Commands) -> None:
     """Adds the command's parser."""
     parser = add_command(commands, "train", "train a policy", _DESCRIPTION, _EXAMPLES)
     add_words(parser)
