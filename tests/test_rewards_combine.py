@@ -170,13 +170,9 @@ def test_accuracy_needs_its_column():
         rewards([{"prompt": "p"}], ["#### 4"], [[1]], 1)
 
 
-def test_bad_sets_of_functions(tmp_path):
+def test_functions_of_one_name_are_told_apart(tmp_path):
     (tmp_path / "one.py").write_text("def f(completions, **columns):\n    return [1.0] * len(completions)\n")
     (tmp_path / "two.py").write_text("def f(completions, **columns):\n    return [2.0] * len(completions)\n")
-    with pytest.raises(UserError, match="is empty"):
-        RewardFunctions(options())
-    with pytest.raises(UserError, match="names 'format' twice"):
-        RewardFunctions(options(("format", 1.0), ("format", 2.0)))
     one, two = f"{tmp_path}/one.py:f", f"{tmp_path}/two.py:f"
     with RewardFunctions(options((one, 1.0), (two, 1.0))) as rewards:
         assert rewards(EXAMPLES, ["a", "b"], [[1], [1]], 1).means == {"one.py:f": 1.0, "two.py:f": 2.0}

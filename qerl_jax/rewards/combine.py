@@ -12,7 +12,7 @@ from qerl_jax.config import RewardOptions
 from qerl_jax.errors import UserError, beginning
 from qerl_jax.rewards.calling import LARGEST, call
 from qerl_jax.rewards.functions import RewardFunction, with_parameters
-from qerl_jax.rewards.loading import RewardName, parse_name, titles
+from qerl_jax.rewards.loading import parse_name, titles
 from qerl_jax.rewards.pool import Worker
 
 _log = logging.getLogger(__name__)
@@ -105,18 +105,16 @@ class RewardFunctions:
         """Starts the workers and waits until the user's modules are imported.
 
         Args:
-          options: the functions, and what built-in ones take from the config.
+          options: the functions, each once as a `Config` has them, and what built-in ones take from the config.
           max_completion_length: generation.max_completion_length, which some of them take too.
 
         Raises:
-          UserError: no functions, an unknown one, one that cannot be imported, or a built-in one without a parameter
-            that it needs.
+          UserError: an unknown function, one that cannot be imported, or a built-in one without a parameter that it
+            needs.
         """
-        if not options.functions:
-            raise UserError("reward.functions is empty; allowed: one function or more")
         names = [parse_name(entry.function) for entry in options.functions]
         self._weights = [entry.weight for entry in options.functions]
-        self._names = dict(zip(_titles(names), names, strict=True))
+        self._names = dict(zip(titles([name.spec for name in names]), names, strict=True))
         parameters = {
             "max_completion_length": max_completion_length,
             "soft_punish_cache": options.soft_punish_cache,
@@ -238,12 +236,3 @@ def _columns(examples: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """The columns besides the prompt by name, None where an example has no such."""
     names = dict.fromkeys(name for example in examples for name in example if name != "prompt")
     return {name: [example.get(name) for example in examples] for name in names}
-
-
-def _titles(names: list[RewardName]) -> list[str]:
-    """The names that metrics show, of which each stands for one function."""
-    found = titles([name.spec for name in names])
-    for title in found:
-        if found.count(title) > 1:
-            raise UserError(f"reward.functions names {title!r} twice; allowed: each function once, with one weight")
-    return found

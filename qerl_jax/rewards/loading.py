@@ -212,13 +212,11 @@ def refuse_while_importing() -> None:
 
 
 def load_function(name: RewardName) -> RewardFunction:
-    """Imports the function; exceptions of the user's module pass through.
+    """Imports a function that is not built in; exceptions of the user's module pass through.
 
     Raises:
       UserError: no such module or function, or it cannot be called.
     """
-    if name.builtin:
-        return BUILTIN[name.spec]
     if _is_file(name.location):
         module_name = _module_name(name.location)
         spec = _file_spec(name.location)
