@@ -11,18 +11,17 @@ from qerl_jax.metrics import are_shares
 
 
 class LiveLine:
-    """One line on a terminal, rewritten after each step; elsewhere a plain line every `every` steps.
+    """One line on a terminal, rewritten after each step; elsewhere a plain line of the first, the last and each tenth.
 
     Args:
       total_steps: T.
-      every: steps between plain lines where `stream` is no terminal (the first and the last are always shown).
       stream: where to write; standard output by default.
       clock: seconds. The time left is the steps left at the pace of the last 10 rollouts; the rows of one rollout,
         which may be several, are expected together at its end.
     """
 
-    def __init__(self, total_steps: int, every: int = 10, stream: TextIO | None = None, clock: Any = time.monotonic):
-        self._total, self._every, self._clock = total_steps, every, clock
+    def __init__(self, total_steps: int, stream: TextIO | None = None, clock: Any = time.monotonic):
+        self._total, self._clock = total_steps, clock
         self._stream = sys.stdout if stream is None else stream
         self._rewrites = self._stream.isatty()
         self._ticks: list[tuple[float, int]] = []  # when the rows of a rollout came, and the steps before them
@@ -40,7 +39,7 @@ class LiveLine:
         self._line = self._text(row, step)
         if self._rewrites:
             redraw(self._stream, self._line)
-        elif self._first or step % self._every == 0 or step == self._total:
+        elif self._first or step % 10 == 0 or step == self._total:
             self._stream.write(self._line + "\n")
             self._stream.flush()
         self._first = False

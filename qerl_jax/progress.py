@@ -34,10 +34,10 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def advance(self, nbytes: int, items: int = 1) -> None:
-        """Counts what is done, and shows it if it is time to."""
+    def advance(self, nbytes: int) -> None:
+        """Counts a tensor that is done, and shows it if it is time to."""
         self._done_bytes += nbytes
-        self._done_items += items
+        self._done_items += 1
         if time.monotonic() >= self._next:
             self._show()
             self._next = time.monotonic() + _EVERY[self._terminal]

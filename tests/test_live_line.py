@@ -69,9 +69,9 @@ def test_live_line_fits_the_terminal_and_notes_stand_above_it(monkeypatch):
     assert drawn == ["", "step  1/60  reward 0.531  acc", "saved\n", "step  1/60  reward 0.531  acc"]
 
 
-def test_live_line_elsewhere_prints_every_n_steps():
+def test_live_line_elsewhere_prints_every_ten_steps():
     stream = io.StringIO()
-    line = LiveLine(25, every=10, stream=stream)
+    line = LiveLine(25, stream=stream)
     for step in range(4, 26):
         line.update({"step": step, "reward": None})
     line.close()

@@ -4,6 +4,7 @@ A stream is one host array [S, T, D], the residual stream of all its rows after 
 the device a batch of rows at a time and writes its results in its place, so one layer's activations is all there is.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -51,8 +52,7 @@ class Stream:
 
     def copy(self) -> "Stream":
         """Another stream of the same rows, which stands where this one does."""
-        other = object.__new__(Stream)
-        other._ends, other._rows, other._batch = self._ends, self._rows, self._batch
+        other = copy.copy(self)
         other.x_STD = self.x_STD.copy()
         return other
 
