@@ -382,10 +382,9 @@ def test_a_special_token_ends_a_completion_as_an_eos_does(prompts, tmp_path):
         list(generation.generate_texts(str(folder), prompts[:1], stop=["<|endoftext|>\n"]))
 
 
-@pytest.mark.parametrize("length", [0, 128])
-def test_a_length_that_leaves_nothing_is_refused(prompts, length):
-    with pytest.raises(UserError, match=rf"max_completion_length \(.*\) is {length}; allowed: 1 or more, and less"):
-        list(generation.generate_texts(MODEL, prompts, max_completion_length=length))
+def test_a_length_that_leaves_nothing_is_refused(prompts):
+    with pytest.raises(UserError, match=r"max_completion_length \(.*\) is 0; allowed: 1 or more, and less"):
+        list(generation.generate_texts(MODEL, prompts, max_completion_length=0))
 
 
 def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained, prompts):
@@ -432,15 +431,6 @@ def test_plot_one_run_and_two(trained, tmp_path):
             width, height = struct.unpack(">II", data[16:24])
             assert width >= 600 and height >= 400
     assert (tmp_path / "both" / "reward.png").read_bytes() != (second / "plots" / "reward.png").read_bytes()
-
-
-def test_training_goes_on_from_an_existing_adapter(trained, summary, tmp_path):
-    words = (f"lora.adapter={trained.folder / 'adapter'}", f"run.output_dir={tmp_path / 'run'}")
-    run_main("train", trained.command[1], *words)
-    second = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert second["before"] == summary["after"]
-    first, last = (folder / "adapter" / "adapter_model.safetensors" for folder in (trained.folder, tmp_path / "run"))
-    assert first.read_bytes() != last.read_bytes()
 
 
 def test_a_sample_that_is_no_number_is_answered_once_also_in_a_stream(monkeypatch):

@@ -203,21 +203,6 @@ def test_norms_of_another_network_are_refused():
                 call(wrong)
 
 
-def test_perturb_norms_under_jit_and_vmap_over_keys():
-    norms = qerl.norms_of(MODEL, None)
-    keys = jax.random.split(jax.random.key(0), 5)
-    perturb = jax.jit(qerl.perturb_norms, static_argnames="final_norm")
-    several = jax.vmap(perturb, in_axes=(None, None, 0))(norms, 1e-2, keys)
-    for i, key in enumerate(keys):
-        alone = perturb(norms, 1e-2, key)
-        assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], several.input), alone.input, rtol=1e-6)
-        assert_close(several.post_attention[0][i], alone.post_attention[0], rtol=1e-6)
-    noise = np.concatenate([np.ravel(leaf - clean) for leaf, clean in zip(several.input, norms.input, strict=True)])
-    assert 0.8e-2 < noise.std() < 1.2e-2
-    perturb(norms, 5e-3, keys[0])
-    assert perturb._cache_size() <= 2  # one for the plain call, one inside vmap: sigma is traced
-
-
 def test_quantize_under_jit_equals_quantize():
     dense = qerl.init_model(jax.random.key(0), CONFIG, std=0.3)
     eager, jitted = qerl.quantize(dense), jax.jit(qerl.quantize)(dense)
@@ -246,15 +231,6 @@ def test_a_learning_rate_schedule_that_does_not_exist():
     allowed = "cosine, linear, constant, constant_with_warmup"
     with pytest.raises(ValueError, match=f"lr_scheduler_type is 'cosin'; allowed: {allowed}"):
         qerl.OptimizerSpec(1e-3, total_steps=5, lr_scheduler_type="cosin")
-
-
-def test_a_batch_with_its_states_step_outlives_the_state():
-    """The update is left out."""
-    state = qerl.init_state(tiny_adapter(MODEL), optax.sgd(1e-2))
-    completions = qerl.Rollout(jnp.ones((8, 6), jnp.int32), jnp.full(8, 6), jnp.zeros(8, bool), jnp.zeros((8, 6)), None)
-    batch = qerl.make_batch(PROMPTS, completions, [0.0] * 8, state.step, SETTINGS)
-    step = jax.jit(lambda state, batch: state.replace(step=state.step + batch.rollout_step), donate_argnums=0)
-    assert int(step(state, batch).step) == int(batch.rollout_step) == 0
 
 
 def test_rewards_are_any_numbers_one_for_each_completion():

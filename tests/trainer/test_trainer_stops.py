@@ -17,7 +17,7 @@ import pytest
 from run_harness import TrainingProcess, checkpoints, differences, rows
 from training_runs import Killed, config_in, reward_file, stop_after, train
 
-from qerl_jax import cli, run_options
+from qerl_jax import run_options
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
 from qerl_jax.interrupt import interrupt_flag
@@ -38,14 +38,6 @@ def stopped(config, tmp_path_factory):
             train(config, run)
     assert checkpoints(run) == [0, 2, 4]
     return run
-
-
-def test_a_finished_run_says_so_and_offers_a_fresh_one(config, finished, capsys):
-    before = (finished / "metrics.jsonl").read_bytes()
-    assert cli.main(["train", str(config), f"run.output_dir={finished}"]) == 0
-    said = capsys.readouterr().out
-    assert f"{finished} is finished" in said and "--fresh" in said and f"{finished}-2" in said
-    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("error", [UserError("mine"), KeyboardInterrupt("mine"), jax.errors.JaxRuntimeError("mine")])
@@ -185,22 +177,6 @@ def test_no_whole_checkpoint_left_is_an_error_that_deletes_nothing(config, stopp
     with pytest.raises(UserError, match="every checkpoint"):
         train(config, run)
     assert (run / "metrics.jsonl").read_bytes() == before and checkpoints(run) == [0, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("word", "was", "now"),
-    [
-        ("run.seed=1", "run.seed was 0", "is now 1"),
-        ("lora.lora_r=8", "lora.lora_r was 4", "is now 8"),
-        ("model.model_name_or_path=builtin:quickstart", "one-layer'", "is now 'builtin:quickstart'"),
-        ("data.train_dataset=other.jsonl", "problems.jsonl'", f"is now '{Path('other.jsonl').absolute()}'"),
-        ("optimizer.max_steps=12", "optimizer.max_steps was 6", "is now 12"),
-    ],
-)
-def test_another_config_is_refused_with_both_values(config, stopped, word, was, now):
-    with pytest.raises(UserError) as refusal:
-        train(config, stopped, word)
-    assert was in str(refusal.value) and now in str(refusal.value) and "--fresh" in str(refusal.value)
 
 
 def test_a_config_edited_amid_its_run_is_refused_as_the_same_overrides_are(config, stopped, finished, tmp_path):
