@@ -175,9 +175,6 @@ class MetricsWriter:
         are those of the newest update, before training step 0 and rollout -1. All rows are in metrics.jsonl before a
         service gets the first, and may fail."""
         for row in rows:
-            for key in ("step", "rollout"):
-                if key not in row:
-                    raise ValueError(f"a metrics row needs {key!r}, got {sorted(row)}")
             _write(self._metrics, json_line(row))
         for row in map(_plain, rows) if self._services else ():
             numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
@@ -186,12 +183,7 @@ class MetricsWriter:
 
     def log_completions(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rows of completions.jsonl, each with its `rollout`."""
-        lines = []
-        for row in rows:
-            if "rollout" not in row:
-                raise ValueError(f"a completions row needs 'rollout', got {sorted(row)}")
-            lines.append(json_line(row))
-        _write(self._completions, "".join(lines))
+        _write(self._completions, "".join(map(json_line, rows)))
 
     def sync(self) -> None:
         """Forces what was written to the disk; call it before saving the checkpoint that counts on it."""

@@ -199,8 +199,6 @@ def test_the_soft_overlong_punishment_counts_tokens_with_its_weight():
         scores = rewards(EXAMPLES, ["#### 4", "a longer text than any"], [[1, 2, 3], [1, 2]], 1)
         np.testing.assert_array_equal(scores.each["soft_overlong_punishment"], [-0.5, 0.0])
         np.testing.assert_array_equal(scores.total, [0.75, 0.0])
-    with pytest.raises(UserError, match="max_completion_length is null"):
-        RewardFunctions(functions)
 
 
 def test_a_row_that_no_function_can_score_is_refused_before_a_run(tmp_path):

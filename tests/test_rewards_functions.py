@@ -194,8 +194,3 @@ def test_no_column_is_given_that_a_function_does_not_read(name):
     parameters = {"soft_punish_cache": 8, "max_completion_length": 20}
     function = math.accuracy if name == "math" else with_parameters(name, parameters)
     assert "tests" not in accepted(name, function, ["answer", "tests"])
-
-
-def test_a_parameter_that_is_missing_is_named():
-    with pytest.raises(UserError, match=r"soft_punish_cache is null; .* reward function 'soft_overlong_punishment'"):
-        with_parameters("soft_overlong_punishment", {"soft_punish_cache": None, "max_completion_length": 20})

@@ -235,8 +235,6 @@ def prompt_indices(seed: int, cursor: int, count: int, n: int, *, shuffle: bool 
       (place, row) pairs. The place is the running number cursor, cursor + 1, ..., a prompt's identity for the random
       number generator; the row is the data set's. Epoch e holds the places e * n to e * n + n - 1, each row once.
     """
-    if n < 1:
-        raise ValueError(f"a data set of {n} rows has no order")
     pairs = []
     for place in range(cursor, cursor + count):
         epoch, offset = divmod(place, n)

@@ -105,12 +105,11 @@ class RewardFunctions:
         """Starts the workers and waits until the user's modules are imported.
 
         Args:
-          options: the functions, each once as a `Config` has them, and what built-in ones take from the config.
+          options: of a `Config`: the functions, and what built-in ones take from it.
           max_completion_length: generation.max_completion_length, which some of them take too.
 
         Raises:
-          UserError: an unknown function, one that cannot be imported, or a built-in one without a parameter that it
-            needs.
+          UserError: an unknown function, or one that cannot be imported.
         """
         names = [parse_name(entry.function) for entry in options.functions]
         self._weights = [entry.weight for entry in options.functions]

@@ -147,14 +147,7 @@ BUILTIN: dict[str, RewardFunction] = {
 
 
 def with_parameters(name: str, parameters: Mapping[str, int | None]) -> RewardFunction:
-    """The built-in function `name`, its parameters bound to those of `parameters`, which may hold more.
-
-    Raises:
-      UserError: a parameter of the function is None.
-    """
+    """The built-in function `name`, its parameters bound to those of `parameters`, which may hold more."""
     function = BUILTIN[name]
     taken = [key for key, p in inspect.signature(function).parameters.items() if p.kind is p.POSITIONAL_ONLY]
-    for key in taken:
-        if parameters[key] is None:
-            raise UserError(f"{key} is null; allowed: a whole number >= 1, which reward function {name!r} needs")
     return functools.partial(function, *(parameters[key] for key in taken)) if taken else function
