@@ -38,8 +38,6 @@ from qerl_jax.manifest import (
 )
 from qerl_jax.orbax_arrays import read_arrays, remove_until_gone, system_error, write_arrays
 
-__all__ = ["checkpoint_steps", "newest_progress", "remove_partial", "restore_checkpoint", "save_checkpoint"]
-
 _ARRAYS = "arrays"
 _TEMP, _OLD = ".tmp-", ".old-"
 _logger = logging.getLogger(__name__)

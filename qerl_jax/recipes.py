@@ -71,12 +71,9 @@ def read_recipe(path_or_name: str, overrides: list[str]) -> Recipe:
     values, sources = _parse(_read_text(path_or_name), path_or_name)
     for override in overrides:
         _apply(override, values, sources)
-    return Recipe(Path(path_or_name).stem, values, sources, _run_of(Path(path_or_name)))
-
-
-def _run_of(path: Path) -> Path | None:
-    """The run folder that `path` is the config of."""
-    return named(path.parent) if path.name == CONFIG and is_run(path.parent) else None
+    path = Path(path_or_name)
+    run = named(path.parent) if path.name == CONFIG and is_run(path.parent) else None
+    return Recipe(path.stem, values, sources, run)
 
 
 def write_yaml(values: dict[str, Any], path: Path) -> None:

@@ -18,7 +18,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from qerl_jax.checkpoints import checkpoint_steps, newest_progress
 from qerl_jax.config import Config
@@ -29,7 +29,7 @@ from qerl_jax.input_files import read_json
 from qerl_jax.json_fields import Fields
 from qerl_jax.manifest import Progress
 from qerl_jax.metrics import truncate_after, updates_logged
-from qerl_jax.models.dtypes import DtypeName, settled_dtype
+from qerl_jax.models.dtypes import DtypeOption, settled_dtype
 from qerl_jax.program import program
 from qerl_jax.run_files import CHECKPOINTS, CONFIG, LOCK, METRICS, ROWS, SUMMARY, TENSORBOARD, WANDB_RUN_ID, is_run
 from qerl_jax.run_options import (
@@ -298,7 +298,7 @@ def continuing(folder: Path) -> str:
     return f"{program()} train {shlex.quote(str(folder / CONFIG))}"
 
 
-def _with_dtype(config: Config, dtype: Literal["auto"] | DtypeName) -> Config:
+def _with_dtype(config: Config, dtype: DtypeOption) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
 
 

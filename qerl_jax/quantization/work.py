@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,7 @@ def work_folders(destination: Path) -> list[Path]:
     return sorted(path for path in destination.parent.iterdir() if name.fullmatch(path.name))
 
 
-@contextlib.contextmanager
-def alone(destination: Path) -> Iterator[None]:
+def alone(destination: Path) -> contextlib.AbstractContextManager[None]:
     """Keeps other processes from making `destination` meanwhile, with whatever settings.
 
     Raises:
@@ -45,8 +44,7 @@ def alone(destination: Path) -> Iterator[None]:
     """
     make_folder(destination.parent)
     lock = destination.with_name(f"{_PREFIX}{destination.name}.lock")
-    with locked(lock, f"{destination}: another process is making it; wait for it or choose another name"):
-        yield
+    return locked(lock, f"{destination}: another process is making it; wait for it or choose another name")
 
 
 def _digest(report: Mapping[str, Any]) -> str:
