@@ -19,11 +19,11 @@ from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import KernelNVFP4, MXFP4Weight, NVFP4Weight, Weight, canonical
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
+    FP8,
     KV_SCALES,
     TAKE_PLAIN,
     Packing,
     StoredParts,
-    check_fp8,
     check_options,
     e4m3_scales,
     names_list,
@@ -159,7 +159,7 @@ def compressed_tensors_packing(quantization: dict[str, Any], where: Path) -> Pac
     if any(group.get("input_activations") for group in groups.values()):
         warn_of_activations(where)
     if (scheme := quantization.get("kv_cache_scheme")) is not None:
-        check_fp8(scheme, f"{place} kv_cache_scheme")
+        check_options(scheme, FP8, f"{place} kv_cache_scheme")
         warn_of_kv_cache(where)
     targets = [t for name, g in groups.items() for t in names_list(g.get("targets"), f"{place} {shown(name)} targets")]
     targeted = _matcher(targets, f"{place} targets")

@@ -21,11 +21,11 @@ from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import NVFP4Weight
 from qerl_jax.models.mapped import to_device
 from qerl_jax.models.packing import (
+    FP8,
     KV_SCALES,
     TAKE_PLAIN,
     Packing,
     StoredParts,
-    check_fp8,
     check_options,
     e4m3_scales,
     names_list,
@@ -71,7 +71,7 @@ def _cache(inner: dict[str, Any], where: Path) -> str | None:
     """The format of keys and values; None where they are left alone."""
     scheme = inner.get("kv_cache_scheme")  # config.json's word for it
     if isinstance(scheme, dict):
-        check_fp8(scheme, f"{where}: kv_cache_scheme")
+        check_options(scheme, FP8, f"{where}: kv_cache_scheme")
         return "FP8"
     key = "kv_cache_quant_algo" if scheme is None else "kv_cache_scheme"
     check_options(inner, {key: _CACHES}, f"{where}:")

@@ -15,6 +15,7 @@ from qerl_jax.models.source import Tensors
 _log = logging.getLogger(__name__)
 
 KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8 or FP4, which a configuration may no longer ask for
+FP8: dict[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",)}  # of a `kv_cache_scheme`
 TAKE_PLAIN = "take the plain model that this one was made from"
 _LARGEST_SCALE = 1e30  # beyond, and below its inverse, weights and what is divided by leave float32's range
 # Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
@@ -36,15 +37,6 @@ class Packing(NamedTuple):
     parts: Callable[[int, int], StoredParts]
     read: Callable[[Tensors, str], Weight]
     unread: tuple[str, ...] = ()
-
-
-def check_fp8(scheme: object, where: str) -> None:
-    """Refuses a `kv_cache_scheme` other than FP8's.
-
-    Raises:
-      UserError: naming `where`, what was found and what is supported.
-    """
-    check_options(scheme, {"num_bits": (8,), "type": ("float",)}, where)
 
 
 def check_options(found: object, expected: Mapping[str, tuple[object, ...]], where: str, hint: str = "") -> None:
