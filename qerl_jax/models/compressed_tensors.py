@@ -23,7 +23,7 @@ from qerl_jax.models.packing import (
     KV_SCALES,
     TAKE_PLAIN,
     Packing,
-    StoredParts,
+    Slot,
     check_options,
     e4m3_scales,
     names_list,
@@ -63,15 +63,15 @@ class _Stored(NamedTuple):
 
     weight_format: str
     weights: dict[str, tuple[object, ...]]
-    parts: Callable[[int, int], StoredParts]
+    parts: Callable[[int, int], dict[str, Slot]]
     read: Callable[[Tensors, str], Weight]
 
 
-def _nvfp4_parts(N: int, K: int) -> StoredParts:
+def _nvfp4_parts(N: int, K: int) -> dict[str, Slot]:
     return {
-        "_packed": ((N, K // 2), ("uint8",)),
-        "_scale": ((N, K // 16), ("float8_e4m3fn",)),
-        "_global_scale": ((1,), ("float32",)),
+        "_packed": Slot((N, K // 2), ("uint8",)),
+        "_scale": Slot((N, K // 16), ("float8_e4m3fn",)),
+        "_global_scale": Slot((1,), ("float32",)),
     }
 
 
@@ -86,8 +86,8 @@ def packed_weight(tensors: Tensors, name: str) -> NVFP4Weight:
     return NVFP4Weight(to_device(packed), to_device(scale), jnp.float32(whole))
 
 
-def _mxfp4_parts(N: int, K: int) -> StoredParts:
-    return {"_packed": ((N, K // 2), ("uint8",)), "_scale": ((N, K // 32), ("uint8",))}
+def _mxfp4_parts(N: int, K: int) -> dict[str, Slot]:
+    return {"_packed": Slot((N, K // 2), ("uint8",)), "_scale": Slot((N, K // 32), ("uint8",))}
 
 
 def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Weight:

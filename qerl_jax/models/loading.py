@@ -22,12 +22,12 @@ from qerl_jax.errors import UserError, nearest, shown
 from qerl_jax.formats import PACKED, PackedFormat, Weight, dequantized
 from qerl_jax.input_files import read_json
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.dtypes import DTYPES, network_dtype
+from qerl_jax.models.dtypes import network_dtype
 from qerl_jax.models.init import SHARED_SCALE, all_finite, init_model
 from qerl_jax.models.mapped import largest_magnitude, same_bytes, to_device
 from qerl_jax.models.modelopt import QUANT_CONFIG
 from qerl_jax.models.packed_by import packing_of
-from qerl_jax.models.packing import TAKE_PLAIN, Packing
+from qerl_jax.models.packing import TAKE_PLAIN, Packing, Slot
 from qerl_jax.models.params import PROJECTIONS, Base, Layer, Model, projection_shape, small_shapes
 from qerl_jax.models.source import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS, Tensors, open_tensors, resolve
 from qerl_jax.option_names import check_format
@@ -53,13 +53,6 @@ _ONE_NUMBER = {(), (1,)}  # of which programs differ in whether it has a dimensi
 _DERIVED = ".rotary_emb.inv_freq"
 
 
-class Slot(NamedTuple):
-    """One tensor of the network: its shape in the file and the dtypes it may have there."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = DTYPES
-
-
 def layer_name(layer: int, field: str) -> str:
     """File name of a `Layer`'s field."""
     return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
@@ -77,7 +70,7 @@ def tensor_table(config: ModelConfig, packing: Packing | None = None) -> dict[st
     def linear(weight: str, N: int, K: int) -> dict[str, Slot]:
         if packing is None or packing.is_plain(weight):
             return {weight: Slot((N, K))}
-        return {weight + suffix: Slot(*part) for suffix, part in packing.parts(N, K).items()}
+        return {weight + suffix: slot for suffix, slot in packing.parts(N, K).items()}
 
     table = {EMBED: Slot((V, D)), NORM: Slot((D,))}
     if not config.tie_word_embeddings:

@@ -25,7 +25,7 @@ from qerl_jax.models.packing import (
     KV_SCALES,
     TAKE_PLAIN,
     Packing,
-    StoredParts,
+    Slot,
     check_options,
     e4m3_scales,
     names_list,
@@ -78,11 +78,11 @@ def _cache(inner: dict[str, Any], where: Path) -> str | None:
     return inner.get(key)
 
 
-def _parts(N: int, K: int) -> StoredParts:
+def _parts(N: int, K: int) -> dict[str, Slot]:
     return {
-        "": ((N, K // 2), ("uint8",)),
-        "_scale": ((N, K // 16), ("float8_e4m3fn",)),
-        "_scale_2": ((), ("float32",)),
+        "": Slot((N, K // 2), ("uint8",)),
+        "_scale": Slot((N, K // 16), ("float8_e4m3fn",)),
+        "_scale_2": Slot((), ("float32",)),
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError, shown
 from qerl_jax.formats import Weight
+from qerl_jax.models.dtypes import DTYPES
 from qerl_jax.models.source import Tensors
 
 _log = logging.getLogger(__name__)
@@ -18,8 +19,13 @@ KV_SCALES = (".k_scale", ".v_scale")  # of a cache in FP8 or FP4, which a config
 FP8: dict[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",)}  # of a `kv_cache_scheme`
 TAKE_PLAIN = "take the plain model that this one was made from"
 _LARGEST_SCALE = 1e30  # beyond, and below its inverse, weights and what is divided by leave float32's range
-# Name of what is stored, behind the name of the plain weight -> its shape and the dtypes that it may have.
-StoredParts = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+
+class Slot(NamedTuple):
+    """One tensor of the network: its shape in the file and the dtypes it may have there."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = DTYPES
 
 
 class Packing(NamedTuple):
@@ -27,14 +33,14 @@ class Packing(NamedTuple):
 
     weight_format: the word for what the packed ones become, one of `qerl_jax.formats.FORMATS`.
     is_plain: whether the weight of a name ("model.layers.0.mlp.up_proj.weight") is stored unpacked.
-    parts: what stands for a packed weight [N, K].
+    parts: what stands for a packed weight [N, K], by the ends of names, behind the name of the plain weight.
     read: the packed weight of a name ("....up_proj.weight") on the device; UserError for values that cannot be.
     unread: endings of tensors that say nothing about the weights.
     """
 
     weight_format: str
     is_plain: Callable[[str], bool]
-    parts: Callable[[int, int], StoredParts]
+    parts: Callable[[int, int], dict[str, Slot]]
     read: Callable[[Tensors, str], Weight]
     unread: tuple[str, ...] = ()
 

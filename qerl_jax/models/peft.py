@@ -22,7 +22,8 @@ from qerl_jax.durable import whole_folder
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import files_fingerprint
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.loading import Slot, check_tensors, layer_name
+from qerl_jax.models.loading import check_tensors, layer_name
+from qerl_jax.models.packing import Slot
 from qerl_jax.models.params import (
     PROJECTIONS,
     Adapter,
