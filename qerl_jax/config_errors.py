@@ -56,14 +56,14 @@ def allowed(annotation: Any) -> str:
 
 
 def _render(finding: Any, root: type, sources: Mapping[str, object]) -> str:
-    location = tuple(part for part in finding["loc"] if isinstance(part, str | int))
+    location: tuple[str | int, ...] = finding["loc"]
     if finding["type"] == "value_error" and not location:  # of options that do not go together
         return "\n".join(_placed(line, sources) for line in str(finding["ctx"]["error"]).splitlines())
-    owner, annotation, path = _resolve(root, location)
-    option = ".".join(str(part) for part in path)
+    owner, annotation = _resolve(root, location)
+    option = ".".join(map(str, location))
     start = _source(option, sources)
     if finding["type"] == _UNKNOWN:
-        return f"{start}unknown {'option' if path[1:] else 'section'} {option}{_advice(owner, path, root)}"
+        return f"{start}unknown {'option' if location[1:] else 'section'} {option}{_advice(owner, location, root)}"
     if finding["type"] == _NOT_TEXT:
         return f"{start}{location[-1]!r} is not the name of an option; allowed: {allowed(owner)}"
     if finding["type"] == _MISSING:
@@ -71,29 +71,17 @@ def _render(finding: Any, root: type, sources: Mapping[str, object]) -> str:
     return f"{start}{option or 'the configuration'} is {_shown(finding['input'])}; allowed: {allowed(annotation)}"
 
 
-def _resolve(root: type, location: tuple[str | int, ...]) -> tuple[Any, Any, tuple[str | int, ...]]:
-    """The innermost dataclass, the annotation and the path of the option at `location`.
-
-    Pydantic appends names of union members to a location; what no field answers to is cut off, unless it is the last
-    part (an unknown option).
-    """
+def _resolve(root: type, location: tuple[str | int, ...]) -> tuple[Any, Any]:
+    """The innermost dataclass around the option at `location`, and the option's annotation; None where it has none."""
     owner: Any = root
     annotation: Any = root
-    path: list[str | int] = []
     for part in location:
-        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        if dataclasses.is_dataclass(annotation):
             owner = annotation
-            path.append(part)
-            hints = get_type_hints(annotation, include_extras=True)
-            if part not in hints:
-                return owner, None, tuple(path)
-            annotation = hints[str(part)]
-        elif isinstance(part, int) and get_origin(annotation) is tuple:
-            path.append(part)
+            annotation = get_type_hints(owner, include_extras=True).get(str(part))
+        else:  # a list's, by its number
             annotation = get_args(annotation)[0]
-        else:
-            break
-    return owner, annotation, tuple(path)
+    return owner, annotation
 
 
 def _advice(owner: type, path: tuple[str | int, ...], root: type) -> str:
