@@ -5,6 +5,7 @@ colours are Okabe and Ito's, which people with any colour vision tell apart.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -133,11 +134,8 @@ def _is_number(value: Any) -> bool:
 def _names(runs: Sequence[Path]) -> list[str]:
     """Folder names, with as many parents as it takes to tell the runs apart."""
     whole = [path.resolve().parts for path in runs]
-    for depth in range(1, max(len(parts) for parts in whole) + 1):
-        names = ["/".join(parts[-depth:]) for parts in whole]
-        if len(set(names)) == len(set(whole)):
-            return names
-    return [str(path) for path in runs]
+    by_depth = (["/".join(parts[-depth:]) for parts in whole] for depth in itertools.count(1))
+    return next(names for names in by_depth if len(set(names)) == len(set(whole)))
 
 
 def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, index: int, label: str | None) -> None:
