@@ -221,7 +221,59 @@ def rsqrt(x):
 
 
 def divide(a, b):
+    """a / b, correctly rounded."""
     return ptx("div.rn.f32 $0, $1, $2;", a, b, results=[f32_t()])[0]
+
+
+# For kernels with wgmma. ptxas makes calls of what is above, for numbers near the ends of their range, and where its
+# code may be linked to other code, as JAX 0.12 has it, lets no two wgmma overlap in a kernel that calls. Here float64
+# is right to its last bit but one, which is enough for the same float32.
+
+
+def rsqrt_without_call(x):
+    """`rsqrt`, of x that is not negative."""
+    # q and h double their digits; where y is 0 or infinite x is infinite or 0, and its own root
+    code = """rsqrt.approx.ftz.f64 y, a;
+testp.normal.f64 p, y;
+setp.ne.and.f64 p, y, 0d0000000000000000, p;
+mov.f64 q, a;
+@p mul.f64 q, a, y;
+mul.f64 h, y, 0d3FE0000000000000;
+neg.f64 n, h;
+@p fma.rn.f64 r, n, q, 0d3FE0000000000000;
+@p fma.rn.f64 q, q, r, q;
+@p fma.rn.f64 h, h, r, h;
+neg.f64 n, q;
+@p fma.rn.f64 r, n, q, a;
+@p fma.rn.f64 q, r, h, q;"""
+    return divide_without_call(f32(1.0), _by_float64(code, x))
+
+
+def divide_without_call(a, b):
+    """`divide`."""
+    # y doubles its digits twice; where it is 0 or infinite b is infinite or 0, and q is a y
+    code = """rcp.approx.ftz.f64 y, b;
+testp.normal.f64 p, y;
+setp.ne.and.f64 p, y, 0d0000000000000000, p;
+mul.f64 q, a, y;
+neg.f64 n, b;
+@p fma.rn.f64 r, n, y, 0d3FF0000000000000;
+@p fma.rn.f64 y, y, r, y;
+@p fma.rn.f64 r, n, y, 0d3FF0000000000000;
+@p fma.rn.f64 y, y, r, y;
+@p mul.f64 q, a, y;
+testp.finite.f64 f, q;
+and.pred p, p, f;
+@p fma.rn.f64 r, n, q, a;
+@p fma.rn.f64 q, r, y, q;"""
+    return _by_float64(code, a, b)
+
+
+def _by_float64(code: str, *operands):
+    """q, of the operands a and b."""
+    given = "".join(f"cvt.f64.f32 {name}, ${i};\n" for i, name in enumerate("ab"[: len(operands)], 1))
+    code = f"{{ .reg .f64 a, b, y, h, n, r, q;\n.reg .pred p, f;\n{given}{code}\ncvt.rn.f32.f64 $0, q; }}"
+    return ptx(code, *operands, results=[f32_t()])[0]
 
 
 def shuffle_xor(x, distance: int):

@@ -167,7 +167,7 @@ class _Kernel(ComputeWarps, SliceWarps):
         def keep_factors():
             factor = EPILOGUE_FACTOR * of_scaled(self.scaled)
             for i, scale in enumerate(scales):
-                mem.store_shared_f32(self.factor_base, p.divide(p.f32(factor), scale), 4 * i)
+                mem.store_shared_f32(self.factor_base, p.divide_without_call(p.f32(factor), scale), 4 * i)
             if c.cluster > 1:
                 mem.barrier_arrive(self.sums_full)
 

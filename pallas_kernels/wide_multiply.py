@@ -92,7 +92,7 @@ class MultiplyWarps(LoraWarps):
     def of_scale(self, i: int, follow, sums):
         """Sums up to weight i, in units of the one before, in those of this one, if blocks of it `follow`: they are
         divided by the last one's global scale in the end."""
-        ratio = p.divide(*(mem.load_global_f32(self.scales[at]) for at in (i, i - 1)))
+        ratio = p.divide_without_call(*(mem.load_global_f32(self.scales[at]) for at in (i, i - 1)))
         sums = [arith.mulf(s, ratio) for s in sums]
         if not self.plan.config.promote or self.plan.totals_in_registers:
             return sums
@@ -243,7 +243,7 @@ class MultiplyWarps(LoraWarps):
         # `share` may make tiles past the last one, of no weight
         exists = arith.andi(p.lt(r_tile, sum(plan.tiles_of)), p.lt(column, r))
         factor = EPILOGUE_FACTOR * of_scaled(plan.handover.scaled)
-        factors = [p.divide(p.f32(factor), global_scale) for global_scale, _ in needs]
+        factors = [p.divide_without_call(p.f32(factor), global_scale) for global_scale, _ in needs]
         size = 4 if self.wide_out else 2
         put = pt.store_global_f32x4_if if self.wide_out else pt.store_global_halfx4_if
 

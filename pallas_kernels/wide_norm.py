@@ -105,7 +105,7 @@ class NormWarps:
 
             sums = p.for_range(first, slices, SLICES_AT_ONCE * AT_ONCE, [p.f32(0.0)] * 4, add)
             means = [arith.mulf(p.over_lanes(arith.addf, v, (8, 16)), p.f32(1 / plan.d)) for v in sums]
-            inverse = out_of_range([p.rsqrt(arith.addf(mean, p.f32(self.eps))) for mean in means])
+            inverse = out_of_range([p.rsqrt_without_call(arith.addf(mean, p.f32(self.eps))) for mean in means])
             p.when(p.eq(first, 0), lambda: mem.store_shared_f32x4(self.inverse_of(row), inverse, 0))
             return []
 

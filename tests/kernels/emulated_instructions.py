@@ -114,13 +114,14 @@ def make_ptx(m):
     p.select = lambda c, a, b: np.where(c, _lanes(a), _lanes(b))
     p.LOG2_E = ptx.LOG2_E
     p.reciprocal = lambda a: (1 / a).astype(F32)
-    p.divide = lambda a, b: (a / b).astype(F32)
+    p.divide = p.divide_without_call = lambda a, b: (a / b).astype(F32)
 
     def exp2(a):
         with np.errstate(over="ignore"):  # of what nobody waited for
             return np.exp2(a).astype(F32)
 
-    p.exp2, p.rsqrt = exp2, lambda a: (1 / np.sqrt(a)).astype(F32)
+    p.exp2 = exp2
+    p.rsqrt = p.rsqrt_without_call = lambda a: (1 / np.sqrt(a)).astype(F32)
 
     p.shuffle_xor = lambda x, distance: _lanes(x)[LANES ^ distance]
     p.pack_halves = lambda lo, hi: (lo & U32(0xFFFF)) | hi << U32(16)

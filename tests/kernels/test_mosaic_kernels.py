@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from ahead import packed, shape
 
 from pallas_kernels import KernelWeight, compiling_for, fp4_matmul
@@ -35,3 +36,10 @@ def test_a_kernel_alone_is_what_its_program_has():
     program = alone(name, told)
     assert mosaic_kernels(program) == {name: told}
     assert program.as_text().startswith(f"module @jit_{name} ")
+
+
+@pytest.mark.parametrize("m", [32, 64, 300])
+def test_kernels_with_wgmma_call_nothing(m):
+    program = lowered(m).as_text()
+    assert "wgmma" in program
+    assert not [name for name in ("div.rn", "rcp.rn", "sqrt.rn") if name in program]  # ptxas makes calls of them
