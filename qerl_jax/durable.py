@@ -198,10 +198,16 @@ def _refuse_other_content(path: Path, allowed: Sequence[str] | Callable[[Path], 
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, shared: bool = False) -> Iterator[Path]:
     """Yields the name of an empty file beside `path` to write; at the end it is flushed and takes `path`'s place. A
-    kill leaves the old file or the new one; if anything raises, `path` is as it was and nothing lies beside it."""
-    temporary = path.with_name(f".tmp-{path.name}")
+    kill leaves the old file or the new one; if anything raises, `path` is as it was and nothing lies beside it.
+
+    Args:
+      path: the file.
+      shared: whether other processes may write it meanwhile: of two the later to end counts. What a killed one has
+        written beside `path` is then left, else the next one that writes here removes it.
+    """
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}" if shared else f".tmp-{path.name}")
     with writing(path):
         try:
             # Made anew: what lies there may be of a killed process, or in a shared folder a link to another file.

@@ -288,7 +288,8 @@ def _finish(axes: Axes, panel: _Panel, runs: list[_Run], legend: bool) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
-    with whole_file(path) as temporary, warnings.catch_warnings(record=True) as caught:
+    # A run that ends draws itself, perhaps while `qerl plot` does.
+    with whole_file(path, shared=True) as temporary, warnings.catch_warnings(record=True) as caught:
         figure.savefig(temporary, dpi=150)
     of_fonts = [warning for warning in caught if "missing from font" in str(warning.message)]
     for warning in caught:

@@ -176,6 +176,21 @@ def test_where_the_disk_is_full_the_picture_is_named_and_those_of_before_stay(tm
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+def test_two_processes_draw_one_run_at_once(tmp_path, monkeypatch):
+    """As `qerl plot` does, again and again, and the run itself when it ends."""
+    run, save = make_run(tmp_path / "run"), Figure.savefig
+
+    def while_another_draws(figure, path, **options):
+        save(figure, path, **options)
+        monkeypatch.setattr(Figure, "savefig", save)
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 1)
+            plot_runs([run], tmp_path / "out")
+
+    monkeypatch.setattr(Figure, "savefig", while_another_draws)
+    assert set(plot_runs([run], tmp_path / "out")) == set((tmp_path / "out").iterdir())
+
+
 def test_names_that_matplotlib_would_read_otherwise(tmp_path, drawn):
     runs = [make_run(tmp_path / name) for name in ("$MODEL_$SEED", "_hidden")]
     plot_runs(runs, tmp_path / "plots")
