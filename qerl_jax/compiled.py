@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.mosaic_kernels import alone, mosaic_kernels
 
-_ZLIB = 0x78  # first byte of what zlib wrote, which is what JAX uses unless another compressor is installed
+_ZSTD = b"\x28\xb5\x2f\xfd"  # with which zstd's streams begin; JAX uses it where Python has it, or else zlib
 
 
 def compiled_together(*groups: Iterable[jax.stages.Lowered]) -> list[list[jax.stages.Compiled]]:
@@ -114,13 +114,28 @@ def remove_torn(folder: Path) -> None:
     """Removes the programs whose compressed stream does not end."""
     for path in folder.glob("*-cache"):
         data = path.read_bytes()
-        if data and data[0] != _ZLIB:
-            continue
-        stream = zlib.decompressobj()
-        try:
-            stream.decompress(data)
-        except zlib.error:
+        if not (_zstd_ends(data) if data.startswith(_ZSTD) else _zlib_ends(data)):
             path.unlink()
-            continue
-        if not stream.eof:
-            path.unlink()
+
+
+def _zlib_ends(data: bytes) -> bool:
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(data)
+    except zlib.error:
+        return False
+    return stream.eof
+
+
+def _zstd_ends(data: bytes) -> bool:
+    """Whether it is a whole frame (RFC 8878, 3.1.1): a header, blocks up to the last one, perhaps a checksum. By their
+    lengths alone, since what wrote it need not be installed now."""
+    flags = int.from_bytes(data[4:5])
+    single, checksum = flags >> 5 & 1, flags >> 2 & 1
+    place = 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+    is_last = 0
+    while not is_last and place < len(data):
+        block = int.from_bytes(data[place : place + 3], "little")
+        is_last, kind, size = block & 1, block >> 1 & 3, block >> 3
+        place += 3 + (1 if kind == 1 else size)  # a run has its byte once
+    return bool(is_last) and place + 4 * checksum == len(data)
