@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from qerl_jax import __version__
 from qerl_jax.commands import evaluate, export, generate, plan, plot, quantize, train
 from qerl_jax.errors import UserError, nearest, on_terminal
+from qerl_jax.unread import open_closed_streams
 
 _DESCRIPTION = """\
 Reinforcement learning of language models whose frozen weights are 4-bit floats.
@@ -40,7 +41,7 @@ Reinforcement learning of language models whose frozen weights are 4-bit floats.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    _open_closed_streams()
+    open_closed_streams()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.formatwarning = _as_logged
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -112,17 +113,6 @@ def _as_logged(
     """A warning as the log has it. Where in the source it was given says something to those who change it alone."""
     place = "WARNING" if category is UserWarning else f"{filename}:{lineno}: {category.__name__}"
     return f"{place}: {message}\n"
-
-
-def _open_closed_streams() -> None:
-    """Opens standard streams that are closed (`qerl train >&-`) onto nothing. The next file that is opened would take
-    their number, and get what C++ and reward functions write to them."""
-    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(file, True)
-    os.close(file)
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (as long as the process lives)
 
 
 def _wait_for_programs() -> None:

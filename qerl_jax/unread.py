@@ -11,11 +11,13 @@ from typing import Any, TextIO, cast
 @contextlib.contextmanager
 def going_on_unread(told: str = "") -> Iterator[None]:
     """While it lasts, no failure to print on standard output or standard error is an error: the text is lost, and from
-    then on that stream goes nowhere, as with `>/dev/null`. For what is a log, or stands elsewhere too.
+    then on that stream goes nowhere, as with `>/dev/null`; one that was closed before does from the beginning. For what
+    is a log, or stands elsewhere too.
 
     Args:
       told: said once on standard error when standard output is lost.
     """
+    open_closed_streams()
     with (
         contextlib.redirect_stderr(cast(TextIO, _Stream(sys.stderr))) as stderr,
         contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, told))) as stdout,
@@ -25,6 +27,17 @@ def going_on_unread(told: str = "") -> Iterator[None]:
         finally:
             stdout.flush()
             stderr.flush()
+
+
+def open_closed_streams() -> None:
+    """Opens standard streams that are closed (`qerl train >&-`) onto nothing. The next file that is opened would take
+    their number, and get what C++ and reward functions write to them."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (as long as the process lives)
 
 
 class _Stream:

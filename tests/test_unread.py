@@ -53,3 +53,12 @@ def test_a_program_goes_on_whatever_keeps_it_from_writing(path, mode, program, t
     opened = os.open(path, mode)
     assert program(os.dup(opened), opened, subprocess.PIPE) == (0, b"goes on\nsaid\n")
     assert (tmp_path / "file").read_text() == "the end"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_program_goes_on_whose_stream_was_closed_before(closed, tmp_path):
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CODE, str(tmp_path / "file")]
+    done = subprocess.run(command, input=b"\n", capture_output=True)
+    left = (b"", b"said\n") if closed == ">&-" else (b"0\n0\n1\n1\n2\n2\n", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (0, *left)
+    assert (tmp_path / "file").read_text() == "the end"
