@@ -65,6 +65,21 @@ sys.exit(cli.main(["plot", "x"]))
     assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
+def test_an_interruption_of_imports_is_told_as_one():
+    code = """
+import sys
+from qerl_jax.cli import main
+class Interrupting:
+    def find_spec(self, name, path, target):
+        if name == "numpy.lib":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+sys.exit(main(["export", "x", "y", "--format", "bf16"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
+
 def test_a_current_folder_that_has_gone(tmp_path):
     """Before a command begins, it is an error; amid one, the commands that it prints need none."""
     code = """

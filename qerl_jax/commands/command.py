@@ -113,6 +113,8 @@ def run_folder(name: str, file: str) -> Path:
 def take_device() -> None:
     """Takes the first GPU alone: JAX would reserve memory on all that it sees. Refuses a JAX_PLATFORMS that names no
     device of this machine, of which JAX tells by a traceback."""
+    # Before JAX, whose C++ would import it, and make an ImportError of a Ctrl-C meanwhile.
+    import numpy  # noqa: F401, I001
     import jax
 
     if jax.config.read("jax_cuda_visible_devices") == "all":
