@@ -131,11 +131,12 @@ def save_checkpoint(
         os.rename(final, old)
     os.rename(temp, final)
     flush(directory)
-    remove_partial(directory)
     if save_total_limit is not None:
         older = [s for s in checkpoint_steps(directory) if s <= step][:-save_total_limit]
         for path in (directory / f"step_{s:08d}" for s in older):
             os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
+    # On NFS a folder stays as long as another program of this machine reads its files: the next save removes it.
+    with contextlib.suppress(OSError):
         remove_partial(directory)
     return final
 

@@ -20,6 +20,7 @@ from full_disk import full_disk
 
 from qerl_jax import checkpoints, orbax_arrays
 from qerl_jax.checkpoints import (
+    checkpoint_steps,
     remove_partial,
     restore_checkpoint,
     save_checkpoint,
@@ -117,6 +118,22 @@ def test_a_folder_that_takes_no_writes_any_more_is_told_at_once(tmp_path, monkey
     assert time.monotonic() - began < 2
     monkeypatch.undo()
     assert restore_checkpoint(tmp_path, make_tree(0))[2] == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_older_checkpoint_that_is_read_meanwhile_does_not_fail_a_save(tmp_path, monkeypatch, replaced):
+    """NFS keeps a file that another program has open, under another name, and so its folder is not empty."""
+
+    def not_empty(path, **options):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+    save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", not_empty)
+        save_checkpoint(tmp_path, 1 if replaced else 2, make_tree(2), PROGRESS, save_total_limit=1)
+    assert len(os.listdir(tmp_path)) == 2 and len(checkpoint_steps(tmp_path)) == 1
+    save_checkpoint(tmp_path, 3, make_tree(3), PROGRESS, save_total_limit=1)
+    assert os.listdir(tmp_path) == ["step_00000003"]
 
 
 class Killed(BaseException):
