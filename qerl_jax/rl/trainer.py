@@ -211,7 +211,6 @@ class _Run:
                 live.note(said)
             live.note("compiling")
             self._compile()
-            self._stop_if_interrupted()
             if self.progress["before"] is None:
                 self.progress["before"] = results = self._evaluate("before training")
                 if config.evaluation.eval_steps is not None:
@@ -240,11 +239,10 @@ class _Run:
                 if step > first_step:
                     learned = dict(self.progress)
                 self._stop_if_never_finite(learned)
-                measured = self._evaluate_if_due(first_step)
                 if _reached(config.run.save_steps, first_step, step):
-                    self._save()
+                    self._save()  # before an evaluation, which may take long
+                measured = self._evaluate_if_due(first_step)
             self._save()
-            self._stop_if_interrupted()
             after = measured or self._evaluate("after training")
         return self._finish(after)
 
@@ -370,6 +368,7 @@ class _Run:
             self.writer.log(row)
 
     def _evaluate(self, when: str) -> dict[str, Any]:
+        self._stop_if_interrupted()
         self.live.note(f"evaluating {when}, on held-out problems of {self.config.evaluation.eval_dataset}")
         experiment, seed = self.experiment, self.config.run.seed
         examples = held_out(self.config, experiment.evaluation_data)

@@ -362,6 +362,40 @@ def test_a_signal_stops_before_the_next_rollout_or_evaluation(
     assert differences(run, finished) == []
 
 
+def test_a_signal_stops_before_an_evaluation_on_the_way(config, finished, tmp_path, monkeypatch):
+    """The scheduler that sent it may not wait until that has ended."""
+    run, rollout, every = tmp_path / "run", trainer._Run._one_rollout, "evaluation.eval_steps=4"
+
+    def interrupted(self):
+        if int(self.state.step) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rollout(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._Run, "_one_rollout", interrupted)
+        with pytest.raises(trainer.Interrupted, match="saved at step 4 of 6"):
+            train(config, run, "run.save_steps=6", every)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+    train(config, run, every)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert [row for row in rows(run) if "loss" in row] == rows(finished)
+
+
+def test_a_step_to_be_saved_is_saved_before_it_is_evaluated(config, tmp_path, monkeypatch):
+    evaluate, calls = trainer.evaluate, []
+
+    def killed(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise Killed
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(trainer, "evaluate", killed)
+    with pytest.raises(Killed):
+        train(config, tmp_path / "run", "evaluation.eval_steps=2")
+    assert checkpoints(tmp_path / "run") == [0, 2]
+
+
 def test_a_fresh_run_that_was_stopped_continues_in_its_own_folder(config, stopped, finished, tmp_path, monkeypatch):
     began = shutil.copytree(stopped, tmp_path / "run")
     with monkeypatch.context() as patch:
