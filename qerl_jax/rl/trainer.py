@@ -137,7 +137,7 @@ def _train(config: Config, fresh: bool, profile: str | None, own: OwnFunctions) 
 
 
 @contextlib.contextmanager
-def _as_interruption(interrupt: list[bool]) -> Iterator[None]:
+def _as_interruption(interrupt: list[int]) -> Iterator[None]:
     """An error before anything is computed, behind a signal that stops the run. A scheduler may send that to each
     process of a job, so that reward functions end by it too."""
     try:
@@ -159,7 +159,7 @@ class _Run:
         rewards: RewardFunctions,
         folder: Path,
         check_folder: Callable[[], None],
-        interrupt: list[bool],
+        interrupt: list[int],
         profile: str | None,
     ) -> None:
         self.experiment, self.rewards, self.folder = experiment, rewards, folder

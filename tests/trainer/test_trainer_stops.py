@@ -441,12 +441,15 @@ def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(config, finished, pr
 
 
 @pytest.mark.usefixtures("with_a_terminal")
-def test_a_hangup_comes_twice_without_stopping_at_once_and_is_ignored_under_nohup():
+def test_a_hangup_comes_twice_or_before_sigterm_without_stopping_at_once_and_is_ignored_under_nohup():
     before = signal.getsignal(signal.SIGHUP)
     with interrupt_flag() as pressed:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
-        assert pressed == [True]
+        assert pressed == [signal.SIGHUP]
+        os.kill(os.getpid(), signal.SIGTERM)  # of a logout
+        with pytest.raises(KeyboardInterrupt, match="stopped at once"):
+            os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGHUP) == before
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
