@@ -135,9 +135,12 @@ def save_checkpoint(
         older = [s for s in checkpoint_steps(directory) if s <= step][:-save_total_limit]
         for path in (directory / f"step_{s:08d}" for s in older):
             os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
-    # On NFS a folder stays as long as another program of this machine reads its files: the next save removes it.
-    with contextlib.suppress(OSError):
+    try:
         remove_partial(directory)
+    except OSError as error:  # on NFS a folder stays as long as another program of this machine reads its files
+        _logger.warning(
+            "checkpoint step %d is saved; an older one is left for the next save to remove: %s", step, error
+        )
     return final
 
 
