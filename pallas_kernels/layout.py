@@ -29,6 +29,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 ROWS, UNIT, COLS, BLOCK = 16, 64, 256, 16
 QUAD_WORDS = 576  # 4 x 128 of codes, 2 x 32 of scales
@@ -147,7 +148,7 @@ def _check(packed, scale):
     return n, 2 * half
 
 
-def repack(packed: jax.Array, scale: jax.Array, dtype: jnp.dtype = jnp.bfloat16) -> KernelWeight:
+def repack(packed: jax.Array, scale: jax.Array, dtype: DTypeLike = jnp.bfloat16) -> KernelWeight:
     """Canonical NVFP4 arrays to the kernel's layout; done once, when weights are loaded.
 
     Args:

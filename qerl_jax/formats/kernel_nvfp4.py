@@ -7,6 +7,7 @@ Files, digests and exports use the canonical order (`canonical`); the kernel's o
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import pallas_kernels
 from qerl_jax.formats.nvfp4 import NVFP4Weight
@@ -30,7 +31,7 @@ class KernelNVFP4(Tree):
         return self.tiles.n, self.tiles.k
 
 
-def repacked(weight: NVFP4Weight, dtype: jnp.dtype = jnp.bfloat16) -> KernelNVFP4:
+def repacked(weight: NVFP4Weight, dtype: DTypeLike = jnp.bfloat16) -> KernelNVFP4:
     """The weight in the order of the kernels that multiply in `dtype`, the network's compute dtype; there are none for
     float32, whose weights are in bfloat16's."""
     takes = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16

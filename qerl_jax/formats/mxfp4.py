@@ -11,6 +11,7 @@ An all-zero block has scale 0. Inputs below 2^-126 count as zero on CPU, where X
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs, unpack_pairs
 from qerl_jax.formats.row_blocks import in_row_blocks
@@ -76,7 +77,7 @@ def _quantize(w_NK: jax.Array) -> MXFP4Weight:
     return MXFP4Weight(packed, scale)
 
 
-def dequantize_mxfp4(weight: MXFP4Weight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def dequantize_mxfp4(weight: MXFP4Weight, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """[N, K]: code * 2^(scale - 127) in float32, then rounded to `dtype`."""
     N, K = weight.shape
     values = decode_e2m1(unpack_pairs(weight.packed)).reshape(N, K // BLOCK, BLOCK)

@@ -22,6 +22,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from qerl_jax.formats.rounding import divide, rounded
 from qerl_jax.formats.row_blocks import in_row_blocks
@@ -149,14 +150,14 @@ def _quantize_absmax(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array
         return codes.reshape(-1)[: absmax.size], nested[:, 0].astype(single), offset.astype(single)
 
 
-def dequantize_nf4(weight: NF4Weight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def dequantize_nf4(weight: NF4Weight, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """[N, K]: level * absmax in float32, then rounded to `dtype`."""
     codes = jnp.stack([weight.packed >> 4, weight.packed & 15], axis=-1)
     values = jnp.asarray(LEVELS)[codes].reshape(-1, BLOCK) * weight.absmax[:, None]
     return values.reshape(weight.shape).astype(dtype)
 
 
-def dequantize_nf4_double_quant(weight: NF4DoubleQuantWeight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def dequantize_nf4_double_quant(weight: NF4DoubleQuantWeight, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """[N, K]: level * (absmax level * nested absmax + offset), each product and sum rounded to float32, then to
     `dtype`."""
     with jax.enable_x64(True):

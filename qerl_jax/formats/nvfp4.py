@@ -13,6 +13,7 @@ subnormal numbers: such a negative one may get code 0 for 8, which stand for the
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from qerl_jax.formats import e2m1
 from qerl_jax.formats.e2m1 import decode_e2m1, encode_e2m1, pack_pairs, unpack_pairs
@@ -95,7 +96,7 @@ def _quantize(w_NK: jax.Array, shared_global_scale: jax.Array | None) -> NVFP4We
     return NVFP4Weight(packed, scale, whole)
 
 
-def dequantize_nvfp4(weight: NVFP4Weight, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def dequantize_nvfp4(weight: NVFP4Weight, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """[N, K]: code * (block scale / global scale) in float32, then rounded to `dtype`."""
     N, K = weight.shape
     values = decode_e2m1(unpack_pairs(weight.packed)).reshape(N, K // BLOCK, BLOCK)

@@ -7,6 +7,7 @@ one operation, and drops a conversion to bfloat16 and back.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 def divide(a: jax.Array, b: jax.Array | float) -> jax.Array:
@@ -17,7 +18,7 @@ def divide(a: jax.Array, b: jax.Array | float) -> jax.Array:
         return rounded(quotient, a.dtype).astype(a.dtype)
 
 
-def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` with the precision of `dtype`, in its own dtype. A pair of conversions (there and back) will not do: XLA
     drops it on a GPU, which moved 32 of the quickstart policy's 400 thousand code bytes."""
     info = jnp.finfo(dtype)

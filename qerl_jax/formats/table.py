@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from qerl_jax.formats import mxfp4, nf4, nvfp4
 from qerl_jax.formats.kernel_nvfp4 import KernelNVFP4, canonical
@@ -29,7 +30,7 @@ class PackedFormat(NamedTuple):
     fits: Callable[[int, int], bool]
     needs: str
     quantize: Callable[[jax.Array, Any], PackedWeight]
-    dequantize: Callable[[Any, jnp.dtype], jax.Array]
+    dequantize: Callable[[Any, DTypeLike], jax.Array]
     shared_scale: Callable[[jax.Array, jnp.dtype], jax.Array] | None = None
 
 
@@ -73,7 +74,7 @@ def format_of(weight: Any) -> str:
     return "nvfp4" if isinstance(weight, KernelNVFP4) else _BY_CLASS.get(type(weight), "bf16")
 
 
-def dequantize(weight: Any, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: Any, dtype: DTypeLike) -> jax.Array:
     """The matrix [N, K] that a weight of any format stands for, in `dtype`. Under jit; see `dequantized`."""
     if isinstance(weight, KernelNVFP4):
         weight = canonical(weight)

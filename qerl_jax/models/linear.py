@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, lora_inside, range_scale
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize, format_of
@@ -18,7 +19,7 @@ def fewest_rows() -> int:
     return 2 if jax.default_backend() == "cpu" else 1
 
 
-def matmul_rows(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def matmul_rows(x_MK: jax.Array, w_NK: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
     """x W^T [M, N]; too few rows are padded (see `fewest_rows`)."""
     rows = x_MK.shape[0]
     x_MK = jnp.pad(x_MK, ((0, max(0, fewest_rows() - rows)), (0, 0)))
@@ -41,12 +42,12 @@ def _unrounded_bwd(saved: tuple[jax.Array, jax.Array], dy_MN: jax.Array) -> tupl
 _unrounded.defvjp(lambda x_MK, w_NK: (_unrounded(x_MK, w_NK), (x_MK, w_NK)), _unrounded_bwd)
 
 
-def matmul(x_MK: jax.Array, w_NK: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+def matmul(x_MK: jax.Array, w_NK: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     """x W^T [M, N], in x's dtype or in float32; the products of its gradients have x's dtype."""
     return matmul_rows(x_MK, w_NK) if out_dtype == x_MK.dtype else _unrounded(x_MK, w_NK)
 
 
-def _frozen_matmul(x_MK: jax.Array, weight: Weight, out_dtype: jnp.dtype) -> jax.Array:
+def _frozen_matmul(x_MK: jax.Array, weight: Weight, out_dtype: DTypeLike) -> jax.Array:
     return matmul(x_MK, jax.lax.stop_gradient(dequantize(weight, x_MK.dtype)), out_dtype)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 def empty(steps: int, kinds: int, slots: int) -> jax.Array:
@@ -20,6 +21,6 @@ def recorded(log_TKS: jax.Array, step: jax.Array, *kinds_S: jax.Array) -> jax.Ar
     return jax.lax.dynamic_update_index_in_dim(log_TKS, row_KS, step, 0)
 
 
-def read(log_TKS: jax.Array, dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
+def read(log_TKS: jax.Array, dtypes: Sequence[DTypeLike]) -> list[jax.Array]:
     """The log's kinds [T, S], each in the dtype in which it was recorded."""
     return [jax.lax.bitcast_convert_type(log_TKS[:, kind], dtype) for kind, dtype in enumerate(dtypes)]
