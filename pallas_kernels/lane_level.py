@@ -24,7 +24,8 @@ def kernel(program, out_type, dtype: str, *, grid: int, warps: int, cluster: int
     """
 
     def body(*refs):
-        # JAX would count the kernels of a process, and a kernel's hash would depend on what was lowered before it.
+        # JAX 0.11 would name the kernels of a process by a count and hash the name: a kernel's hash would depend on
+        # what was lowered before it. JAX 0.12 hashes no name, so this can go with 0.11.
         kinds = repr([(ref.shape, ref.dtype.name) for ref in refs])
         name = f"{program.__name__}_{hashlib.sha256(kinds.encode()).hexdigest()[:8]}"
 
