@@ -8,7 +8,7 @@ from tiny import CONFIG, tiny_model
 
 from qerl_jax.errors import UserError
 from qerl_jax.formats import repacked
-from qerl_jax.models.init import init_adapter, init_model
+from qerl_jax.models.init import all_finite, init_adapter, init_model
 from qerl_jax.policy import load_policy
 
 
@@ -102,3 +102,11 @@ def test_loading_for_kernels_has_no_weights_twice(monkeypatch):
     policy = load_policy("builtin:quickstart", "nvfp4", "bfloat16")
     last = policy.model.base.layers[-1].down_proj
     assert len(held) == 14 and held[-1] == last.shape[0] * last.shape[1] // 2  # all others have gone by then
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(dtype):
+    largest = jnp.full((300, 70), jnp.finfo(dtype).max, dtype)
+    assert all_finite(largest) and all_finite(-largest) and all_finite(largest[:0])
+    for number in (jnp.nan, jnp.inf, -jnp.inf):
+        assert not any(all_finite(largest.at[at].set(number)) for at in ((0, 0), (17, 3), (299, 69)))
