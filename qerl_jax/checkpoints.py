@@ -53,7 +53,8 @@ def checkpoint_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def remove_partial(directory: str | os.PathLike[str]) -> None:
-    """Clears what killed saves left behind. For the one program that writes to `directory`, at its start.
+    """Clears what killed saves left behind. For the one program that writes to `directory`, at its start. What cannot
+    be removed is told, and left for the next save to remove.
 
     Raises:
       UserError: `directory` is a file or lies in one.
@@ -64,7 +65,10 @@ def remove_partial(directory: str | os.PathLike[str]) -> None:
         final = path.with_name(path.name.removeprefix(_OLD))
         os.rename(path, path.with_name(_TEMP + final.name + ".old") if final.exists() else final)
     for path in directory.glob(f"{_TEMP}step_*"):
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # on NFS a folder stays as long as another program of this machine reads its files
+            _logger.warning("%s, of no use any more, is left for the next save to remove: %s", path, error)
 
 
 def save_checkpoint(
@@ -135,12 +139,7 @@ def save_checkpoint(
         older = [s for s in checkpoint_steps(directory) if s <= step][:-save_total_limit]
         for path in (directory / f"step_{s:08d}" for s in older):
             os.rename(path, path.with_name(_TEMP + path.name))  # half deleted, it must not look like a checkpoint
-    try:
-        remove_partial(directory)
-    except OSError as error:  # on NFS a folder stays as long as another program of this machine reads its files
-        _logger.warning(
-            "checkpoint step %d is saved; an older one is left for the next save to remove: %s", step, error
-        )
+    remove_partial(directory)
     return final
 
 

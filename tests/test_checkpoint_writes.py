@@ -121,7 +121,7 @@ def test_a_folder_that_takes_no_writes_any_more_is_told_at_once(tmp_path, monkey
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_an_older_checkpoint_that_is_read_meanwhile_does_not_fail_a_save(tmp_path, monkeypatch, caplog, replaced):
+def test_an_older_checkpoint_that_is_read_meanwhile_fails_no_save(tmp_path, monkeypatch, caplog, replaced):
     """NFS keeps a file that another program has open, under another name, and so its folder is not empty."""
 
     def not_empty(path, **options):
@@ -130,11 +130,12 @@ def test_an_older_checkpoint_that_is_read_meanwhile_does_not_fail_a_save(tmp_pat
     save_checkpoint(tmp_path, 1, make_tree(1), PROGRESS)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", not_empty)
-        save_checkpoint(tmp_path, 1 if replaced else 2, make_tree(2), PROGRESS, save_total_limit=1)
-    assert len(os.listdir(tmp_path)) == 2 and len(checkpoint_steps(tmp_path)) == 1
-    assert "is saved; an older one is left for the next save" in caplog.text
-    save_checkpoint(tmp_path, 3, make_tree(3), PROGRESS, save_total_limit=1)
-    assert os.listdir(tmp_path) == ["step_00000003"]
+        for step in (1 if replaced else 2, 3):
+            save_checkpoint(tmp_path, step, make_tree(step), PROGRESS, save_total_limit=1)
+            assert checkpoint_steps(tmp_path) == [step]
+    assert len(os.listdir(tmp_path)) == 3 and "is left for the next save to remove" in caplog.text
+    save_checkpoint(tmp_path, 4, make_tree(4), PROGRESS, save_total_limit=1)
+    assert os.listdir(tmp_path) == ["step_00000004"]
 
 
 class Killed(BaseException):
