@@ -21,6 +21,7 @@ from qerl_jax.rl import trainer
         (["my.yaml", "lora.adapter=/no/such/adapter"], "/no/such/adapter: no such folder"),
         (["my.yaml", "run.output_dir=my.yaml"], "my.yaml is a file; expected a folder, or a name that is free"),
         (["my.yaml", "run.output_dir=my.yaml/run"], "my.yaml is a file; expected a folder"),
+        (["my.yaml", "--profile", "my.yaml"], "profile (--profile): my.yaml is a file; expected a folder"),
     ],
 )
 def test_train(words, expected, refused):
