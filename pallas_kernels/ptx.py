@@ -250,7 +250,7 @@ neg.f64 n, q;
 
 
 def divide_without_call(a, b):
-    """`divide`."""
+    """`divide`, of an a that is not -0, of which it makes 0."""
     # y doubles its digits twice; where it is 0 or infinite b is infinite or 0, and q is a y
     code = """rcp.approx.ftz.f64 y, b;
 testp.normal.f64 p, y;
