@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: fresh numbers, and programs compiled ahead."""
+"""What tests of kernels share: fresh numbers, programs compiled ahead, and what a program calls."""
 
 import os
 import secrets
@@ -35,3 +35,9 @@ def programs(request):
             start(programs, **item.callspec.params if hasattr(item, "callspec") else {})
     yield programs
     programs.close()
+
+
+@pytest.fixture
+def calls():
+    """A lowered program -> those of its instructions that ptxas makes calls of (see ptx.py)."""
+    return lambda program: [name for name in ("div.rn", "rcp.rn", "sqrt.rn") if name in program]
