@@ -1,5 +1,7 @@
 """`fp4_mlp` on a CUDA device: values and gradients against float64, with fresh seeds each run."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,7 @@ def test_values_and_gradients(rng, m, k, f, ranks, size, dtype):
         y, pull = jax.vjp(call, x, pairs)
         return y, pull(dy)
 
-    program, alone = jax.jit(both), jax.jit(call)
+    program = jax.jit(both)
     poison(m, f)
     y, (dx, d_pairs) = program(x, pairs, dy)
     assert all(
@@ -56,7 +58,12 @@ def test_values_and_gradients(rng, m, k, f, ranks, size, dtype):
         for _ in range(20)
         for a, b in zip(jax.tree.leaves(program(x, pairs, dy)), jax.tree.leaves((y, (dx, d_pairs))), strict=True)
     )
-    assert bool((alone(x, pairs) == y).all()), "what is kept for the gradient changes nothing"
+    # of the kernels alone: in which order XLA adds up what is outside, x A^T, it chooses by trial, in each program anew
+    bare = functools.partial(fp4_mlp, weights=weights, global_scales=scales)
+    alone, kept = (
+        jax.jit(f, compiler_options={"xla_gpu_autotune_level": "0"})(x) for f in (bare, lambda x: jax.vjp(bare, x)[0])
+    )
+    assert bool((alone == kept).all()), "what is kept for the gradient changes nothing"
 
     def exact(x, pairs):
         def linear(x, i):
