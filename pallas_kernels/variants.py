@@ -35,8 +35,6 @@ BACKENDS = ("mosaic", "wide", "triton", *DEQUANTIZING, "reference")
 MAX_STREAM_ROWS = 256
 # The Triton kernel multiplies up to so many rows, 64 at a time; with more it is sooner to dequantize.
 MAX_TRITON_ROWS = 128
-# The first JAX that compiles Mosaic kernels with fewer registers than tiles of 256 rows need (docs/log.md, JAX 0.12).
-FEW_REGISTERS = (0, 12)
 
 
 def _load() -> dict[tuple[int, int, int, bool], StreamConfig]:
@@ -92,13 +90,10 @@ def describe() -> str:
     """Which kernel family this process uses, for the program's log."""
     at, kernels = capability(), kernel_family()
     if kernels == "mosaic":
-        said = (
+        return (
             f"NVFP4 kernels: Mosaic GPU (sm_90), one between attentions up to {MAX_ROWS} rows, streaming up to "
             f"{STREAM_ROWS}, wide above, for gradients, and from 17 on in decoding, with adapters or small matrices"
         )
-        if jax.__version_info__ >= FEW_REGISTERS:
-            said += f" (JAX {jax.__version__} compiles it slower above 128 rows, by up to a third, than 0.11.2)"
-        return said
     if kernels == "triton":
         return f"NVFP4 kernels: Triton (sm_{at}) up to {MAX_TRITON_ROWS} rows, dequantize + dot above, for gradients"
     if kernels == "dequantize":

@@ -18,12 +18,19 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 
+import jax
+
 from .wide_plan import WHOLE_BLOCKS, Run, WideConfig, WidePlan, make_plan
 
 FEW_ROWS, RANGES = (32, 64), (128, 256, 512, 768, 1024, 4096)
-ONE_TILE, M_TILES = 256, (160, 192, 224, 256)  # rows that are one tile; heights of tiles of more
+ONE_TILE = 256  # rows that are one tile
+# From 0.12 on JAX compiles Mosaic kernels with fewer registers than tiles of 256 rows need (docs/log.md, JAX 0.12).
+TALLEST = 256 if jax.__version_info__ < (0, 12) else 192
+M_TILES = tuple(height for height in (160, 192, 224, 256) if height <= TALLEST)  # heights of tiles of more rows
 _ENTRIES = json.loads(importlib.resources.files(__package__).joinpath("wide_table.json").read_text())
-TABLE = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
+_MEASURED = {(e["op"], e["k"], e["n"], e["m"]): WideConfig(*e["config"]) for e in _ENTRIES}
+# Taller tiles that promote their sums are faster all the same: lower ones have their totals in registers.
+TABLE = {shape: c for shape, c in _MEASURED.items() if c.m_tile <= TALLEST or c.promote}
 # Of a part of a tile, up to which this kernel is faster than the streaming kernel: with x A^T inside than with x A^T
 # made before; and in a decode step, where x comes in unit order, with adapters and without
 FEW_BLOCKS, FEW_BLOCKS_PREPARED = 50, 80
@@ -94,8 +101,8 @@ def _by_rule(
 ) -> WideConfig:
     """The least estimated time."""
     few = op == "forward" and m <= ONE_TILE
-    m_tiles = (128,) if m <= 128 else (128, ONE_TILE) if few else (ONE_TILE,) if m <= ONE_TILE else M_TILES
-    plans = fitting(cuts(m_tiles, few=few), op, m, d, r, inputs)
+    of_one = (128,) if m <= 128 or ONE_TILE > TALLEST else (128, ONE_TILE) if few else (ONE_TILE,)
+    plans = fitting(cuts(of_one if m <= ONE_TILE else M_TILES, few=few), op, m, d, r, inputs)
     if not plans:  # what does not take this one takes none: says why
         make_plan(m, d, r, op == "dx", WideConfig(), inputs=inputs)
     fastest = _with_adapters(plans, ranks) if any(ranks) else None

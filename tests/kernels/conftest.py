@@ -1,5 +1,6 @@
-"""What tests of kernels share: fresh numbers, programs compiled ahead, and what a program calls."""
+"""What tests of kernels share: fresh numbers, programs compiled ahead, what a program calls, other versions of JAX."""
 
+import importlib.util
 import os
 import secrets
 
@@ -41,3 +42,17 @@ def programs(request):
 def calls():
     """A lowered program -> those of its instructions that ptxas makes calls of (see ptx.py)."""
     return lambda program: [name for name in ("div.rn", "rcp.rn", "sqrt.rn") if name in program]
+
+
+@pytest.fixture
+def wide_variants_with(monkeypatch):
+    """A version of JAX, such as (0, 12) -> pallas_kernels.wide_variants, as it is with that."""
+
+    def loaded(version):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        spec = importlib.util.find_spec("pallas_kernels.wide_variants")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded

@@ -61,13 +61,6 @@ def test_hopper_has_its_own_whether_triton_is_there_or_not(monkeypatch):
             assert variants.choose(8, *SHAPE) == variants.config_for(8, *SHAPE)
 
 
-@pytest.mark.parametrize("version, is_slower", [((0, 11, 2), False), ((0, 12, 0), True)])
-def test_a_jax_that_compiles_hoppers_kernels_slower_is_named(monkeypatch, version, is_slower):
-    monkeypatch.setattr(jax, "__version_info__", version)
-    with compiling_for(90):
-        assert (f"JAX {jax.__version__} compiles it slower" in describe()) == is_slower
-
-
 @pytest.mark.parametrize("installed, lacks", [
     ({"jax-triton": "0.3.1", "triton": "3.6.0"}, None),
     ({"triton": "3.6.0"}, "jax-triton is not installed"),

@@ -284,7 +284,8 @@ def test_a_rows_x_at_does_not_depend_on_m():
 
 
 @pytest.mark.parametrize("op", ["forward", "dx"])
-def test_shapes_outside_the_table_get_a_configuration(op):
+def test_shapes_outside_the_table_get_a_configuration(wide_variants_with, op):
+    wide_config = wide_variants_with((0, 11)).wide_config
     for m, k, n in ((65, 80, 40), (128, 1536, 2048), (256, 4096, 4096), (4096, 8192, 1024)):
         config = wide_config(op, m, k, (n,))
         # 64 tiles of 256 x 128 rows in two parts take less time than 32 of 256 x 256 in four
@@ -302,8 +303,10 @@ def test_shapes_outside_the_table_get_a_configuration(op):
     ("forward", 5120, (13824, 13824), 3000, 256, 1),  # nothing is better
     ("forward", 3584, (3584,), 1024, 256, 1),  # the table's own rows
 ])  # fmt: skip
-def test_rows_between_those_that_were_measured_are_cut_to_fill_the_last_wave(op, k, n, m, tile, parts):
-    config = wide_config(op, m, k, n)
+def test_rows_between_those_that_were_measured_are_cut_to_fill_the_last_wave(
+    wide_variants_with, op, k, n, m, tile, parts
+):
+    config = wide_variants_with((0, 11)).wide_config(op, m, k, n)
     d, r, inputs = (k, n, ()) if op == "forward" else (sum(n), (k,), n)
     plan = make_plan(m, d, r, op == "dx", config, inputs=inputs)
     assert (config.m_tile, plan.parts) == (tile, parts)
