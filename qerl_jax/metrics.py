@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qerl_jax.durable import make_folder, whole_file, writing
+from qerl_jax.durable import flush, make_folder, whole_file, writing
 from qerl_jax.errors import UserError, shown
 from qerl_jax.input_files import json_value
 from qerl_jax.option_names import Service
@@ -77,7 +77,8 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
     """Cuts metrics.jsonl and completions.jsonl back to the rows with row["rollout"] < rollout.
 
     The first rollout to be made again is `rollout`. A torn last line goes too; a damaged line further up is reported
-    and moved to a file beside it. Each file is replaced whole, so a kill meanwhile leaves the old or the new one.
+    and moved to a file beside it. Where all that goes lies behind what stays, as a run leaves it, it is cut off, which
+    takes no room on a disk that may be full. Else the file is replaced whole: a kill leaves the old or the new one.
 
     Returns:
       The steps of the rows left in metrics.jsonl, and the rollouts of those in completions.jsonl, by the files' names.
@@ -87,16 +88,28 @@ def truncate_after(run_dir: Path, rollout: int) -> dict[str, set[int]]:
         path = run_dir / name
         if not path.exists():
             continue
-        with whole_file(path) as temporary, path.open("rb") as source, temporary.open("wb") as target:
+        gone: set[int] = set()  # numbers of lines
+        read = kept = end = 0  # bytes: of all lines so far, of those that stay, and up to the last of these
+        with path.open("rb") as source:
             for place, line, row in _parsed(source):
+                read += len(line)
                 if row is None or not isinstance(row.get("rollout"), int):
+                    gone.add(place)
                     if line.endswith(b"\n"):
                         _set_aside(path, place, line)
-                elif row["rollout"] < rollout:
-                    target.write(line)
+                elif row["rollout"] >= rollout:
+                    gone.add(place)
+                else:
+                    kept, end = kept + len(line), read
                     # an evaluation's row has the step of the update before it
                     if (name == COMPLETIONS or "loss" in row) and isinstance(number := row.get(_COUNTED[name]), int):
                         numbers.add(number)
+        if kept == end:
+            os.truncate(path, end)
+            flush(path)
+        else:
+            with whole_file(path) as temporary, path.open("rb") as source, temporary.open("wb") as target:
+                target.writelines(line for place, line in enumerate(source, start=1) if place not in gone)
     return left
 
 

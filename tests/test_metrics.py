@@ -128,9 +128,18 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
             writer.log({"step": 2, "rollout": 1})
         with pytest.raises(OSError, match=f"File too large: '{tmp_path}/completions.jsonl'"), full_disk():
             writer.log_completions([{"rollout": 0}])
-    with pytest.raises(OSError, match=f"File too large: '{tmp_path}/metrics.jsonl'"), full_disk():
+
+
+def test_on_a_full_disk_rows_can_be_cut_off_and_not_be_taken_out_from_amid_others(tmp_path):
+    metrics, completions = tmp_path / "metrics.jsonl", tmp_path / "completions.jsonl"
+    metrics.write_text('{"step": 1, "rollout": 0}\n{"step": 2, "rollout": 1}\n{"step"')
+    completions.write_text('{"rollout": 1}\n{"rollout": 0}\n')
+    with pytest.raises(OSError, match=f"File too large: '{completions}'"), full_disk():
         truncate_after(tmp_path, 1)
-    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "rollout": 0}]
+    assert metrics.read_text() == '{"step": 1, "rollout": 0}\n'
+    assert completions.read_text() == '{"rollout": 1}\n{"rollout": 0}\n'
+    truncate_after(tmp_path, 1)
+    assert completions.read_text() == '{"rollout": 0}\n'
 
 
 def test_a_run_folder_that_is_a_file_is_named(tmp_path):
