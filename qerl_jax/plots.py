@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _INK, _GRID = "#333333", "#E3E3E3"
+_MEANS = 1000  # a picture is 960 dots wide; at every one of a million steps the means took 8 minutes at a run's end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +148,12 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, index: int, label:
         return
     axes.plot(steps, values, color=colour, lw=0.8, alpha=0.3)
     half = window // 2
+    places = slice(0, None, max(1, len(values) // _MEANS))
     means = [
         np.nan if np.isnan(near := values[max(0, i - half) : i + half + 1]).all() else np.nanmean(near)
-        for i in range(len(values))
+        for i in range(len(values))[places]
     ]
-    axes.plot(steps, means, color=colour, ls=style, lw=1.8, label=label)
+    axes.plot(steps[places], means, color=colour, ls=style, lw=1.8, label=label)
 
 
 def _colour(index: int) -> str:

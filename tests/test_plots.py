@@ -96,6 +96,13 @@ def test_several_runs_share_axes_and_are_told_apart(tmp_path, drawn):
     assert with_legend == ["Reward", "Accuracy"]  # whose markers have a meaning
 
 
+def test_a_long_run_has_no_more_means_than_its_picture_shows(tmp_path, drawn):
+    plot_runs([make_run(tmp_path / "run", steps=5000)], tmp_path / "out")
+    each, means = drawn["reward"].axes[0].lines
+    assert len(each.get_xdata()) == 5000
+    assert means.get_xdata().tolist() == list(range(1, 5001, 5)) and set(means.get_ydata()) == {0.5}
+
+
 def test_quantities_nobody_recorded_have_no_picture_and_null_is_a_gap(tmp_path, drawn):
     run = tmp_path / "run"
     run.mkdir()
