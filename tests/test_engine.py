@@ -185,6 +185,12 @@ def test_a_rollout_leaves_no_cache_behind(slots):
     assert not [array.shape for array in jax.live_arrays() if id(array) not in before and array.ndim > 2]
 
 
+def test_a_completion_that_is_kept_keeps_no_array_as_long_as_its_limit():
+    settings = dataclasses.replace(SETTINGS, top_p=0.9)
+    for done in engine(settings, max_slots=3).generate(ADAPTER, requests(), KEY):
+        assert done.logps.base is None and done.truncated_logps.base is None
+
+
 def test_progress_shows_beginnings_of_what_comes():
     last = {}
     for done in engine(max_slots=3).generate(ADAPTER, requests(), KEY, every=2):

@@ -225,7 +225,7 @@ class EngineCall:
             )
         if stop is not None and stop <= length:
             length, ids, reason = stop, ids[:stop], "stop"
-        _, logps, *truncated = (kept[:length] for kept in sample.kept)
+        _, logps, *truncated = (kept[:length].copy() for kept in sample.kept)  # which have room up to the limit
         return Completion(sample.request, sample.index, ids, logps, truncated[0] if truncated else None, reason)
 
     def _end(self, number: int, found: Completion) -> None:
