@@ -221,6 +221,9 @@ class Engine:
     ) -> Iterator[Completion]:
         """Yields samples as they end, in no particular order; first the requests that are refused, each alone.
 
+        Calls with fewer samples than `max_slots`, or fewer requests than one and a half times as many, compile programs
+        of their own for each number of them, and keep those as long as the process lives.
+
         Args:
           adapter: the policy's; None is the base alone.
           requests: what is wanted.
