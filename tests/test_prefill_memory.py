@@ -1,4 +1,5 @@
-"""What a plan counts for a prefill, against what XLA says that the compiled programs make beside their results."""
+"""What a plan counts for a prefill, against what XLA says that the compiled programs make beside their results; and
+that decoding makes no copy of the cache."""
 
 import dataclasses
 
@@ -15,7 +16,7 @@ from qerl_jax.rollout import Prompts, SamplingSettings
 from qerl_jax.rollout.memory import plan_slots
 from qerl_jax.rollout.prepared import dequantized_bytes
 from qerl_jax.rollout.programs import programs
-from qerl_jax.rollout.queued import empty_slots
+from qerl_jax.rollout.queued import Queue, empty_slots
 
 CONFIG = ModelConfig("qwen2", 61, 64, 512, 2, 4, 2, 16, 1e-6, 10000.0, True, True, 10**5)
 KEY = jax.eval_shape(jax.random.key, 0)
@@ -42,6 +43,16 @@ def admitting(model, adapter, prompts, P, kv_cache_dtype="auto"):
     operands = slots, model, adapter, jax.eval_shape(norms_of, model, adapter)
     program = programs().admit.lower(*operands, ints(prompts, P), ints(prompts), ints(prompts)).compile()
     return program.memory_analysis().temp_size_in_bytes
+
+
+def decoding(model, P, C):
+    """Bytes that `decode_queue` of 4 slots makes, and those of one layer's completions."""
+    long = SamplingSettings(C, (3,), 0)
+    sizes = {"rows": 4, "max_prompt_length": P, "slots": 4, "used": 4}
+    slots = jax.eval_shape(lambda key: empty_slots(model, long, key, **sizes), KEY)
+    queue, norms = Queue(*[ints(16)] * 5, ints()), jax.eval_shape(norms_of, model, None)
+    program = programs().decode_queue.lower(slots, queue, KEY, model, None, norms, 8, 1, long, log_steps=8).compile()
+    return program.memory_analysis().temp_size_in_bytes, sum(array.size * 4 for array in slots.cache.completion[0])
 
 
 def beginning(model, adapter, prompts, P):
@@ -95,3 +106,10 @@ def test_prompts_that_wait_for_the_network_cost_their_tokens_alone(program):
     model, adapter = shapes()
     few, many = (program(model, adapter, prompts, 32) for prompts in (1024, 4096))
     assert many - few < 16 * 3072 * 32  # where the keys and values of a token are 512 bytes
+
+
+def test_decoding_makes_no_copy_of_the_cache():
+    """As XLA does of heads that products find behind positions: here of a layer, on a GPU of all layers at once."""
+    model, _ = shapes(adapted=False)
+    made, layer = decoding(model, 16, 4096)
+    assert made < layer / 2

@@ -76,13 +76,13 @@ def test_results_in_unit_order():
 def test_the_kernel_is_in_the_decode_step(kv_cache_dtype):
     config = dataclasses.replace(CONFIG, head_dim=64)
     model = init_model(jax.random.key(0), config, jnp.bfloat16)
-    prompts, completions = empty_kv(model, 2, 16, kv_cache_dtype), empty_kv(model, 4, 8, kv_cache_dtype)
-    cache = KVCache(prompts, completions, jnp.array([3, 16]))
 
     def step(tokens_S, cache, of_S, lengths_S, steps_S):
         return decode_step(model, None, tokens_S, cache, of_S, lengths_S, steps_S, norms_of(model, None), 2)
 
     numbers = jnp.zeros(4, jnp.int32)
     with compiling_for(90):
+        prompts, completions = empty_kv(model, 2, 16, kv_cache_dtype), empty_kv(model, 4, 8, kv_cache_dtype)
+        cache = KVCache(prompts, completions, jnp.array([3, 16]))
         lowered = export.export(jax.jit(step), platforms=["cuda"])(numbers, cache, numbers, numbers, numbers)
     assert lowered.mlir_module().count("mosaic_gpu") >= config.num_hidden_layers

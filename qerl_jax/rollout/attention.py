@@ -3,7 +3,8 @@ JAX elsewhere.
 
 A prompt's keys are stored once, in a row of the pool, however many samples go on from it; a slot holds its own sample's
 keys in a contiguous row. Both keep the dtype of their arrays, of the network's compute dtype or of 8 bits, and what is
-read is cast to the query's.
+read is cast to the query's. For the kernel a position's heads stand side by side, without it a head's positions, as
+products take them: on a GPU XLA otherwise carries a transposed copy of all layers' through the loop.
 
 Dimension letters: S slots, R rows of the prompt pool, P prompt positions, C completion positions, K key-value heads, Q
 query heads per key-value head, E head size; G slots per row where the slots stand in groups, then N = S / G.
@@ -48,7 +49,7 @@ _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays f
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values, a tuple entry per layer."""
+    """Keys and values, a tuple entry per layer, for the kernel; without it each [.., K, positions, E]."""
 
     prompt: tuple[KV, ...]  # each [R, P, K, E]
     completion: tuple[KV, ...]  # each [S, C, K, E]
@@ -80,10 +81,26 @@ def cache_dtypes(model: Model, kv_cache_dtype: KVCacheDtype) -> tuple[jnp.dtype,
 
 
 def empty_kv(model: Model, rows: int, positions: int, kv_cache_dtype: KVCacheDtype = "auto") -> tuple[KV, ...]:
-    """Zero keys and values [rows, positions, K, E] for each layer."""
+    """Zero keys and values for each layer, as `KVCache` has them."""
     config, (keys, values) = model.config, cache_dtypes(model, kv_cache_dtype)
-    shape = (rows, positions, config.num_key_value_heads, config.head_dim)
+    heads, E = config.num_key_value_heads, config.head_dim
+    kernel = has_kernel(config, model.base.embed.dtype, keys, values)
+    shape = (rows, positions, heads, E) if kernel else (rows, heads, positions, E)
     return tuple((jnp.zeros(shape, keys), jnp.zeros(shape, values)) for _ in model.base.layers)
+
+
+def has_kernel(config: ModelConfig, wide: jnp.dtype, keys: jnp.dtype, values: jnp.dtype) -> bool:
+    """Whether a token's attention is the kernel's, for queries of dtype `wide` and a cache of these dtypes."""
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return takes_decode_attention(wide, *heads, keys, values)
+
+
+def as_cached(config: ModelConfig, new: KV, cached: KV) -> KV:
+    """Keys and values [A, P, K, E] of prompts, of the network's dtype, as those of `cached` stand."""
+    k, v = new
+    if not has_kernel(config, k.dtype, *(array.dtype for array in cached)):
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return k, v
 
 
 def token_attention(
@@ -107,7 +124,6 @@ def token_attention(
     """
     turn = rotation_at(config, (lengths_S + steps_S)[:, None])
     cos_SF, sin_SF = (part[:, 0] for part in turn)
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
     def by_kernel(i: int, layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array | None) -> Attended:
         prompt = PromptKV(*cache.prompt[i], prompt_of_S, lengths_S)
@@ -130,7 +146,7 @@ def token_attention(
 
     def of_layer(i: int) -> TokenAttend:
         def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, a: jax.Array | None = None) -> Attended:
-            kernel = takes_decode_attention(q.dtype, *heads, *(array.dtype for array in cache.completion[i]))
+            kernel = has_kernel(config, q.dtype, *(array.dtype for array in cache.completion[i]))
             return (by_kernel if kernel else plainly)(i, layer, q, k, v, a)
 
         return attend
@@ -139,10 +155,11 @@ def token_attention(
 
 
 def write_token(kept: KV, new: KV, steps_S: jax.Array) -> KV:
-    """`kept` with each slot's new key and value [S, K, E] at its own position `steps_S`, -1 being the last one."""
+    """`kept` [S, K, C, E] with each slot's new key and value [S, K, E] at its own position `steps_S`, -1 being the last
+    one."""
     slots_S = jnp.arange(steps_S.shape[0])
     k, v = (
-        old.at[slots_S, steps_S].set(stored(one, old.dtype), unique_indices=True, indices_are_sorted=True)
+        old.at[slots_S, :, steps_S].set(stored(one, old.dtype), unique_indices=True, indices_are_sorted=True)
         for old, one in zip(kept, new, strict=True)
     )
     return k, v
@@ -161,7 +178,7 @@ def cached_attention(
 
     Args:
       q_SKQE: rotated queries.
-      prompt, completion: one layer's entries of the cache.
+      prompt, completion: one layer's entries of the cache, [R, K, P, E] and [S, K, C, E] each.
       prompt_of_S: each slot's row of the pool.
       lengths_S: tokens of the prompt there.
       steps_S: the position of each slot's newest key; -1 for none.
@@ -170,21 +187,22 @@ def cached_attention(
     """
     dtype = q_SKQE.dtype
     S, K, Q, E = q_SKQE.shape
-    prompt_k, prompt_v = (rows.astype(dtype) for rows in prompt)
-    own_k, own_v = (rows.astype(dtype) for rows in completion)
     if group is None:
-        prompt_k, prompt_v = prompt_k[prompt_of_S], prompt_v[prompt_of_S]
+        # Not before the layer's turn: XLA would copy those of all layers at once.
+        q_SKQE, prompt_of_S = jax.lax.optimization_barrier((q_SKQE, prompt_of_S))
+        prompt = prompt[0][prompt_of_S], prompt[1][prompt_of_S]
+    prompt_k, prompt_v, own_k, own_v = (rows.astype(dtype) for rows in (*prompt, *completion))
     G = group or 1
-    N, P = prompt_k.shape[:2]
+    N, _, P, _ = prompt_k.shape
     grouped = q_SKQE.reshape(N, G, K, Q, E)
-    scores_P = jnp.einsum("ngkqe,npke->ngkqp", grouped, prompt_k, preferred_element_type=jnp.float32)
-    scores_C = jnp.einsum("skqe,scke->skqc", q_SKQE, own_k, preferred_element_type=jnp.float32)
+    scores_P = jnp.einsum("ngkqe,nkpe->ngkqp", grouped, prompt_k, preferred_element_type=jnp.float32)
+    scores_C = jnp.einsum("skqe,skce->skqc", q_SKQE, own_k, preferred_element_type=jnp.float32)
     live_P = jnp.arange(P) < lengths_S[:, None, None, None]
-    live_C = jnp.arange(own_k.shape[1]) <= steps_S[:, None, None, None]
+    live_C = jnp.arange(own_k.shape[2]) <= steps_S[:, None, None, None]
     scores = [
         jnp.where(live_P, scores_P.reshape(S, K, Q, P), _NEGATIVE),
         jnp.where(live_C, scores_C, _NEGATIVE),
     ]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * E**-0.5, axis=-1).astype(dtype)
-    from_prompt = jnp.einsum("ngkqp,npke->ngkqe", weights[..., :P].reshape(N, G, K, Q, P), prompt_v)
-    return from_prompt.reshape(S, K, Q, E) + jnp.einsum("skqc,scke->skqe", weights[..., P:], own_v)
+    from_prompt = jnp.einsum("ngkqp,nkpe->ngkqe", weights[..., :P].reshape(N, G, K, Q, P), prompt_v)
+    return from_prompt.reshape(S, K, Q, E) + jnp.einsum("skqc,skce->skqe", weights[..., P:], own_v)

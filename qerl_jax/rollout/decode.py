@@ -20,10 +20,10 @@ from qerl_jax.models.transformer import (
     rotation_at,
     split_heads,
 )
-from qerl_jax.rollout.attention import KVCache, token_attention
+from qerl_jax.rollout.attention import KVCache, as_cached, token_attention
 from qerl_jax.rollout.fused import layer_parts, run_layers
 
-# What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values [R, P, K, E].
+# What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values, as `KVCache` has them.
 Prefilled = tuple[jax.Array, tuple[KV, ...]]
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
 
@@ -62,7 +62,8 @@ def prefill(
             return old.at[rows].set(stored(new, old.dtype), mode="drop", unique_indices=True)
 
         def keep(i: int, kv: KV) -> KV:
-            return put(layers[i][0], kv[0]), put(layers[i][1], kv[1])
+            k, v = as_cached(model.config, kv, layers[i])
+            return put(layers[i][0], k), put(layers[i][1], v)
 
         if tokens_at_once < P:
             last, caches = _in_chunks(model, adapter, tokens, lengths, norms, tokens_at_once)
