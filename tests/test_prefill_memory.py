@@ -108,6 +108,10 @@ def test_prompts_that_wait_for_the_network_cost_their_tokens_alone(program):
     assert many - few < 16 * 3072 * 32  # where the keys and values of a token are 512 bytes
 
 
+def test_of_a_long_prompt_few_tokens_have_scores_at_once():
+    assert admitting(*shapes(), 1, 20000) < 8192 * 20000 * CONFIG.num_attention_heads * 4 / 3
+
+
 def test_decoding_makes_no_copy_of_the_cache():
     """As XLA does of heads that products find behind positions: here of a layer, on a GPU of all layers at once."""
     model, _ = shapes(adapted=False)

@@ -22,7 +22,7 @@ from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes
-from qerl_jax.rollout.decode import PREFILL_TOKENS
+from qerl_jax.rollout.decode import CHUNK_TOKENS, PREFILL_TOKENS
 from qerl_jax.rollout.prepared import dequantized_bytes
 from qerl_jax.rollout.sampling import SamplingSettings
 
@@ -151,15 +151,15 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    chunks = -(-P // PREFILL_TOKENS)
-    tokens = PREFILL_TOKENS if chunks > 1 else P * min(prompts, PREFILL_TOKENS // P)
+    in_chunks = P > PREFILL_TOKENS
+    tokens = CHUNK_TOKENS if in_chunks else P * min(prompts, PREFILL_TOKENS // P)
     # The residual stream and its norm; queries in float32, as they are and rotated, or attended; keys and values twice.
     attention = (4 + size) * D + (4 + 2 * size) * queries + 2 * size * keys
     seen, carried = P, 0
-    if chunks > 1:  # from one to the next, and copied on the way
-        seen = chunks * PREFILL_TOKENS
+    if in_chunks:  # from one to the next, and copied on the way
+        seen = -(-P // CHUNK_TOKENS) * CHUNK_TOKENS
         carried = 3 * seen * config.num_hidden_layers * 2 * keys * size
-    if chunks > 1 or not by_cudnn(dtype):
+    if in_chunks or not by_cudnn(dtype):
         attention += seen * ((4 + size) * config.num_attention_heads + 2)  # scores, probabilities and their mask
     # The stream, what is added to it, their sum and a norm; and what is between gate, up and down.
     inner, decoded = _inner_arrays(model, adapter, tokens)
