@@ -36,13 +36,16 @@ def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def admitting(model, adapter, prompts, P, kv_cache_dtype="auto"):
-    """Bytes that `admit` of so many prompts makes."""
+def lowered_admit(model, adapter, prompts, P, kv_cache_dtype="auto"):
     sizes = {"rows": prompts, "max_prompt_length": P, "slots": 4, "used": 4}
     slots = jax.eval_shape(lambda key: empty_slots(model, settings(kv_cache_dtype), key, **sizes), KEY)
     operands = slots, model, adapter, jax.eval_shape(norms_of, model, adapter)
-    program = programs().admit.lower(*operands, ints(prompts, P), ints(prompts), ints(prompts)).compile()
-    return program.memory_analysis().temp_size_in_bytes
+    return programs().admit.lower(*operands, ints(prompts, P), ints(prompts), ints(prompts))
+
+
+def admitting(*arguments):
+    """Bytes that `admit` of so many prompts makes."""
+    return lowered_admit(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
 def decoding(model, P, C):
@@ -110,6 +113,13 @@ def test_prompts_that_wait_for_the_network_cost_their_tokens_alone(program):
 
 def test_of_a_long_prompt_few_tokens_have_scores_at_once():
     assert admitting(*shapes(), 1, 20000) < 8192 * 20000 * CONFIG.num_attention_heads * 4 / 3
+
+
+def test_what_prompts_leave_does_not_order_the_pool():
+    """As on a GPU it did, by a copy of it, where a prompt went in chunks."""
+    model, adapter = shapes()
+    text = lowered_admit(model, adapter, 3, 20000).as_text()
+    assert text.count("@LayoutConstraint") == 2 * model.config.num_hidden_layers
 
 
 def test_decoding_makes_no_copy_of_the_cache():

@@ -6,6 +6,7 @@ hidden size, K key-value heads, E head size.
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels import reads_units, stored
 from qerl_jax.models.attention import plain_attention
@@ -55,6 +56,7 @@ def prefill(
       The pool with the prompts.
     """
     A, P = tokens_AP.shape
+    in_chunks = tokens_at_once < P
     # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
     tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
 
@@ -66,9 +68,11 @@ def prefill(
 
         def keep(i: int, kv: KV) -> KV:
             k, v = as_cached(model.config, kv, layers[i])
+            if in_chunks:  # else XLA may order the whole pool, by a copy, as chunks' products want their keys
+                k, v = (with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in (k, v))
             return put(layers[i][0], k), put(layers[i][1], v)
 
-        if tokens_at_once < P:
+        if in_chunks:
             last, caches = _in_chunks(model, adapter, tokens, lengths, norms, min(tokens_at_once, CHUNK_TOKENS))
             layers = tuple(keep(i, kv) for i, kv in enumerate(caches))
         else:
