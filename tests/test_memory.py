@@ -4,11 +4,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from tiny import Device, tiny_model
 from tiny_engine import ADAPTER, MODEL, SETTINGS, P
 
 from qerl_jax.errors import UserError
+from qerl_jax.models.init import init_adapter
 from qerl_jax.rollout import Engine
 from qerl_jax.rollout.memory import plan_slots
 
@@ -63,3 +65,11 @@ def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**5)])
     with pytest.raises(UserError, match=r"not one completion fits in memory: .*; 0 bytes are there"):
         budget(packed)
+
+
+def test_the_adapter_in_16_bits_is_counted():
+    """A and B, of 4 and of 8 ranks; nothing else of a plan goes by their number."""
+    model = tiny_model(dtype=jnp.bfloat16)
+    adapters = [init_adapter(jax.random.key(0), model, rank, 8.0) for rank in (4, 8)]
+    four, eight = (plan_slots(model, SETTINGS, P, samples=20, prompts=5, adapter=adapter).made for adapter in adapters)
+    assert eight - four == sum(leaf.nbytes for leaf in jax.tree.leaves(adapters[0])) / 2

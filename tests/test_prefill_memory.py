@@ -12,9 +12,8 @@ from pallas_kernels import compiling_for, variants
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_adapter, init_model
 from qerl_jax.models.params import norms_of
-from qerl_jax.rollout import Prompts, SamplingSettings
-from qerl_jax.rollout.memory import plan_slots
-from qerl_jax.rollout.prepared import dequantized_bytes
+from qerl_jax.rollout import Prompts, SamplingSettings, prepared
+from qerl_jax.rollout.memory import nbytes, plan_slots
 from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.queued import Queue, empty_slots
 
@@ -82,8 +81,7 @@ def test_a_plan_counts_what_a_prefill_makes(prompts, P, kv_cache_dtype, adapted,
     made = admitting(model, adapter, prompts, P, kv_cache_dtype)
     sizes = {"samples": prompts, "prompts": prompts, "cache_bytes": 10**12}
     plan = plan_slots(model, settings(kv_cache_dtype), P, **sizes, adapter=adapter)
-    planned = plan.made - dequantized_bytes(model)  # of weights that are no arrays here
-    assert made <= planned <= 1.15 * made
+    assert made <= plan.made <= 1.15 * made
 
 
 def test_packed_weights_without_a_kernel_are_counted_decoded(monkeypatch):
@@ -98,7 +96,7 @@ def test_packed_weights_without_a_kernel_are_counted_decoded(monkeypatch):
         with compiling_for(capability):
             sizes = {"samples": 4, "prompts": 4, "cache_bytes": 10**12}
             plan = plan_slots(model, settings("auto"), 64, **sizes, adapter=adapter)
-        return plan.made - dequantized_bytes(model)  # of weights that are no arrays here
+        return plan.made - nbytes(jax.eval_shape(prepared.made, model, adapter))
 
     assert made(packed, 80) - made(plain, 80) == 2 * 512 * 256
     assert made(packed, 90) < made(plain, 90) == made(plain, 80)  # with a kernel neither

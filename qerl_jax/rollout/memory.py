@@ -23,17 +23,18 @@ from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes
 from qerl_jax.rollout.decode import CHUNK_TOKENS, PREFILL_TOKENS
-from qerl_jax.rollout.prepared import dequantized_bytes
+from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.sampling import SamplingSettings
 
 _SHARE = 0.9  # of the device's limit; the rest is for fragmentation and what is not counted
 _CPU_BYTES = 4 * 10**9  # for slots and pool on a CPU, unless another limit is given
+_made = jax.jit(made)  # of which a model is traced once
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Slots to use and rows of the pool, the bytes of one of each, and the budget for them; and the bytes of what else
-    a rollout makes: the weights that it dequantizes, and a prefill's activations."""
+    a rollout makes: what it makes ready (see `prepared`), and a prefill's activations."""
 
     slots: int
     rows: int
@@ -109,9 +110,9 @@ def plan_slots(
         return min(prompts, slots + slots // 2)
 
     slots = samples if max_slots is None else min(samples, max_slots)
-    made = dequantized_bytes(model) + _prefill_bytes(model, adapter, P, rows(slots))
+    beside = nbytes(_made.eval_shape(model, adapter)) + _prefill_bytes(model, adapter, P, rows(slots))
     # An optimizer keeps two numbers for each one of an adapter.
-    budget = _device_bytes(nbytes((model, [adapter] * 3)) + made) if cache_bytes is None else cache_bytes
+    budget = _device_bytes(nbytes((model, [adapter] * 3)) + beside) if cache_bytes is None else cache_bytes
     while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
         slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
     if slots == 0:
@@ -121,7 +122,7 @@ def plan_slots(
             "are there for them. Shorten one of the lengths, or give the cache more memory (a run's is "
             "generation.kv_cache_gb)"
         )
-    return Plan(slots, rows(slots), slot_bytes, row_bytes, budget, made)
+    return Plan(slots, rows(slots), slot_bytes, row_bytes, budget, beside)
 
 
 def _device_bytes(taken: int) -> int:

@@ -83,11 +83,3 @@ def prepared(model: Model, adapter: Adapter | None, new: Made) -> tuple[Model, A
     if adapter is not None and new.lora is not None:
         adapter = adapter.replace(lora=new.lora)
     return model.replace(base=model.base.replace(layers=layers)), adapter
-
-
-def dequantized_bytes(model: Model) -> int:
-    """Bytes of the weights that `made` makes beside the model's own."""
-    itemsize = model.base.embed.dtype.itemsize
-    weights = [getattr(layer, name) for layer in model.base.layers for name in PROJECTIONS]
-    packed = [w for w in weights if not isinstance(w, KernelNVFP4) and format_of(w) != "bf16"]
-    return sum(w.shape[0] * w.shape[1] * itemsize for w in packed)
