@@ -6,11 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import Device, tiny_model
+from tiny import CONFIG, Device, tiny_model
 from tiny_engine import ADAPTER, MODEL, SETTINGS, P
 
+from pallas_kernels import compiling_for
 from qerl_jax.errors import UserError
-from qerl_jax.models.init import init_adapter
+from qerl_jax.models.init import init_adapter, init_model
 from qerl_jax.rollout import Engine
 from qerl_jax.rollout.memory import plan_slots
 
@@ -73,3 +74,16 @@ def test_the_adapter_in_16_bits_is_counted():
     adapters = [init_adapter(jax.random.key(0), model, rank, 8.0) for rank in (4, 8)]
     four, eight = (plan_slots(model, SETTINGS, P, samples=20, prompts=5, adapter=adapter).made for adapter in adapters)
     assert eight - four == sum(leaf.nbytes for leaf in jax.tree.leaves(adapters[0])) / 2
+
+
+def test_the_kernel_copies_no_prompt():
+    """Of which others copy 4096 x 2 (keys, values) x 2 heads x 64 numbers of a layer, a slot each."""
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    model = jax.eval_shape(lambda: init_model(jax.random.key(0), config, jnp.bfloat16))
+    short = dataclasses.replace(SETTINGS, max_completion_length=1)
+
+    def slot_bytes(capability):
+        with compiling_for(capability):
+            return plan_slots(model, short, 4096, samples=20, prompts=5).slot_bytes
+
+    assert slot_bytes(80) - slot_bytes(90) == 4096 * 2 * 2 * 64 * 2

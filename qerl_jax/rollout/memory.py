@@ -21,7 +21,7 @@ from qerl_jax.models.config import MLP
 from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
-from qerl_jax.rollout.attention import cache_dtypes
+from qerl_jax.rollout.attention import cache_dtypes, has_kernel
 from qerl_jax.rollout.decode import CHUNK_TOKENS, PREFILL_TOKENS
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.sampling import SamplingSettings
@@ -95,12 +95,16 @@ def plan_slots(
     config, itemsize = model.config, model.base.embed.dtype.itemsize
     C, P, V = settings.max_completion_length, max_prompt_length, config.vocab_size
     numbers = config.num_key_value_heads * config.head_dim
-    layer = numbers * sum(dtype.itemsize for dtype in cache_dtypes(model, settings.kv_cache_dtype))
+    dtypes = cache_dtypes(model, settings.kv_cache_dtype)
+    layer = numbers * sum(dtype.itemsize for dtype in dtypes)
     position = config.num_hidden_layers * layer
     # Kept: the cache, and token and log-probabilities. At work: float32 logits four times over (scaled, truncated,
-    # noise, their sum), and one layer's copy of the slot's prompt, of a narrow cache of the whole context, in the
-    # compute dtype; or, where the last samples move into at most half as many slots, one layer's copy of those.
-    copied = P if settings.kv_cache_dtype == "auto" else P + C
+    # noise, their sum), and without a kernel one layer's copy of the slot's prompt, of a narrow cache of the whole
+    # context, in the compute dtype; or, where the last samples move into at most half as many slots, one layer's copy
+    # of those.
+    copied = 0
+    if not has_kernel(config, model.base.embed.dtype, *dtypes):
+        copied = P if settings.kv_cache_dtype == "auto" else P + C
     slot_bytes = C * (position + 12) + max(16 * V + copied * 2 * numbers * itemsize, C * layer // 2)
     row_bytes = P * position + config.hidden_size * itemsize
 
