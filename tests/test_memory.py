@@ -49,6 +49,14 @@ def test_memory_is_planned_by_hand():
         plan(samples=20, prompts=5, cache_bytes=2 * slot + row - 1)
 
 
+def test_a_plan_has_as_many_slots_as_fit():
+    """Also where they are filled up to a multiple of four, so that one more may cost nothing, or four."""
+    plan = functools.partial(plan_slots, MODEL, SETTINGS, P, samples=23, prompts=23)
+    needed = [found.nbytes - found.made for found in (plan(max_slots=most) for most in range(1, 24))]
+    for budget in [least + more for least in needed for more in (0, 1000, 9000)]:
+        assert plan(cache_bytes=budget).slots == sum(least <= budget for least in needed)
+
+
 def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):
     def budget(model, adapter=None):
         return Engine(model, SETTINGS, max_prompt_length=P).plan(20, 5, adapter).budget

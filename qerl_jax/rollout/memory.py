@@ -8,6 +8,7 @@ tokens and log-probabilities behind and nothing else, so an update has what weig
 and the next rollout has the same again.
 """
 
+import bisect
 import dataclasses
 from typing import Any
 
@@ -113,12 +114,14 @@ def plan_slots(
         # an eighth ahead gives 93% of the rate that as many ahead as slots give, a quarter 97%, a half 99%.
         return min(prompts, slots + slots // 2)
 
-    slots = samples if max_slots is None else min(samples, max_slots)
-    beside = nbytes(_made.eval_shape(model, adapter)) + _prefill_bytes(model, adapter, P, rows(slots))
+    def needed(slots: int) -> int:
+        return allocated_for(slots) * slot_bytes + rows(slots) * row_bytes
+
+    most = samples if max_slots is None else min(samples, max_slots)
+    beside = nbytes(_made.eval_shape(model, adapter)) + _prefill_bytes(model, adapter, P, rows(most))
     # An optimizer keeps two numbers for each one of an adapter.
     budget = _device_bytes(nbytes((model, [adapter] * 3)) + beside) if cache_bytes is None else cache_bytes
-    while slots and (over := allocated_for(slots) * slot_bytes + rows(slots) * row_bytes - budget) > 0:
-        slots = max(0, slots - max(1, over // (slot_bytes + 2 * row_bytes)))
+    slots = bisect.bisect_right(range(1, most + 1), budget, key=needed)
     if slots == 0:
         raise UserError(
             f"not one completion fits in memory: {C} tokens (max_completion_length) need {sized(slot_bytes)} and "
