@@ -16,6 +16,13 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 START = time.time()
 CACHE = Path(__file__).parent.parent / ".cache"
 
+# XLA's newer emitters of a CPU's loops make ready anew for each loop, which is two thirds of what `quickly_compiled`
+# leaves to do. JAX 0.12 has no others. XLA_FLAGS=--xla_backend_extra_options=xla_none tests with them.
+OPTIONS = "--xla_backend_extra_options"
+OLDER_EMITTERS = f" {OPTIONS}=xla_cpu_disable_new_fusion_emitters"
+if OPTIONS not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + OLDER_EMITTERS
+
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax")))
 # Small programs too: thousands of one operation each, which most files share, and which `few_memory_maps` lets go of.
@@ -75,6 +82,14 @@ def quickly_compiled():
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def compiled_for_users():
+    """For files that start programs which are to compile as a user's do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER_EMITTERS, ""))
+        yield
 
 
 @pytest.fixture

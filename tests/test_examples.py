@@ -16,6 +16,8 @@ from qerl_jax.config_files import load_config
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rewards.combine import RewardFunctions
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 ROOT = Path(__file__).parent.parent
 NAMES = ("train", "sampling", "new_loss", "several_updates", "resume", "four_seeds")
 WITH_FILES = ("gsm8k_rows",)

@@ -16,6 +16,8 @@ from run_harness import (
     train_to_the_end,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):

@@ -68,9 +68,11 @@ def test_a_loss_without_the_old_policy_takes_later_updates_by_the_sampler():
 
     state = state_of()
     batch, later = batch_of(state=state), state.replace(step=jnp.int32(3))
-    first, _ = update(state, batch, UPDATE, reinforce)
+    right, _ = update(state, batch, UPDATE, reinforce)
     for old_logprobs, size, refused in (("learner", 12, 1), ("learner", 4, 1), ("sampler", 12, 0)):
         settings = dataclasses.replace(UPDATE, old_logprobs=old_logprobs, micro_batch_size=size)
+        first, _ = update(state, batch, settings, reinforce)
+        assert_trees_close(first.adapter, right.adapter, rtol=1e-4, atol=1e-5)  # another program
         new, metrics = update(later, batch, settings, reinforce)
         assert int(metrics["nonfinite"]) == refused
         assert_trees_close(new.adapter, (state if refused else first).adapter, rtol=0, atol=0)
