@@ -16,7 +16,7 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 START = time.time()
 CACHE = Path(__file__).parent.parent / ".cache"
 
-# XLA's newer emitters of a CPU's loops make ready anew for each loop, which is two thirds of what `quickly_compiled`
+# XLA's newer emitters of a CPU's loops make ready anew for each loop, which is two thirds of what `pytest_collectstart`
 # leaves to do. JAX 0.12 has no others. XLA_FLAGS=--xla_backend_extra_options=xla_none tests with them.
 OPTIONS = "--xla_backend_extra_options"
 OLDER_EMITTERS = f" {OPTIONS}=xla_cpu_disable_new_fusion_emitters"
@@ -74,22 +74,17 @@ def cache_restored():
 
 
 @pytest.fixture(scope="module")
-def quickly_compiled():
-    """For files whose numbers are compared within tolerances, or with those of programs compiled alike: XLA takes half
-    as long for programs of a CPU that it optimizes less. None of them is left to other files, which compare bits that
-    optimizing could change."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
 def compiled_for_users():
-    """For files that start programs which are to compile as a user's do."""
+    """For files that compare bits of slots, compute for longer than they compile, or start programs as a user does: XLA
+    compiles as for a user, but for the emitters in this process."""
+    quickly = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER_EMITTERS, ""))
         yield
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    jax.clear_caches()
 
 
 @pytest.fixture
@@ -99,6 +94,12 @@ def no_cache():
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", old)
+
+
+def pytest_collectstart():
+    """Numbers are compared within tolerances, or with those of programs compiled alike: XLA takes half as long for
+    programs of a CPU that it optimizes less."""
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,7 @@ from benchmarks import rollout
 from benchmarks.shapes import MODELS
 
 # The benchmark has a cache of its own.
-pytestmark = pytest.mark.usefixtures("cache_restored", "quickly_compiled")
+pytestmark = pytest.mark.usefixtures("cache_restored")
 
 WORDS = ["--model", "tiny", "--lora-rank", "4", "--prompt", "12", "--new", "6", "--repeats", "1"]
 

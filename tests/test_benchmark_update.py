@@ -8,8 +8,6 @@ import pytest
 from benchmarks import update
 from benchmarks.shapes import MODELS
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 
 def test_kernels_of_a_step_are_counted_and_added_up(monkeypatch):
     ran = [("small", 0.5), ("large", 2.0), ("small", 0.25), ("not chosen", 0.0)]

@@ -15,8 +15,6 @@ from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 
 @pytest.mark.parametrize(
     ("slots", "noisy", "expected"),

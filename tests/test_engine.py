@@ -19,6 +19,8 @@ from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 from qerl_jax.rollout.decode import prefill
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 ORACLES = Path(__file__).parent / "oracles"
 ENDLESS = ()  # no EOS
 

@@ -14,6 +14,8 @@ from qerl_jax.models.saving import merge_adapter
 from qerl_jax.models.transformer import logits
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings, generate
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 ONE_PROMPT = Prompts(jnp.ones((1, 4), jnp.int32), jnp.array([4]), jnp.arange(1))
 
 

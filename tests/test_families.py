@@ -23,8 +23,6 @@ from qerl_jax.models.transformer import logits as traced_logits
 from qerl_jax.noise import perturb_norms
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 ORACLES = Path(__file__).parent / "oracles"
 STORED = np.load(ORACLES / "transformers_logits.npz")
 NAMES = ("qwen2_tied", "qwen2_untied", "qwen3_sharded", "qwen3_yarn", "llama3", "llama_biased")

@@ -21,8 +21,6 @@ from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 from qerl_jax.rollout.attention import empty_kv
 from qerl_jax.rollout.decode import prefill
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 N, G, P, C = 20, 8, 8, 64
 PROMPTS = Prompts(jax.random.randint(jax.random.key(3), (N, P), 0, CONFIG.vocab_size), jnp.full(N, P), jnp.arange(N))
 SETTINGS = StepSettings(SamplingSettings(C, (), 0), UpdateSettings(G, 1.0, micro_batch_size=N * G))

@@ -16,8 +16,6 @@ from qerl_jax.rl.logprobs import completion_logps
 from qerl_jax.rollout import Prompts, SamplingSettings, generate
 from qerl_jax.rollout.prepared import made, prepared
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 PROMPTS = Prompts(

@@ -16,8 +16,6 @@ from qerl_jax.noise import perturb_norms
 from qerl_jax.rl import logprobs
 from qerl_jax.rl.logprobs import per_token_logps, token_logps
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 MODEL = tiny_model()
 
 

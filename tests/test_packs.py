@@ -23,8 +23,6 @@ from qerl_jax.rl.packs import in_packs, packs_of
 from qerl_jax.rl.state import Batch, UpdateSettings, init_state
 from qerl_jax.rl.update import score, update_step
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 MODEL = tiny_model()
 P, C = 6, 58
 SGD = optax.sgd(0.1)

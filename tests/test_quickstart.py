@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from qerl_jax.config_files import load_config
 from qerl_jax.data.arithmetic import check_split
 from qerl_jax.data.dataset import load_dataset
 from qerl_jax.rl.trainer import train
+
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
 
 CONTROL = Path(__file__).parent.parent / "benchmarks" / "permuted_rewards.py"
 PERMUTED = f"reward.functions=[{{function: '{CONTROL}:accuracy'}}, {{function: '{CONTROL}:format', weight: 0.2}}]"

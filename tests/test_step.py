@@ -41,8 +41,6 @@ from qerl_jax.rl.step import (
 )
 from qerl_jax.rollout import Prompts, Rollout
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 norms_at = jax.jit(rollout_norms, static_argnames="settings")
 learners = jax.jit(completion_logps)
 

@@ -14,6 +14,8 @@ from qerl_jax.rollout.programs import programs
 from qerl_jax.rollout.queued import empty_slots
 from qerl_jax.rollout.tail import moved, worthwhile
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 P, C, N, G = 6, 24, 6, 4

@@ -34,8 +34,6 @@ from qerl_jax.rl.step import make_batch
 from qerl_jax.rl.update import update_step
 from qerl_jax.rollout import Rollout
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 
 @functools.partial(jax.jit, static_argnames=("settings", "loss_fn"))
 def update(state, batch, settings=UPDATE, loss_fn=None):

@@ -13,9 +13,6 @@ from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.plan import _made_by
 from qerl_jax.rl.update import apply_gradients, gather_gradients, update_step
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
-
 PLAIN = LossSpec("dapo", beta=0.1)
 
 

@@ -7,13 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tiny_step import MODEL, SAMPLING, SETTINGS, SGD, UPDATE, assert_trees_close, batch_of, state_of
 
 from qerl_jax.rl.losses import LossSpec, policy_loss
 from qerl_jax.rl.update import update_step
-
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 # Bounds that nothing passes unclipped; the same program for both tests.
 TIGHT = LossSpec(epsilon=1e-6, epsilon_high=1e-6)

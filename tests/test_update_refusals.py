@@ -12,8 +12,6 @@ from tiny_step import MODEL, SGD, UPDATE, assert_trees_close, batch_of, state_of
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.update import update_step
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 
 @pytest.mark.parametrize(
     "wrong",

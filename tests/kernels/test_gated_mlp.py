@@ -10,8 +10,6 @@ from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
 from qerl_jax.models import linear
 from qerl_jax.models.params import LoRA
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 PATTERNS = [(1, 1, 1), (1, 0, 1), (0, 1, 0), (0, 0, 0)]  # which of gate, up and down have an adapter
 
 

@@ -9,7 +9,7 @@ from qerl_jax.rl import trainer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(quickly_compiled):
+def programs():
     """The folder of compiled programs, shared with runs that are processes of their own: JAX's usual precision, and
     short compilations are kept too."""
     changed = {"jax_default_matmul_precision": None, "jax_persistent_cache_min_compile_time_secs": 0.0}
