@@ -16,8 +16,9 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 START = time.time()
 CACHE = Path(__file__).parent.parent / ".cache"
 
-# XLA's newer emitters of a CPU's loops make ready anew for each loop, which is two thirds of what `pytest_collectstart`
-# leaves to do. JAX 0.12 has no others. XLA_FLAGS=--xla_backend_extra_options=xla_none tests with them.
+# XLA's newer emitters of loops for a CPU set up a pipeline of MLIR passes for each loop: two thirds of the time that is
+# left where little is optimized, see `pytest_collectstart`. JAX 0.12 has no others.
+# XLA_FLAGS=--xla_backend_extra_options=xla_none tests with them.
 OPTIONS = "--xla_backend_extra_options"
 OLDER_EMITTERS = f" {OPTIONS}=xla_cpu_disable_new_fusion_emitters"
 if OPTIONS not in os.environ.get("XLA_FLAGS", ""):

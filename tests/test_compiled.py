@@ -11,7 +11,7 @@ def _compile(number):
     """Compiles a program of its own, large enough to be kept."""
 
     def f(x):
-        for i in range(60):
+        for i in range(400):
             x = jnp.sin(x @ x + i + number)
         return x
 

@@ -56,7 +56,7 @@ def test_programs_that_are_kept_are_read_one_by_one(no_cache, tmp_path, monkeypa
 
     def program(number):
         def f(x):
-            for i in range(60):
+            for i in range(400):
                 x = jnp.sin(x @ x + i + number)
             return x
 
