@@ -49,7 +49,7 @@ _NEGATIVE = -1e30  # finite, so that a row in which everything is masked stays f
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values, a tuple entry per layer, for the kernel; without it each [.., K, positions, E]."""
+    """Keys and values, a tuple entry per layer: of the kernel's shapes, or without it each [.., K, positions, E]."""
 
     prompt: tuple[KV, ...]  # each [R, P, K, E]
     completion: tuple[KV, ...]  # each [S, C, K, E]
