@@ -25,7 +25,7 @@ from .layer_part import LayerPart, Projection
 from .layout import KernelWeight, dequantize, repack, unpack
 from .operands import padded_rank
 from .reference import fp4_matmul_dx_reference, fp4_matmul_reference
-from .variants import compiling_for, describe, has_kernels, kernel_family, lora_inside
+from .variants import compiling_for, describe, has_kernels, joins_gate_and_up, kernel_family, lora_inside
 
 __all__ = [
     "HeadNorms",
@@ -48,6 +48,7 @@ __all__ = [
     "fp4_mlp",
     "has_kernels",
     "in_unit_order",
+    "joins_gate_and_up",
     "kernel_family",
     "lora_inside",
     "marked",

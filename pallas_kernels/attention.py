@@ -1,5 +1,6 @@
 """decode_attention: one decoding step's attention over a shared prompt and each sample's own keys, with the new key's
-rotation and its writing to the cache. The kernel is for Hopper; plain JAX is what it is tested against.
+rotation and its writing to the cache: a Mosaic kernel for Hopper, a Triton one for other GPUs, and plain JAX, which
+they are tested against.
 
 Letters: B samples, H query heads, K key-value heads, E head size, N prompts of P slots, C slots of a completion.
 """
@@ -15,7 +16,7 @@ from .hidden import hidden_parts
 from .operands import padded_a, padded_rank
 from .ptx import HALVES
 from .stream_plan import RESIDENT
-from .variants import capability
+from .variants import capability, kernel_family
 
 # Measured on an H200 (docs/log.md): 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as
 # much with 800 positions. Two samples to a unit pay from prompts of this length on where that leaves a unit to each
@@ -78,7 +79,7 @@ def decode_attention(
       in_units: the result's columns in unit order, for a `between_attentions` that reads them so.
       a: [R, H * E], LoRA's A of the projection that reads the result, for a `between_attentions` that wants the
         product with it.
-      config: a configuration of the kernel; None chooses one.
+      config: a configuration of the Mosaic kernel; None chooses the kernel for the device, and one.
 
     Returns:
       [B, H * E] in q's dtype, zeros for samples that have ended, and the updated keys and values of the completions;
@@ -86,7 +87,7 @@ def decode_attention(
 
     Raises:
       ValueError: the kernel, or the given configuration of it, does not take the shape or the dtypes (see
-        `takes_decode_attention`).
+        `takes_decode_attention`), or Triton's is asked for `in_units` or `a`.
     """
     B, E = q.shape[0], prompt.k.shape[-1]
     H, K = q.shape[1] // E, prompt.k.shape[2]
@@ -99,6 +100,13 @@ def decode_attention(
         found = ", ".join(str(array.dtype) for array in (prompt.k, prompt.v, own.k, own.v))
         names = " and ".join(sorted(dtype.name for dtype in allowed))
         raise ValueError(f"prompts' and own keys and values are {found}; {q.dtype} queries take {names}")
+    if config is None and kernel_family() == "triton":
+        if in_units or a is not None:
+            raise ValueError("the Triton kernel's result is in no other order, nor multiplied by A")
+        from . import triton_attention  # needs triton, which only this path does
+
+        q, k, v = _as_attended(q, k, v, cos, sin, norms, E)
+        return triton_attention.attend(q, stored(k, own.k.dtype), stored(v, own.v.dtype), prompt, own)
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]
@@ -117,10 +125,13 @@ def decode_attention(
 def takes_decode_attention(
     dtype: jnp.dtype, heads: int, kv_heads: int, head_dim: int, keys: jnp.dtype, values: jnp.dtype
 ) -> bool:
-    """Whether the device that is compiled for runs the kernel, and the kernel takes the shape, queries of this dtype,
-    and caches of these."""
+    """Whether the device that is compiled for runs a kernel, and the kernel takes the shape, queries of this dtype, and
+    caches of these."""
     fits = head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP and {keys, values} <= _cache_dtypes(dtype)
-    return capability() == 90 and jnp.dtype(dtype).name in HALVES and fits
+    if kernel_family() == "triton":  # before Ada Triton has no E4M3
+        fits = fits and (capability() >= 89 or {keys, values} == {jnp.dtype(dtype)})
+        return fits and jnp.dtype(dtype).name in HALVES
+    return kernel_family() == "mosaic" and jnp.dtype(dtype).name in HALVES and fits
 
 
 def _cache_dtypes(dtype: jnp.dtype) -> set[jnp.dtype]:
@@ -173,6 +184,17 @@ def _normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
+def _as_attended(
+    q: jax.Array, k: jax.Array, v: jax.Array, cos: jax.Array, sin: jax.Array, norms: HeadNorms | None, E: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values by heads [B, .., E], normed, rotated and `marked`."""
+    q, k, v = (x.reshape(len(x), -1, E) for x in (q, k, v))
+    if norms is not None:
+        q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
+    q, k = (_rotated(x, cos[:, None], sin[:, None]) for x in (q, k))
+    return q, *marked(k, v)
+
+
 def marked(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """New keys and values [..., E] as the cache gets them: where a float16 value is not finite, since the network has
     overflowed, it is 0 and its key NaN.
@@ -200,11 +222,7 @@ def decode_attention_reference(
 ) -> tuple[jax.Array, ...]:
     """`decode_attention` in plain JAX."""
     B, (P, K, E), C = q.shape[0], prompt.k.shape[1:], own.k.shape[1]
-    q, k, v = (x.reshape(B, -1, E) for x in (q, k, v))
-    if norms is not None:
-        q, k = _normed(q, norms.q, norms.eps), _normed(k, norms.k, norms.eps)
-    q, k = (_rotated(x, cos[:, None], sin[:, None]) for x in (q, k))
-    k, v = marked(k, v)
+    q, k, v = _as_attended(q, k, v, cos, sin, norms, E)
     place = jnp.maximum(own.lengths, 0)
     here = (jnp.arange(C) == place[:, None]) & (own.lengths >= 0)[:, None]
     own_k, own_v = (

@@ -22,14 +22,14 @@ def missing() -> str | None:
 def check_versions(jax_triton: str, triton: str) -> None:
     """Raises ImportError for a pair that is known not to work.
 
-    jax-triton 0.4 imports names that triton has from 3.7 on. With an older triton it takes a stub for triton's CUDA
-    backend and fails at the first kernel, where it compares a target that has no attributes.
+    Before 0.4 jax-triton had no tuples of arrays, and its kernels could not be recorded into CUDA graphs. 0.4 imports
+    names that triton has from 3.7 on. With an older triton it takes a stub for triton's CUDA backend and fails at the
+    first kernel, where it compares a target that has no attributes.
     """
-    if _release(jax_triton) >= (0, 4) and _release(triton) < (3, 7):
-        raise ImportError(
-            f"jax-triton {jax_triton} needs triton 3.7 or newer, found {triton}: "
-            "take jax-triton 0.3.1, which works with 3.6, or a newer triton"
-        )
+    if _release(jax_triton) < (0, 4):
+        raise ImportError(f"jax-triton {jax_triton} is too old: take 0.4.1, with triton 3.7")
+    if _release(triton) < (3, 7):
+        raise ImportError(f"jax-triton {jax_triton} needs triton 3.7 or newer, found {triton}")
 
 
 def _release(version: str) -> tuple[int, int]:

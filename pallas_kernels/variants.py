@@ -35,6 +35,8 @@ BACKENDS = ("mosaic", "wide", "triton", *DEQUANTIZING, "reference")
 MAX_STREAM_ROWS = 256
 # The Triton kernel multiplies up to so many rows, 64 at a time; with more it is sooner to dequantize.
 MAX_TRITON_ROWS = 128
+# With adapters of larger ranks what it multiplies by at its end takes more shared memory than GPUs have.
+MAX_TRITON_RANK = 128
 
 
 def _load() -> dict[tuple[int, int, int, bool], StreamConfig]:
@@ -120,9 +122,11 @@ def takes_lora(
 
 def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> bool:
     """Whether fp4_matmul adds adapters of these ranks (0: none) in the kernel that multiplies by the weights; without
-    any, whether that is a Mosaic kernel."""
+    any, whether there is one."""
     padded = tuple(padded_rank(rank) for rank in ranks)
     variant = choose(m, k, n, None, padded)
+    if variant == "triton":
+        return max(ranks) <= MAX_TRITON_RANK
     if isinstance(variant, WideConfig):
         return True  # adapters of any size
     if not isinstance(variant, StreamConfig):
@@ -132,6 +136,11 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     if m > STREAM_ROWS:
         return False
     return takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
+
+
+def joins_gate_and_up() -> bool:
+    """Whether fp4_mlp's kernels make silu(gate) * up: all but Triton's."""
+    return kernel_family() != "triton"
 
 
 def spare_ctas_make_h(

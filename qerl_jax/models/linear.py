@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, lora_inside, range_scale
+from pallas_kernels import KernelWeight, fp4_matmul, fp4_mlp, joins_gate_and_up, lora_inside, range_scale
 from qerl_jax.formats import KernelNVFP4, Weight, dequantize, format_of
 from qerl_jax.models.params import LoRA
 
@@ -121,13 +121,14 @@ def gated_mlp(
     """down(silu(gate x) * up x), the sums of `linears` unrounded, of the weights, LoRA pairs and biases of gate, up and
     down.
 
-    With kernels for all three, SwiGLU is a part of them, and gate and up are not rounded before it; else they are
-    rounded to x's dtype. `reads_down` is called with what down reads, which then has to exist, so no kernel joins them.
+    With Mosaic kernels for all three, SwiGLU is a part of them, and gate and up are not rounded before it; else they
+    are rounded to x's dtype. `reads_down` is called with what down reads, which then has to exist, so no kernel joins
+    them.
     """
     _check_inputs(x, weights[:2], loras[:2], biases[:2])
     out_dtype = jnp.promote_types(x.dtype, jnp.float32)
     packed = [weight for weight in weights if isinstance(weight, KernelNVFP4)]
-    if reads_down is None and len(packed) == 3:
+    if reads_down is None and len(packed) == 3 and joins_gate_and_up():
         x_MK = x.reshape(-1, x.shape[-1])
         inner_MF = jax.ShapeDtypeStruct((x_MK.shape[0], weights[2].shape[1]), x.dtype)
         if _kernel_takes(x_MK, packed[:2], loras[:2]) and _kernel_takes(inner_MF, packed[2:], loras[2:]):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import lora_inside
+from pallas_kernels import joins_gate_and_up, lora_inside
 from qerl_jax.errors import UserError
 from qerl_jax.formats import KernelNVFP4
 from qerl_jax.models.attention import by_cudnn
@@ -187,6 +187,6 @@ def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> tuple[i
     ranks = tuple(lora[name].a.shape[0] if name in lora else 0 for name in MLP[:2])
     F, D = gate.shape
     is_packed = isinstance(gate, KernelNVFP4)
-    if is_packed and lora_inside(tokens, D, (F, F), ranks):
+    if is_packed and joins_gate_and_up() and lora_inside(tokens, D, (F, F), ranks):
         return 1, 0
     return 5 if any(ranks) else 3, is_packed * F * D * model.base.embed.dtype.itemsize

@@ -7,9 +7,17 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny_model
 
-from pallas_kernels import compiling_for, describe, has_kernels, lora_inside, variants
+from pallas_kernels import (
+    compiling_for,
+    describe,
+    has_kernels,
+    joins_gate_and_up,
+    lora_inside,
+    takes_decode_attention,
+    variants,
+)
 from pallas_kernels.stream_plan import RESIDENT
-from pallas_kernels.variants import MAX_TRITON_ROWS
+from pallas_kernels.variants import MAX_TRITON_RANK, MAX_TRITON_ROWS
 from qerl_jax.models.attention import by_cudnn
 from qerl_jax.models.init import for_kernels
 from qerl_jax.policy import kernels_said
@@ -30,7 +38,15 @@ def test_gpus_from_ampere_on_run_triton_where_it_is_installed(capability, monkey
         assert [variants.choose(m, *SHAPE) for m in (1, MAX_TRITON_ROWS)] == ["triton"] * 2
         assert variants.choose(MAX_TRITON_ROWS + 1, *SHAPE) == "dequantize-triton"
         assert variants.choose_dx(8, *SHAPE) == "dequantize-triton"
-        assert not lora_inside(8, *SHAPE, (32,))  # adapters are products of their own
+        # Up to as many rows adapters are in the kernel, but of large ranks, and SwiGLU never is.
+        assert lora_inside(MAX_TRITON_ROWS, *SHAPE, (MAX_TRITON_RANK,)) and not joins_gate_and_up()
+        assert not lora_inside(MAX_TRITON_ROWS + 1, *SHAPE, (32,))
+        assert not lora_inside(8, *SHAPE, (MAX_TRITON_RANK + 1,))
+        half, narrow = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)
+        assert takes_decode_attention(half, 28, 4, 128, half, half)
+        assert takes_decode_attention(half, 28, 4, 128, half, narrow) is (capability >= 89)
+        assert not takes_decode_attention(half, 28, 4, 96, half, half)
+        assert not takes_decode_attention(jnp.dtype(jnp.float32), 28, 4, 128, half, half)
 
 
 @pytest.mark.parametrize("capability", [9.0, 9, "90"])
@@ -62,12 +78,13 @@ def test_hopper_has_its_own_whether_triton_is_there_or_not(monkeypatch):
 
 
 @pytest.mark.parametrize("installed, lacks", [
-    ({"jax-triton": "0.3.1", "triton": "3.6.0"}, None),
-    ({"triton": "3.6.0"}, "jax-triton is not installed"),
-    ({"jax-triton": "0.3.1"}, "triton is not installed"),
+    ({"jax-triton": "0.4.1", "triton": "3.7.1"}, None),
+    ({"triton": "3.7.1"}, "jax-triton is not installed"),
+    ({"jax-triton": "0.4.1"}, "triton is not installed"),
     ({"jax-triton": "0.4.1", "triton": "3.6.0"}, "jax-triton cannot be used: jax-triton 0.4.1 needs triton 3.7 or "),
+    ({"jax-triton": "0.3.1", "triton": "3.6.0"}, "jax-triton cannot be used: jax-triton 0.3.1 is too old"),
     ({"jax-triton": "0.4.1", "triton": "3.7rc1"}, None),
-    ({"jax-triton": "0.3.1", "triton": "3.6"}, "jax-triton cannot be used: no module of CUDA"),
+    ({"jax-triton": "0.4.1", "triton": "3.7"}, "jax-triton cannot be used: no module of CUDA"),
 ])  # fmt: skip
 def test_what_triton_lacks(installed, lacks, monkeypatch):
     from pallas_kernels import triton_versions

@@ -1,4 +1,4 @@
-"""The Triton kernel's numbers on a CUDA device, and what GPUs compile that have no other kernel."""
+"""The Triton kernels' numbers on a CUDA device, and what GPUs compile that have no others."""
 
 import functools
 
@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from random_weights import CASES, adversarial, normal, poison, random_matrix
 
-from pallas_kernels import compiling_for, fp4_matmul, fp4_matmul_reference
+from pallas_kernels import (
+    HeadNorms,
+    OwnKV,
+    PromptKV,
+    compiling_for,
+    decode_attention,
+    decode_attention_reference,
+    fp4_matmul,
+    fp4_matmul_reference,
+    stored,
+)
 from pallas_kernels.variants import MAX_TRITON_ROWS
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +64,41 @@ def test_rows_do_not_depend_on_how_many_there_are(rng, most, fewer):
         assert np.array_equal(full[:m], sums(x[:m], matrix))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("m", [1, 8, 64])
+@pytest.mark.parametrize("k, ns, ranks", [
+    (3584, (3584, 512, 512), (32, 32, 32)), (1024, (200, 328), (8, 128)), (768, (160, 33, 64, 96), (16, 0, 48, 24)),
+])  # fmt: skip
+def test_weights_together_with_adapters(rng, m, k, ns, ranks, dtype):
+    """As one by one, and right: the adapters' part is half of all."""
+    matrices = [random_matrix(rng, n, k, 10 ** rng.uniform(-2, 5), dtype=dtype) for n in ns]
+    x = normal(rng, m, k, dtype=dtype)
+    loras = []
+    for matrix, rank in zip(matrices, ranks, strict=True):
+        spread = float(np.abs(matrix.dense).mean())
+        a, b = normal(rng, rank, k, dtype=dtype), normal(rng, matrix.weight.n, rank, dtype=dtype)
+        loras.append((a, b, jnp.float32(spread / max(1, rank) ** 0.5)) if rank else None)
+    weights, scales = [matrix.weight for matrix in matrices], [matrix.global_scale for matrix in matrices]
+    for matrix in matrices:
+        poison(m, matrix.weight.n)
+    ys = jax.jit(functools.partial(fp4_matmul, backend="triton", out_dtype=jnp.float32))(x, weights, scales, lora=loras)
+    for y, matrix, lora in zip(ys, matrices, loras, strict=True):
+        alone = jax.jit(functools.partial(fp4_matmul, backend="triton", out_dtype=jnp.float32))(
+            x, matrix.weight, matrix.global_scale, lora=lora
+        )
+        x64, dense = np.asarray(x, np.float64), matrix.dense
+        true, size = x64 @ dense.T, np.abs(x64) @ np.abs(dense).T
+        tolerance = 1e-5 * size
+        if lora is not None:
+            a, b = (np.asarray(one, np.float64) for one in lora[:2])
+            h = np.asarray(jnp.asarray(x64 @ a.T).astype(dtype), np.float64)
+            true += float(lora[2]) * h @ b.T
+            # of x A^T the last bit may be rounded otherwise
+            tolerance += float(lora[2]) * (2**-7 if dtype == "bfloat16" else 2**-10) * np.abs(h) @ np.abs(b.T)
+        for got in (y, alone):
+            assert (np.abs(np.asarray(got, np.float64) - true) <= tolerance).all()
+
+
 @pytest.mark.parametrize("m", [5, MAX_TRITON_ROWS, MAX_TRITON_ROWS + 1])
 def test_what_other_gpus_compile(rng, m):
     """The product with an adapter and a bias, its gradients, and a batch of x."""
@@ -86,3 +131,48 @@ def test_what_other_gpus_compile(rng, m):
         assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
     batch, alone = np.asarray(batch[:, 0], np.float32), np.asarray(alone)
     np.testing.assert_allclose(batch, alone, rtol=2**-7, atol=1e-5 * np.abs(alone).max())
+
+
+ATTENTION = [
+    (8, 28, 4, 128, 2, 256, 96), (4, 14, 2, 64, 2, 37, 50), (6, 16, 2, 128, 3, 1, 1), (2, 8, 8, 64, 1, 100, 300),
+    (64, 28, 4, 128, 8, 300, 70),
+]  # fmt: skip
+KEPT = [(wide, narrow) for wide in ("", "float8_e4m3fn") for narrow in ("", "float8_e4m3fn")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kept", KEPT, ids="-".join)
+@pytest.mark.parametrize("sizes", ATTENTION)
+def test_attention(rng, sizes, kept, dtype):
+    B, H, K, E, N, P, C = sizes
+    kept = [jnp.dtype(name or dtype) for name in kept]
+
+    def caches(*shape):
+        return [stored(normal(rng, *shape, K, E, dtype=dtype), of) for of in kept]
+
+    angles = jnp.asarray(rng.uniform(0, 500, (B, E // 2)), jnp.float32)
+    of = jnp.asarray(rng.integers(0, N, B), jnp.int32)
+    prompt = PromptKV(*caches(N, P), of, jnp.asarray(rng.integers(1, P + 1, N), jnp.int32)[of])
+    own = OwnKV(*caches(B, C), jnp.asarray(rng.integers(-1, C, B), jnp.int32))
+    norms = HeadNorms(*(jnp.asarray(rng.uniform(0.2, 1, E), jnp.float32) for _ in range(2)), 1e-6) if H == 16 else None
+    new = [normal(rng, B, heads * E, dtype=dtype) for heads in (H, K, K)]
+    case = *new, jnp.cos(angles), jnp.sin(angles), prompt, own
+
+    def attend(*case):
+        return decode_attention(*case, norms)
+
+    with compiling_for(89):
+        program = jax.jit(attend).lower(*case).compile()
+    assert "triton_kernel_call" in program.as_text()
+    out, own_k, own_v = (np.asarray(x, np.float32) for x in program(*case))
+    again, *_ = program(*case)
+    assert np.array_equal(out, np.asarray(again, np.float32))
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        true, true_k, true_v = jax.jit(lambda *case: decode_attention_reference(*case, norms))(
+            *jax.device_put(case, cpu)
+        )
+    step = 0.13 if kept[0].itemsize == 1 else 0.01  # where a rotated number lies between two, either may be taken
+    np.testing.assert_allclose(own_k, np.asarray(true_k, np.float32), rtol=step, atol=0.002)
+    np.testing.assert_array_equal(own_v, np.asarray(true_v, np.float32))
+    np.testing.assert_allclose(out, np.asarray(true, np.float32), atol=0.03, rtol=0.03)
