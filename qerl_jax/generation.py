@@ -141,7 +141,9 @@ def generate_texts(
     longest = max(len(request.prompt) for request in requests)
     width = min(policy.model.config.positions, -(-longest // _BUCKET) * _BUCKET)
     # One call does not save the time that compiling programs for its last samples takes.
-    engine = Engine(policy.model, settings, max_prompt_length=width, max_slots=_MAX_SLOTS, tail_sizes=())
+    engine = Engine(
+        policy.model, settings, max_prompt_length=width, max_slots=_MAX_SLOTS, tail_sizes=(), in_training=False
+    )
 
     def decode(ids: Sequence[int]) -> str:
         text = policy.tokenizer.decode(ids, skip_special_tokens=True)

@@ -13,7 +13,7 @@ from pallas_kernels import compiling_for
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter, init_model
 from qerl_jax.rollout import Engine
-from qerl_jax.rollout.memory import plan_slots
+from qerl_jax.rollout.memory import nbytes, plan_slots
 
 
 def test_memory_is_planned_by_hand():
@@ -58,8 +58,8 @@ def test_a_plan_has_as_many_slots_as_fit():
 
 
 def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):
-    def budget(model, adapter=None):
-        return Engine(model, SETTINGS, max_prompt_length=P).plan(20, 5, adapter).budget
+    def budget(model, adapter=None, **options):
+        return Engine(model, SETTINGS, max_prompt_length=P, **options).plan(20, 5, adapter).budget
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**9)])
     weights = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 64 * 32)  # two layers: q, k and v, o, and the three of the MLP
@@ -69,8 +69,9 @@ def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch)
     assert budget(plain) - budget(packed) == extra - sum(leaf.nbytes for leaf in jax.tree.leaves(plain))
     assert 0.88 * 10**9 < budget(plain) < 0.9 * 10**9 - 4 * weights
     # An adapter, and two numbers of an optimizer for each of its own; and what it adds to gate and up, of 45 tokens.
-    adapter = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(ADAPTER)) + 45 * 2 * 64 * 4
+    adapter = 3 * nbytes(ADAPTER) + 45 * 2 * 64 * 4
     assert budget(plain) - budget(plain, ADAPTER) == adapter
+    assert budget(plain, ADAPTER, in_training=False) - budget(plain, ADAPTER) == 2 * nbytes(ADAPTER)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(10**5)])
     with pytest.raises(UserError, match=r"not one completion fits in memory: .*; 0 bytes are there"):
         budget(packed)

@@ -70,7 +70,8 @@ def sampling_engine(
     max_slots: int | None,
     tail_sizes: Sequence[int] | None = None,
 ) -> Engine:
-    """An engine for the config's prompts, within its cache."""
+    """An engine for the config's prompts, within its cache: of a run, and of its evaluations made again, whose numbers
+    are the same in as many slots."""
     cache = config.generation.kv_cache_gb
     return Engine(
         policy.model,

@@ -39,10 +39,12 @@ class Engine:
       settings: lengths, EOS ids and sampling.
       max_prompt_length: P, the most tokens of a prompt.
       max_slots: most samples that decode at once; None is as many as there are, or as fit in memory.
-      cache_bytes: bytes for the keys and values; None is what the device has beside this model and an adapter with its
-        optimizer's state, or 4 GB on a CPU. Give a number where the device holds more.
+      cache_bytes: bytes for the keys and values; None is what the device has beside this model and an adapter, or 4 GB
+        on a CPU. Give a number where the device holds more.
       tail_sizes: numbers of slots in which the last samples go on, () for never; None is `default_tail_sizes()` of
         `qerl_jax.rollout.tail`.
+      in_training: whether an optimizer's state for the adapter is on the device too, which leaves less for
+        `cache_bytes` of None.
 
     Attributes:
       statistics: what it has done.
@@ -62,6 +64,7 @@ class Engine:
         max_slots: int | None = None,
         cache_bytes: float | None = None,
         tail_sizes: Sequence[int] | None = None,
+        in_training: bool = True,
     ) -> None:
         check_kind("model", model, Model, " (`load_model` gives one)")
         check_kind("settings", settings, SamplingSettings)
@@ -82,6 +85,7 @@ class Engine:
         self.model, self.settings, self.max_prompt_length = model, settings, max_prompt_length
         self.max_slots, self.cache_bytes = max_slots, None if cache_bytes is None else int(cache_bytes)
         self.tail_sizes = default_tail_sizes() if tail_sizes is None else tail_sizes
+        self.in_training = in_training
         self.statistics = Statistics()
 
     def plan(self, samples: int, prompts: int, adapter: Adapter | None = None) -> Plan:
@@ -95,6 +99,7 @@ class Engine:
             max_slots=self.max_slots,
             cache_bytes=self.cache_bytes,
             adapter=adapter,
+            in_training=self.in_training,
         )
 
     def rollout(

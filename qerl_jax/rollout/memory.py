@@ -74,6 +74,7 @@ def plan_slots(
     max_slots: int | None = None,
     cache_bytes: int | None = None,
     adapter: Adapter | None = None,
+    in_training: bool = True,
 ) -> Plan:
     """As many slots as there are samples, or as fit.
 
@@ -86,9 +87,10 @@ def plan_slots(
       max_prompt_length: P, the width of the pool.
       samples, prompts: how many there are, 1 or more.
       max_slots: no more than these.
-      cache_bytes: the bytes for slots and pool; None is what the device has beside this model and the adapter with its
-        optimizer's state, or 4 GB on a CPU. Give a number where the device holds more.
-      adapter: the policy's, which stays on the device with an optimizer's state.
+      cache_bytes: the bytes for slots and pool; None is what the device has beside this model and the adapter, or 4 GB
+        on a CPU. Give a number where the device holds more.
+      adapter: the policy's, which stays on the device.
+      in_training: whether an optimizer's state for the adapter is there too.
 
     Raises:
       UserError: not even one slot fits, with the numbers.
@@ -120,7 +122,8 @@ def plan_slots(
     most = samples if max_slots is None else min(samples, max_slots)
     beside = nbytes(_made.eval_shape(model, adapter)) + _prefill_bytes(model, adapter, P, rows(most))
     # An optimizer keeps two numbers for each one of an adapter.
-    budget = _device_bytes(nbytes((model, [adapter] * 3)) + beside) if cache_bytes is None else cache_bytes
+    kept = nbytes((model, [adapter] * (3 if in_training else 1)))
+    budget = _device_bytes(kept + beside) if cache_bytes is None else cache_bytes
     slots = bisect.bisect_right(range(1, most + 1), budget, key=needed)
     if slots == 0:
         raise UserError(
