@@ -152,11 +152,13 @@ def generate_texts(
 
     key = jax.random.key(seed)
     compiled_together(engine.lowered_requests(weights, requests, key))
+    # A text that is shown as it grows is made whole at each look anyway, and must show nothing of a stop string.
+    new = None if stream else _LOOK
     completions = engine.generate(
         weights,
         requests,
         key,
-        until=(lambda ids: tokens_until_stop(decode, ids, stop)) if stop else None,
+        until=(lambda ids: tokens_until_stop(decode, ids, stop, new)) if stop else None,
         every=_STREAM if stream else _LOOK if stop else None,
     )
     broken: set[tuple[int, int]] = set()  # samples that have been answered with an error while they grow
@@ -194,12 +196,15 @@ def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]]
     assert number is not None
     if done.error is not None:
         return Answer(number, 0, "", [], done.logps, "error", f"the prompt {done.error}")
-    if not np.isfinite(done.logps).all():
-        return Answer(number, done.sample, "", [], done.logps, "error", NOT_A_NUMBER)
+    end = None if done.finish_reason is None else tokens_until_stop(decode, done.ids, stop)  # looks may miss one
+    ids, logps = done.ids[:end], done.logps[:end]
+    if not np.isfinite(logps).all():
+        return Answer(number, done.sample, "", [], logps, "error", NOT_A_NUMBER)
     if done.finish_reason is None:
-        return Answer(number, done.sample, showable(decode(done.ids), stop), done.ids, done.logps, None)
-    text, count = cut_at_stop(decode, done.ids, stop) if done.finish_reason == "stop" else (decode(done.ids), None)
-    return Answer(number, done.sample, text, done.ids[:count], done.logps[:count], done.finish_reason)
+        return Answer(number, done.sample, showable(decode(ids), stop), ids, logps, None)
+    text, count = cut_at_stop(decode, ids, stop)
+    reason = done.finish_reason if end is None else "stop"
+    return Answer(number, done.sample, text, ids[:count], logps[:count], reason)
 
 
 def _encode(

@@ -417,6 +417,16 @@ def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained,
     assert run_main(*words, "--stop", stop) == whole[: whole.index(stop)] + "\n"
 
 
+def test_a_stop_string_that_no_look_has_found_is_cut_off_in_the_end(monkeypatch):
+    """A look makes no whole text; with special tokens amid of it a stop string may be as long as one."""
+    ids = load_policy(MODEL, None, "auto").tokenizer("1 + 2 = 3!")["input_ids"]
+    whole = Completion(0, 0, ids, np.zeros(len(ids), np.float32), None, "length")
+    monkeypatch.setattr(generation.Engine, "generate", lambda *_, **__: iter([whole]))
+    [answer] = generation.generate_texts(MODEL, ["1 + 1"], max_completion_length=20, stop=[" ="])
+    assert (answer.text, answer.finish_reason, len(answer.logps)) == ("1 + 2", "stop", len(answer.ids))
+    assert len(answer.ids) < len(ids)
+
+
 def test_generate_writes_the_same_rows_whatever_runs_beside_them(trained, prompts, tmp_path, monkeypatch):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
     words = ("generate", trained.folder, "--prompts", file, "--n", 3, "--logprobs", "--output")

@@ -15,13 +15,31 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
 
 
-def tokens_until_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> int | None:
-    """The fewest tokens whose text holds a stop string, or None: the `until` of `Engine.generate`."""
+def tokens_until_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str], new: int | None = None) -> int | None:
+    """The fewest tokens whose text holds a stop string, or None: the `until` of `Engine.generate`.
+
+    With `new` it may be None by mistake: the whole text is made only if the last so many tokens, with those before them
+    that a stop string may begin in, seem to end one. They do not where it goes on over special tokens, or a decoder
+    makes something else of a part than of the whole.
+    """
 
     def holds(count: int) -> bool:
         return any(first_stop(text, stops) is not None for text in _texts(decode, ids[:count]))
 
-    return _fewest(len(ids), holds) if stops and holds(len(ids)) else None
+    if not stops or (new is not None and not _seems_to_end(decode, ids, stops, new)):
+        return None
+    return _fewest(len(ids), holds) if holds(len(ids)) else None
+
+
+def _seems_to_end(decode: Decode, ids: Sequence[int], stops: Sequence[str], new: int) -> bool:
+    size = new + 4 * max(map(len, stops))  # a token is a byte or more of at most four a character, but for special ones
+    for count in range(size, size + 4):  # the first token may be in a character
+        texts = list(_texts(decode, ids[-count:]))
+        if any(first_stop(text, stops) is not None for text in texts):
+            return True
+        if not texts[0].startswith("\ufffd"):
+            return False
+    return False
 
 
 def cut_at_stop(decode: Decode, ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
