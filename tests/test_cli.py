@@ -203,6 +203,23 @@ def test_generate_replaces_its_output_at_the_first_row_and_keeps_what_came_befor
     assert json.loads(output.read_text())["completion"] == "one"
 
 
+def test_two_processes_do_not_write_one_output(calls, tmp_path, capsys):
+    words = ["generate", "some/model", "--prompt", "a", "--output", str(tmp_path / "link.jsonl")]
+    (tmp_path / "link.jsonl").symlink_to("out.jsonl")
+
+    def slowly(model, prompts, **options):
+        for number in range(2):
+            assert main([*words[:-1], str(tmp_path / "out.jsonl")]) == 2
+            yield answer(0, number, "one")
+
+    calls.fake("qerl_jax.generation", "generate_texts", slowly)
+    assert main(words) == 0
+    said = f"--output {tmp_path}/out.jsonl: another process is writing it; wait for it or choose another name"
+    assert capsys.readouterr().err.count(said) == 2
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"link.jsonl", "out.jsonl"}
+
+
 def test_the_help_of_export_says_which_adapters_not_all_servers_take(capsys):
     with pytest.raises(SystemExit):
         main(["export", "--help"])

@@ -1,6 +1,7 @@
 """`qerl generate`: completes prompts with a model or with the result of a run."""
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
@@ -19,7 +20,7 @@ from qerl_jax.commands.command import (
     template_kwargs,
 )
 from qerl_jax.data import ROW_FILES
-from qerl_jax.durable import not_writable, with_home, writing
+from qerl_jax.durable import locked, not_writable, with_home, writing
 from qerl_jax.errors import UserError, on_terminal
 from qerl_jax.metrics import json_line
 from qerl_jax.option_names import FORMATS
@@ -222,9 +223,19 @@ def _check_output(name: str, prompts: str | None) -> None:
 def _write_file(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, name: str) -> None:
     """Writes the rows as they come. A file of that name is replaced when the first one is there, not before: until then
     the model or an argument may prove wrong."""
-    first = list(itertools.islice(answers, 1))
-    with writing(name), open(name, "w", encoding="utf-8") as file:
-        _write_rows(itertools.chain(first, answers), prompts, logprobs, file)
+    with _alone_with(name):
+        first = list(itertools.islice(answers, 1))
+        with writing(name), open(name, "w", encoding="utf-8") as file:
+            _write_rows(itertools.chain(first, answers), prompts, logprobs, file)
+
+
+def _alone_with(name: str) -> contextlib.AbstractContextManager[None]:
+    """Refuses a file that another process is writing, where a lock can lie beside it; a pipe has none."""
+    file = Path(os.path.realpath(name))
+    if (os.path.exists(name) and not file.is_file()) or not os.access(file.parent, os.W_OK):
+        return contextlib.nullcontext()
+    refusal = f"--output {name}: another process is writing it; wait for it or choose another name"
+    return locked(file.with_name(f".lock-{file.name}"), refusal)
 
 
 def _write_rows(answers: "Iterator[Answer]", prompts: list[Any], logprobs: bool, file: TextIO) -> None:
