@@ -43,25 +43,23 @@ def json_line(row: Mapping[str, Any]) -> str:
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a JSONL file, one for each line; a torn last line is left out.
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file, one for each line; a torn last line is left out.
 
     Raises:
       UserError: the file is missing, or a line that is not torn is not a JSON object.
     """
     try:
         with path.open("rb") as file:
-            lines = file.readlines()
+            for number, line, row in _parsed(file):
+                if row is not None:
+                    yield row
+                elif line.endswith(b"\n"):
+                    found = shown(line.decode(errors="replace").strip()) or "an empty line"
+                    expected = "expected a JSON object; correct or remove the line"
+                    raise UserError(f"{path}, line {number}: found {found}; {expected}")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    rows = []
-    for number, line, row in _parsed(lines):
-        if row is not None:
-            rows.append(row)
-        elif line.endswith(b"\n"):
-            found = shown(line.decode(errors="replace").strip()) or "an empty line"
-            raise UserError(f"{path}, line {number}: found {found}; expected a JSON object; correct or remove the line")
-    return rows
 
 
 def updates_logged(run_dir: Path) -> int:

@@ -94,7 +94,7 @@ def plot_runs(runs: list[Path], output: Path, summary: dict[str, Any] | None = N
 
 def _load(folder: Path, name: str) -> _Run:
     file = folder / METRICS
-    rows = read_rows(file)
+    rows = list(read_rows(file))
     if not rows:
         raise UserError(f"{file}: no step was recorded yet; nothing to draw")
     for number, row in enumerate(rows, 1):

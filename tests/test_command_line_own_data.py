@@ -43,13 +43,13 @@ def test_ones_own_data_and_reward_with_a_trace(tmp_path, monkeypatch, caplog):
     words = (f"evaluation.eval_dataset={data}", f"run.output_dir={tmp_path / 'run'}")
     out = run_main("train", tmp_path / "mine.yaml", *words, "--profile", tmp_path / "trace")
     assert "Ann has 10 pens." in out
-    completions = read_rows(tmp_path / "run" / "completions.jsonl")
+    completions = list(read_rows(tmp_path / "run" / "completions.jsonl"))
     assert len(completions) == 3 * 8
     for row in completions:
         wanted = int(row["prompt"][0]["content"].split()[2])
         assert row["rewards/near"] == pytest.approx(-abs(len(row["completion"]) - wanted) / 10, abs=1e-6)
         assert row["reward"] == pytest.approx(2 * row["rewards/near"], abs=1e-6)
-    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    metrics = list(read_rows(tmp_path / "run" / "metrics.jsonl"))
     assert len(metrics) == 3
     for row in metrics:
         assert row["reward"] == pytest.approx(2 * row["rewards/near/mean"], abs=1e-5)

@@ -82,11 +82,11 @@ def test_a_run_leaves_everything_in_its_folder(trained, summary):
         "plots",
         "summary.json",
     } <= found
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = list(read_rows(folder / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["aqn/sigma"] for row in rows] == [0, 0, pytest.approx(1e-2)]
     assert sum(row["grad_norm"] > 0 and row["nonfinite"] == 0 for row in rows) >= 2
-    assert len(read_rows(folder / "completions.jsonl")) == 3 * 8
+    assert len(list(read_rows(folder / "completions.jsonl"))) == 3 * 8
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "step_00000000",
         "step_00000002",

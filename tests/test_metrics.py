@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -92,13 +93,22 @@ def test_reading_leaves_out_a_torn_line_and_names_a_damaged_one(tmp_path):
     path = tmp_path / "m.jsonl"
     for torn in ('{"a": 2', '{"a": 2}'):  # the second lacks its line's end alone
         path.write_text('{"a": 1}\n' + torn)
-        assert read_rows(path) == [{"a": 1}]
+        assert list(read_rows(path)) == [{"a": 1}]
     for damaged in (b'{"a"', b'{"a": 2}\r{"a": 3}', b'{"a": "\xff"}', b'{"a": ' + 10**6 * b"["):
         path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"a": 3}\n')
         with pytest.raises(UserError, match=r'm.jsonl, line 2: found \{"a".*; expected a JSON object'):
-            read_rows(path)
+            list(read_rows(path))
     with pytest.raises(UserError, match=r"missing.jsonl: cannot be read: No such file"):
-        read_rows(tmp_path / "missing.jsonl")
+        list(read_rows(tmp_path / "missing.jsonl"))
+
+
+def test_the_rows_of_a_long_run_are_not_all_held_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json_line({"step": step, "rollout": step, "x": "y" * 1000}) for step in range(2000)))
+    tracemalloc.start()
+    assert sum(row["step"] == 1999 for row in read_rows(path)) == 1
+    assert tracemalloc.get_traced_memory()[1] < 10**6 < path.stat().st_size
+    tracemalloc.stop()
 
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
@@ -116,7 +126,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         last = int(process.stdout.readline())
     process.send_signal(signal.SIGKILL)
     process.wait()
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) >= last
 

@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_for_tensorboard_is_told(tmp_path):
     ):
         for step in range(1, 40):
             writer.log(row | {"step": step, "rollout": 0})
-    assert read_rows(tmp_path / "metrics.jsonl")[-1]["step"] == step < 39
+    assert list(read_rows(tmp_path / "metrics.jsonl"))[-1]["step"] == step < 39
 
 
 def in_place_of_wandb(monkeypatch, init):
