@@ -6,7 +6,7 @@ turn, each with a running maximum and sum. The first of them begins with the new
 with the value, so nobody reads a position that is being written. What the programs leave is put together by XLA, in
 order: a sample's numbers do not depend on what stands beside it.
 
-Importing this module needs triton; its calls need jax_triton, which imports only beside a CUDA-enabled JAX.
+Importing this module needs triton; its calls need jax_triton.
 """
 
 import jax

@@ -1,12 +1,12 @@
 """The portable NVFP4 kernels in Triton, for GPUs without the Mosaic ones (Ampere, Ada, Blackwell; also Hopper).
 
-They read the same KernelWeight bytes. In `nvfp4_matmul` a program takes some row tiles of 16 outputs, up to 64 rows of
-x and a part of K, which it walks in quads of 256 columns. A lane's 16 bytes of a unit hold just the weights that
-mma.m16n8k16 wants of it, so the tile that they are reshaped to needs no exchange between lanes: Triton finds that
-itself where K's order in a unit is [step, block of 16, 4 columns], in which x comes too (`in_step_order`). Sums of the
-parts of K are float32 and are added by XLA, in order, with what follows the product.
+They read the same KernelWeight bytes. In `nvfp4_matmul` a program takes some row tiles of 16 outputs of one of several
+weights, up to 64 rows of x and a part of K, which it walks in quads of 256 columns. A lane's 16 bytes of a unit hold
+just the weights that mma.m16n8k16 wants of it, so the tile that they are reshaped to needs no exchange between lanes:
+Triton finds that itself where K's order in a unit is [step, block of 16, 4 columns], in which x is read too. Sums of
+the parts of K are float32 and are added by XLA, in order, with what follows the product.
 
-Importing this module needs triton; its calls need jax_triton, which imports only beside a CUDA-enabled JAX.
+Importing this module needs triton; its calls need jax_triton.
 """
 
 import itertools

@@ -11,7 +11,7 @@ def missing() -> str | None:
     """What the Triton kernel lacks, for the program's log; None where both packages are there and fit."""
     try:
         check_versions(version("jax-triton"), version("triton"))
-        importlib.import_module("jax_triton")  # which needs a JAX with CUDA
+        importlib.import_module("jax_triton")
     except PackageNotFoundError as error:
         return f"{error.name} is not installed"
     except ImportError as error:

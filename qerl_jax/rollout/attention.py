@@ -1,5 +1,5 @@
-"""The cache of keys and values, and the attention of one new token per slot over it: a kernel on Hopper, plain
-JAX elsewhere.
+"""The cache of keys and values, and the attention of one new token per slot over it: a kernel on Hopper, and with
+jax-triton from Ampere on; plain JAX elsewhere.
 
 A prompt's keys are stored once, in a row of the pool, however many samples go on from it; a slot holds its own sample's
 keys in a contiguous row. Both keep the dtype of their arrays, of the network's compute dtype or of 8 bits, and what is
@@ -90,7 +90,7 @@ def empty_kv(model: Model, rows: int, positions: int, kv_cache_dtype: KVCacheDty
 
 
 def has_kernel(config: ModelConfig, wide: jnp.dtype, keys: jnp.dtype, values: jnp.dtype) -> bool:
-    """Whether a token's attention is the kernel's, for queries of dtype `wide` and a cache of these dtypes."""
+    """Whether a token's attention is a kernel's, for queries of dtype `wide` and a cache of these dtypes."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     return takes_decode_attention(wide, *heads, keys, values)
 

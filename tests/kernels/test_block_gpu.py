@@ -75,7 +75,7 @@ def test_against_the_reference(rng, programs, name, rank, m, given):
     for a, b in zip(made, true, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         # activations are rounded to bfloat16 in another place: 2^-9 each, of a few hundred that count
-        assert np.abs(a - b).max() < 0.04 * np.sqrt((b**2).mean())
+        assert (np.abs(a - b) < 0.04 * np.sqrt((b**2).mean()) + 2**-7 * np.abs(b)).all()
         assert np.sqrt(((a - b) ** 2).mean()) < 0.006 * np.sqrt((b**2).mean())
 
 
