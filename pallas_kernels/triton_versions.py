@@ -12,6 +12,8 @@ def missing() -> str | None:
     try:
         check_versions(version("jax-triton"), version("triton"))
         importlib.import_module("jax_triton")
+        if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+            return "jax-triton cannot be used: JAX has no CUDA plugin"
     except PackageNotFoundError as error:
         return f"{error.name} is not installed"
     except ImportError as error:

@@ -85,6 +85,7 @@ def test_hopper_has_its_own_whether_triton_is_there_or_not(monkeypatch):
     ({"jax-triton": "0.3.1", "triton": "3.6.0"}, "jax-triton cannot be used: jax-triton 0.3.1 is too old"),
     ({"jax-triton": "0.4.1", "triton": "3.7rc1"}, None),
     ({"jax-triton": "0.4.1", "triton": "3.7"}, "jax-triton cannot be used: no module of CUDA"),
+    ({"jax-triton": "0.4.1", "triton": "3.7.0"}, "jax-triton cannot be used: JAX has no CUDA plugin"),
 ])  # fmt: skip
 def test_what_triton_lacks(installed, lacks, monkeypatch):
     from pallas_kernels import triton_versions
@@ -95,9 +96,10 @@ def test_what_triton_lacks(installed, lacks, monkeypatch):
         return installed[package]
 
     def import_module(name):
-        assert name == "jax_triton"
-        if lacks and lacks.endswith("CUDA"):
+        assert name in ("jax_triton", "jaxlib.gpu_triton")
+        if lacks and lacks.endswith("of CUDA"):
             raise ImportError("no module of CUDA")
+        return types.SimpleNamespace(**({} if lacks and lacks.endswith("plugin") else {"TritonKernel": None}))
 
     monkeypatch.setattr(triton_versions, "version", version)
     monkeypatch.setattr(triton_versions.importlib, "import_module", import_module)
