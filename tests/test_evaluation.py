@@ -43,7 +43,7 @@ def test_pass_at_k_is_of_scores_of_right_and_wrong_alone(scores, counted):
 
 
 def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
-    seen = []
+    seen, lengths = [], []
 
     class Watched(RewardFunctions):
         fails = False
@@ -52,6 +52,7 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
             if self.fails and len(texts) == 6:
                 raise UserError("no such unit")
             seen.append((texts, num_generations))
+            lengths.append([len(row) for row in ids])
             return super().__call__(examples, texts, ids, num_generations)
 
     words = ["evaluation.num_problems=12", "evaluation.batch_size=8", *SMALL]
@@ -72,6 +73,9 @@ def test_several_completions_of_a_problem_begin_with_the_one_of_a_single_draw():
     assert len(set(texts[1::3]) - set(alone)) > 3
     assert several["sampled"].keys() - single["sampled"].keys() == {"pass@2", "pass@3"}
     assert several["greedy"] == single["greedy"] and several["samples"] == single["samples"]
+    of_modes = [several["sampled"], several["greedy"], single["sampled"]]
+    expected = [np.mean(part) for part in (np.concatenate(lengths[:3]), lengths[3], lengths[4])]
+    assert [found["completions/mean_length"] for found in of_modes] == expected and len(set(expected)) == 3
     sampled = several["sampled"]
     assert sampled["accuracy"] <= sampled["pass@2"] <= sampled["pass@3"] <= 1 and sampled["pass@3"] > 0
 

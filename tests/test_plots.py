@@ -103,6 +103,16 @@ def test_a_long_run_has_no_more_means_than_its_picture_shows(tmp_path, drawn):
     assert means.get_xdata().tolist() == list(range(1, 5001, 5)) and set(means.get_ydata()) == {0.5}
 
 
+def test_a_mean_is_of_the_steps_on_both_sides_of_its_own(tmp_path, drawn):
+    """A twentieth of the steps, here five, and fewer at the ends."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "rollout": {step}, "reward": {step}}}\n' for step in range(1, 101))
+    )
+    plot_runs([tmp_path], tmp_path / "out")
+    _, means = drawn["reward"].axes[0].lines
+    assert means.get_ydata().tolist() == [2, 2.5, *range(3, 99), 98.5, 99]
+
+
 def test_quantities_nobody_recorded_have_no_picture_and_null_is_a_gap(tmp_path, drawn):
     run = tmp_path / "run"
     run.mkdir()

@@ -15,6 +15,7 @@ from training_runs import config_in, reward_file, same_adapter, train
 from qerl_jax import evaluation
 from qerl_jax.config_files import load_config
 from qerl_jax.errors import UserError
+from qerl_jax.metrics import read_rows
 from qerl_jax.rewards.combine import RewardFunctions
 from qerl_jax.rl import assembly, experience, trainer
 from qerl_jax.rl.assembly import assemble, sampling_engine
@@ -39,6 +40,14 @@ def test_every_step_has_a_row_with_every_metric(finished):
     for row in rows(finished):
         assert row.keys() == ALWAYS | OF_REWARDS
         assert row["grad_norm"] > 0 and row["nonfinite"] == 0
+
+
+def test_times_are_those_of_a_rollout_and_its_updates_and_tokens_those_of_completions(finished):
+    for row in read_rows(finished / "metrics.jsonl"):
+        seconds = 2 * row["step_time"]  # of two updates
+        parts = [row[f"perf/{part}_time"] for part in ("rollout", "reward", "update")]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(seconds)
+        assert row["perf/throughput"] * seconds == pytest.approx(8 * row["completions/mean_length"])
 
 
 def test_another_seed_draws_another_adapter_other_prompts_and_for_each_rollout_another_key(
