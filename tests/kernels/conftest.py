@@ -13,11 +13,21 @@ from benchmarks.compiling import Programs
 
 
 @pytest.fixture(scope="module")
-def rng():
-    """Fresh numbers in each run; the seed is shown where a test fails."""
-    seed = secrets.randbits(32)
-    print("seed", seed)
+def seed():
+    """A fresh one in each run; `KERNEL_SEED=7 pytest`, with the same words, repeats one."""
+    return int(os.environ.get("KERNEL_SEED") or secrets.randbits(32))
+
+
+@pytest.fixture(scope="module")
+def rng(seed):
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def seed_shown(request):
+    """Where a test fails that draws numbers, or uses what others of its file have drawn."""
+    if "rng" in request.fixturenames:
+        print(f"KERNEL_SEED={request.getfixturevalue('seed')}")
 
 
 @pytest.fixture(scope="module")
