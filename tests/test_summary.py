@@ -103,5 +103,5 @@ def test_the_commands_name_the_program_as_it_can_be_called_from_here(script, on_
     monkeypatch.setattr(shutil, "which", lambda name: str(folder / "qerl") if on_path else None)
     point = measured({"completions/mean_length": 1.0}, {"completions/mean_length": 1.0})
     (line,) = (line for line in report(Path("x"), summary(point, point), "arithmetic").splitlines() if " plot " in line)
-    assert line.endswith(expected) and (script is None or line == f"  {expected}")
+    assert " ".join(shlex.split(line)).endswith(expected) and (script is None or line == f"  {expected}")
     assert f"  {continuing(Path('x'))}" == line.replace("plot x", "train x/config.yaml")

@@ -1,5 +1,7 @@
 """A run whose folder is moved, deleted or replaced while it goes on stops, and writes nothing more."""
 
+import re
+
 import pytest
 from run_harness import checkpoints, differences, rows
 from training_runs import COUNTED, config_in, reward_file, train
@@ -37,8 +39,8 @@ def test_a_folder_that_is_moved_amid_its_run_stops_it_and_is_not_made_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, work, done_and_moved)
-        message = rf"{run}: the run's folder is no longer there: it was moved,.* `.*qerl.* train NEW/config.yaml`"
-        with pytest.raises(UserError, match=message):
+        message = r": the run's folder is no longer there: it was moved,.* `.*qerl.* train NEW/config.yaml`"
+        with pytest.raises(UserError, match=re.escape(str(run)) + message):
             train(config, run)
     assert checkpoints(moved) == saved and len(rows(moved)) == max(saved, default=0)
     assert not (moved / "adapter").exists()

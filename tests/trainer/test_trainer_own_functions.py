@@ -1,6 +1,7 @@
 """A configured run with a loss and an advantage function of one's own."""
 
 import functools
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,9 @@ def test_a_run_of_own_functions_is_stopped_and_continued_bit_by_bit_with_them_al
     assert not same_adapter(other, whole)
     # Finished, it is no run of other functions either.
     assert train(config, run, **own) == run
-    with pytest.raises(UserError, match=f"(?s){run} is finished, .* other functions:\n  loss function was 'winners, "):
+    with pytest.raises(
+        UserError, match=f"(?s){re.escape(str(run))} is finished, .* other functions:\n  loss function was 'winners, "
+    ):
         train(config, run, advantage_fn=of_tokens)
     plan, refused = plan_run(folder)
     assert refused and "is finished, and was trained with other functions" in plan
@@ -113,7 +116,7 @@ def test_beta_gives_a_loss_the_reference_and_a_stop_says_how_to_go_on(config, tm
 
     run = tmp_path / "run"
     again = f"saved at step 0 of 6; `train` of {run}/config.yaml, with the same functions, continues it"
-    with pytest.raises(UserError, match=f"(?s)not finite in 3 updates.*{again}"):
+    with pytest.raises(UserError, match=f"(?s)not finite in 3 updates.*{re.escape(again)}"):
         train(config, run, "grpo.beta=0.1", loss_fn=fails)
     assert all(row["reference"] == 1 for row in rows(run))
     # before the first step nothing was made with it: another one may take its place

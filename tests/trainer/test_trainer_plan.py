@@ -93,8 +93,8 @@ def test_the_plan_of_a_run_that_has_begun_says_what_train_would_do(finished, tmp
     text = stored.read_text()
     stored.write_text(text.replace("shuffle: true", "shuffle: false"))
     assert re.fullmatch(
-        f"run: `.*qerl.* train` refuses it: {run} was begun with another config: data.shuffle was True, is now False; "
-        r"run.seed was 0, is now 1; Go back to the old values .* run.output_dir=NAME",
+        rf"run: `.*qerl.* train` refuses it: {re.escape(str(run))} was begun with another config: data.shuffle was "
+        r"True, is now False; run.seed was 0, is now 1; Go back to the old values .* run.output_dir=NAME",
         told(capsys, stored, "run.seed=1", code=2),
     )
     stored.write_text(text)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import threading
@@ -322,7 +323,8 @@ def test_ctrl_c_saves_and_the_command_that_it_names_continues(config, finished, 
         assert process.wait() == 130, process.output()
         said = process.output()
     assert "Ctrl-C: saving after this rollout" in said and "Traceback" not in said
-    (saved,) = re.findall(rf"saved at step (\d) of 6; `.*qerl.* train {run}/config.yaml` continues it", said)
+    named = re.escape(shlex.quote(f"{run}/config.yaml"))
+    (saved,) = re.findall(rf"saved at step (\d) of 6; `.*qerl.* train {named}` continues it", said)
     assert checkpoints(run)[-1] == len(rows(run)) == int(saved) < 6
     trainer.train(load_config(f"{run}/config.yaml"))
     assert differences(run, finished) == []
