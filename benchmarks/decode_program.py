@@ -3,13 +3,13 @@
     python -m benchmarks.decode_program --model qwen2.5-7b --batch 8 --lora-rank 32 --output decode_program.json
 
 No GPU is needed: XLA compiles for an H200 ahead of time (`pip install .[cuda]` brings the compiler; on a machine
-without a driver set JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1). Autotuning is off there, so that which
-tiles a matmul takes may differ from a real run; which kernels there are does not. Programs of two and of three layers
-are compiled, whose difference is a layer, and with --whole the one of all layers. With --queued the loop is that of
-slots that are filled again. `code` tells of each Mosaic kernel of two layers its registers, the bytes that ptxas
-spilled (stored and loaded), and how many PTX instructions it has; with nvdisasm beside ptxas (`pip install
-nvidia-cuda-nvdisasm`) also how many instructions of the GPU, and how many of them are the copies that
-`ptx_memory.per_lane` is there to prevent, which must be none.
+without a driver set JAX_PLATFORMS=cpu and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1). --compute-capability 80 is for what an
+A100 would run (with `pip install .[triton]`). Autotuning is off there, so that which tiles a matmul takes may differ
+from a real run; which kernels there are does not. Programs of two and of three layers are compiled, whose difference is
+a layer, and with --whole the one of all layers. With --queued the loop is that of slots that are filled again. `code`
+tells of each Mosaic kernel of two layers its registers, the bytes that ptxas spilled (stored and loaded), and how many
+PTX instructions it has; with nvdisasm beside ptxas (`pip install nvidia-cuda-nvdisasm`) also how many instructions of
+the GPU, and how many of them are the copies that `ptx_memory.per_lane` is there to prevent, which must be none.
 """
 
 import argparse
@@ -52,6 +52,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
+_HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES"
 _LOG_STEPS = 256
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8}
@@ -129,11 +130,12 @@ def code_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool) -> Any:
-    """The rollout of `batch` completions of one prompt, compiled for an H200; or, `queued`, a chunk of steps of as many
-    slots that take samples from a queue."""
+def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool, capability: int) -> Any:
+    """The rollout of `batch` completions of one prompt, compiled for an H200, or one that had another compute
+    capability; or, `queued`, a chunk of steps of as many slots that take samples from a queue."""
+    device = H200 if capability == 90 else H200.replace(_HOPPER, f"major: {capability // 10} minor: {capability % 10}")
     try:
-        target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
+        target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=device, topology="1x1x1")
     except NotImplementedError as error:
         raise SystemExit(f"no compiler for NVIDIA GPUs here ({error}); `pip install .[cuda]` brings it") from error
     place = SingleDeviceSharding(target.devices[0])
@@ -162,7 +164,7 @@ def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, 
         slots = jax.eval_shape(lambda model, key: empty_slots(model, settings, key, **sizes), model, key)
         queue = Queue(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(4 * batch,)] * 5 + [()]))
         program, operands = jax.jit(run_queued, donate_argnames="slots"), (model, adapter, key, slots, queue)
-    with compiling_for(90):
+    with compiling_for(capability):
         lowered = program.lower(*map(on_target, operands))
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
@@ -171,6 +173,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The result row."""
     config = MODELS[arguments.model]
     shape = arguments.batch, arguments.lora_rank, arguments.prompt, arguments.new, arguments.queued
+    shape = *shape, arguments.compute_capability
     steps, seconds = [], []
     with tempfile.TemporaryDirectory() as folder:  # apart: dumps take time, which `seconds` are not about
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
@@ -197,7 +200,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rest = counts[0] - collections.Counter({name: 2 * count for name, count in layer.items()})
     return {
         "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
-        "target": "NVIDIA H200, compiled ahead of time, without autotuning",
+        "target": f"NVIDIA H200 (sm_{arguments.compute_capability}), compiled ahead of time, without autotuning",
         "versions": versions("jax", "jaxlib", "jax-cuda13-plugin"),
         "kernels_a_layer": layer.total(),
         "kernels_beside_layers": rest.total(),
@@ -219,6 +222,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--queued", action="store_true", help="slots that are filled again")
+    parser.add_argument("--compute-capability", type=int, default=90, metavar="80", help="that of a GPU but Hopper's")
     parser.add_argument("--whole", action="store_true", help="compile all layers too")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

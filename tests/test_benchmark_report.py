@@ -34,7 +34,7 @@ def test_a_decode_program_names_the_compiler_that_is_missing(monkeypatch):
 
     monkeypatch.setattr(decode_program.topologies, "get_topology_desc", no_compiler)
     with pytest.raises(SystemExit, match=r"^no compiler for NVIDIA GPUs here .*; `pip install \.\[cuda\]` brings it$"):
-        decode_program.compiled(decode_program.MODELS["tiny"], 8, 16, 8, 8, False)
+        decode_program.compiled(decode_program.MODELS["tiny"], 8, 16, 8, 8, False, 90)
 
 
 @pytest.mark.parametrize("words", [["--jobs", "2", "--cores", "2"], ["--cores", "4"]])
