@@ -106,7 +106,7 @@ def decode_attention(
         from . import triton_attention  # needs triton, which only this path does
 
         q, k, v = _as_attended(q, k, v, cos, sin, norms, E)
-        return triton_attention.attend(q, stored(k, own.k.dtype), stored(v, own.v.dtype), prompt, own)
+        return triton_attention.attend(q, stored(k, own.k.dtype), stored(v, own.v.dtype), *prompt, *own)
     N, P = prompt.k.shape[:2]
     sizes = [dtype.itemsize for dtype in kept]
     C = own.k.shape[1]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax.custom_batching import custom_vmap
 
 from .triton_call import call
 from .variants import multiprocessors
@@ -142,20 +143,28 @@ def attention_constants(
     return sizes | {"SCALE": E**-0.5 * LOG2_E, "WIDE": wide}
 
 
+@custom_vmap
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, prompt: tuple[jax.Array, ...], own: tuple[jax.Array, ...]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    of: jax.Array,
+    lengths: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    steps: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `attention.decode_attention` gives.
+    """What `attention.decode_attention` gives, of what `attention.PromptKV` and `attention.OwnKV` hold.
 
     Args:
       q: [B, H, E], rotated, of 16 bits.
       k, v: [B, K, E], rotated, as the caches store them.
-      prompt, own: `attention.PromptKV` and `attention.OwnKV`.
 
     Raises:
       ImportError: see `triton_call.call`.
     """
-    (prompt_k, prompt_v, of, lengths), (own_k, own_v, steps) = prompt, own
     (B, H, E), (P, K), C = q.shape, prompt_k.shape[1:3], own_k.shape[1]
     parts = parts_for(B * K, P + C, multiprocessors())
     positions = [x.astype(jnp.int32) for x in (of, lengths, steps)]
@@ -172,6 +181,19 @@ def attend(
     )
     own_k, own_v = map(jax.freeze, written)
     return joined(acc, most, total, steps, q.dtype), own_k, own_v
+
+
+@attend.def_vmap
+def _attend_all(axis_size, in_batched, *operands):
+    """A batch of calls as one, of all samples and all prompts."""
+    batch = [
+        x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, is_batched in zip(operands, in_batched, strict=True)
+    ]
+    prompts, of = batch[3].shape[1], 5
+    batch[of] += prompts * jnp.arange(axis_size, dtype=batch[of].dtype)[:, None]
+    results = attend(*(x.reshape(axis_size * x.shape[1], *x.shape[2:]) for x in batch))
+    return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
 
 
 def joined(acc: jax.Array, most: jax.Array, total: jax.Array, steps: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -3,10 +3,15 @@
 import importlib
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from triton_programs import compiled_for, run_interpreted
 
+from pallas_kernels import OwnKV, PromptKV, decode_attention_reference
+
 pytest.importorskip("triton")
+triton_attention = importlib.import_module("pallas_kernels.triton_attention")
 
 # Samples with and without keys of their own, two that have ended, prompts of one position, of a tile and of several;
 # in as many parts as there are tiles, fewer, and one.
@@ -71,6 +76,47 @@ def test_numbers_in_the_interpreter():
     ]
 
 
+def by_jax(_, operands, left, grid, constants, **__):
+    """In the place of `triton_call.call`: the reference's result as the first part's, the others empty."""
+    q, k, v, prompt_k, prompt_v, of, lengths, steps, own_k, own_v = operands
+    B, _, E = q.shape
+    assert grid == (B * constants["K"], constants["PARTS"])
+    turn = jnp.ones((B, E // 2)), jnp.zeros((B, E // 2))
+    flat, own = [x.reshape(B, -1) for x in (q, k, v)], OwnKV(own_k[...], own_v[...], steps)
+    out, own_k[...], own_v[...] = decode_attention_reference(
+        *flat, *turn, PromptKV(prompt_k, prompt_v, of, lengths), own
+    )
+    acc, most, total = (jnp.zeros(one.shape).at[0].set(1) for one in left)
+    return acc.at[0].set(out.reshape(q.shape)), 1e30 * (most - 1), total
+
+
+def test_a_batch_of_calls(monkeypatch):
+    """Each as alone, with prompts of its own or of all."""
+    monkeypatch.setattr(triton_attention, "call", by_jax)
+    B, H, K, E, N, P, C = 4, 6, 2, 16, 2, 128, 8
+    ends = (0, N), (1, P + 1), (-1, C)
+
+    def case(key):
+        keys = jax.random.split(key, 10)
+        sizes = (B, H, E), (B, K, E), (B, K, E), (N, P, K, E), (N, P, K, E), (B, C, K, E), (B, C, K, E)
+        q, k, v, *prompts, own_k, own_v = map(jax.random.normal, keys[:7], sizes)
+        of, lengths, steps = (jax.random.randint(key, (B,), *two) for key, two in zip(keys[7:], ends, strict=True))
+        return q, k, v, *prompts, of, lengths, own_k, own_v, steps
+
+    cases = [case(key) for key in jax.random.split(jax.random.key(0), 3)]
+    for shared in ((), (3, 4)):
+        each = [[cases[0][i] if i in shared else x for i, x in enumerate(one)] for one in cases]
+        axes = [None if i in shared else 0 for i in range(10)]
+        batch = [
+            xs[0] if axis is None else jnp.stack(xs) for axis, xs in zip(axes, zip(*each, strict=True), strict=True)
+        ]
+        together = jax.jit(jax.vmap(triton_attention.attend, axes))(*batch)
+        alone = [triton_attention.attend(*one) for one in each]
+        for got, want in zip(together, zip(*alone, strict=True), strict=True):
+            np.testing.assert_allclose(got, jnp.stack(want), atol=1e-6)
+        assert np.abs(alone[0][0]).max() > 0.1
+
+
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float8_e4m3fn": "*fp8e4nv"}
 COMPILED = [("bfloat16", "bfloat16", (80, 86, 89, 90, 100, 120)), ("float16", "float16", (80, 100))]
 COMPILED += [("bfloat16", "float8_e4m3fn", (89, 120))]
@@ -94,6 +140,6 @@ def test_compiles_without_a_gpu(dtype, values, architecture):
 
 
 def test_parts():
-    parts_for = importlib.import_module("pallas_kernels.triton_attention").parts_for
+    parts_for = triton_attention.parts_for
     assert [parts_for(units, 768, 132) for units in (4, 32, 64, 128, 256, 512, 1024)] == [8, 8, 8, 4, 2, 1, 1]
     assert [parts_for(4, positions, 132) for positions in (1, 64, 128, 300)] == [1, 1, 2, 4]
