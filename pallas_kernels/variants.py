@@ -35,7 +35,7 @@ BACKENDS = ("mosaic", "wide", "triton", *DEQUANTIZING, "reference")
 MAX_STREAM_ROWS = 256
 # The Triton kernel multiplies up to so many rows, 64 at a time; with more it is sooner to dequantize.
 MAX_TRITON_ROWS = 128
-# With adapters of larger ranks what it multiplies by at its end takes more shared memory than GPUs have.
+# Adapters of larger ranks are added outside of it: its product with B would ask for 64 KB of shared memory.
 MAX_TRITON_RANK = 128
 
 
