@@ -86,7 +86,7 @@ def test_gradients_are_one_kernel_for_all_weights():
 def test_other_dtypes_and_devices_do_not_ask_the_kernel():
     weights, x = [repacked(w) for w in WEIGHTS], _bf16(0, 4, 512)
     assert dots(lowered(linears, x.astype(jnp.float32), weights, LORAS, BIASES)) > 0
-    with compiling_for(80):
+    with compiling_for(75):
         module = export.export(jax.jit(linears), platforms=["cuda"])(x, weights, LORAS, BIASES).mlir_module()
     assert kernels(module) == 0 and dots(module) > 0
 
