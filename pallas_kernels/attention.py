@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from . import attention_kernel
-from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan
+from .attention_plan import HEAD_SIZES, MAX_GROUP, AttentionConfig, AttentionPlan, check_heads
 from .hidden import hidden_parts
 from .operands import padded_a, padded_rank
 from .ptx import HALVES
 from .stream_plan import RESIDENT
-from .variants import capability, kernel_family
+from .variants import capability, has_kernels, kernel_family
 
 # Measured on an H200 (docs/log.md): 32 CTAs are as fast as fewer; 64 take 1.4 us longer, and save each other as
 # much with 800 positions. Two samples to a unit pay from prompts of this length on where that leaves a unit to each
@@ -103,6 +103,7 @@ def decode_attention(
     if config is None and kernel_family() == "triton":
         if in_units or a is not None:
             raise ValueError("the Triton kernel's result is in no other order, nor multiplied by A")
+        check_heads(H, K, E)
         from . import triton_attention  # needs triton, which only this path does
 
         q, k, v = _as_attended(q, k, v, cos, sin, norms, E)
@@ -128,15 +129,13 @@ def takes_decode_attention(
     """Whether the device that is compiled for runs a kernel, and the kernel takes the shape, queries of this dtype, and
     caches of these."""
     fits = head_dim in HEAD_SIZES and heads // kv_heads <= MAX_GROUP and {keys, values} <= _cache_dtypes(dtype)
-    if kernel_family() == "triton":  # before Ada Triton has no E4M3
-        fits = fits and (capability() >= 89 or {keys, values} == {jnp.dtype(dtype)})
-        return fits and jnp.dtype(dtype).name in HALVES
-    return kernel_family() == "mosaic" and jnp.dtype(dtype).name in HALVES and fits
+    return has_kernels() and jnp.dtype(dtype).name in HALVES and fits
 
 
 def _cache_dtypes(dtype: jnp.dtype) -> set[jnp.dtype]:
     """Of keys and of values, that the kernel takes for queries of this dtype."""
-    return {jnp.dtype(dtype), jnp.dtype(jnp.float8_e4m3fn)}
+    has_no_narrow = kernel_family() == "triton" and capability() < 89  # before Ada Triton has no E4M3
+    return {jnp.dtype(dtype)} if has_no_narrow else {jnp.dtype(dtype), jnp.dtype(jnp.float8_e4m3fn)}
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

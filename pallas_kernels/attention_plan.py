@@ -34,6 +34,14 @@ class AttentionConfig:
     units: int = 1
 
 
+def check_heads(H: int, K: int, E: int) -> None:
+    """Raises ValueError for numbers of heads and a head size that neither this kernel nor Triton's takes."""
+    if E not in HEAD_SIZES:
+        raise ValueError(f"head size {E}: the kernel takes {HEAD_SIZES}")
+    if H % K or H // K > MAX_GROUP:
+        raise ValueError(f"{H} query heads on {K} key-value heads: the kernel takes up to {MAX_GROUP} on each")
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
     """What a kernel is built for: shapes (letters as in attention_kernel.py), and places in shared memory, in bytes.
@@ -58,12 +66,7 @@ class AttentionPlan:
 
     def __post_init__(self) -> None:
         c = self.config
-        if self.E not in HEAD_SIZES:
-            raise ValueError(f"head size {self.E}: the kernel takes {HEAD_SIZES}")
-        if self.H % self.K or self.Q > MAX_GROUP:
-            raise ValueError(
-                f"{self.H} query heads on {self.K} key-value heads: the kernel takes up to {MAX_GROUP} on each"
-            )
+        check_heads(self.H, self.K, self.E)
         if c.slots not in (1, 2) or self.B % (c.slots * c.units):
             raise ValueError(f"{c}: slots must be 1 or 2, and slots times units divide the samples, got B = {self.B}")
         if c.warps % 4 or not 4 <= c.warps <= 32 or c.depth < 2 or c.cluster not in RESIDENT:

@@ -11,9 +11,11 @@ from pallas_kernels import (
     OwnKV,
     PromptKV,
     attention_kernel,
+    compiling_for,
     decode_attention,
     decode_attention_reference,
     stored,
+    variants,
 )
 from pallas_kernels.attention import choose_attention
 from pallas_kernels.attention_plan import AttentionConfig, AttentionPlan
@@ -92,6 +94,23 @@ def test_the_kernel_refuses_other_caches():
     rows = rows.astype(jnp.float32)
     with pytest.raises(ValueError, match=r"values are float32, .*; the kernel takes bfloat16 or float16, of all three"):
         decode_attention(rows, rows, rows, rows, rows, *caches(*[jnp.float32] * 4), config=AttentionConfig())
+
+
+@pytest.mark.parametrize("capability, sizes, kept, message", [
+    (80, (24, 1, 64), "bfloat16", "24 query heads on 1 key-value heads: the kernel takes up to 8 on each"),
+    (120, (7, 2, 64), "bfloat16", "7 query heads on 2 key-value heads"),
+    (120, (4, 2, 96), "bfloat16", "head size 96"),
+    (86, (4, 2, 64), "float8_e4m3fn", "values are float8_e4m3fn, .* bfloat16 queries take bfloat16$"),
+])  # fmt: skip
+def test_the_triton_kernel_refuses_what_it_does_not_take(capability, sizes, kept, message, monkeypatch):
+    """Of 24 heads it would leave eight as they were."""
+    monkeypatch.setattr(variants, "missing", lambda: None)
+    heads, kv_heads, size = sizes
+    q, new = (jnp.zeros((B, count * size), jnp.bfloat16) for count in (heads, kv_heads))
+    cache, turn, numbers = jnp.zeros((B, 4, kv_heads, size), kept), jnp.zeros((B, size // 2)), jnp.zeros(B, jnp.int32)
+    prompt, own = PromptKV(cache, cache, numbers, numbers), OwnKV(cache, cache, numbers)
+    with compiling_for(capability), pytest.raises(ValueError, match=message):
+        decode_attention(q, new, new, turn, turn, prompt, own)
 
 
 @pytest.mark.parametrize("samples, kv_heads, group, prompt, completion, bytes_of, expected", [
