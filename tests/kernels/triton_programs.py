@@ -10,17 +10,6 @@ from typing import Any
 
 import numpy as np
 
-if os.environ.get("TRITON_INTERPRET"):  # Triton 3.6 gives int() arrays of one number, which NumPy 2.5 refuses
-    from triton.runtime import interpreter
-
-    patched = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope):
-        patched(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch
-
 
 class Array:
     """What the interpreter asks of a tensor, over NumPy memory."""
