@@ -1,14 +1,17 @@
 """The Triton kernel: compiled for the GPUs it is for without one, and its numbers in Triton's interpreter."""
 
+import functools
 import importlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from triton_programs import compiled_for, run_interpreted
 
-from pallas_kernels import KernelWeight, compiling_for
+from pallas_kernels import KernelWeight, compiling_for, fp4_matmul, fp4_matmul_reference, repack
 from pallas_kernels.triton_plan import PROGRAMS, WARPS, TritonPlan, make_plan
+from pallas_kernels.variants import MAX_TRITON_RANK
 
 pytest.importorskip("triton")
 
@@ -89,6 +92,26 @@ def test_numbers_in_the_interpreter():
     assert said == ["right bfloat16 5 72", "right float16 70 40", "right bfloat16 17 160 33 70"]
 
 
+@pytest.mark.parametrize("rank", [MAX_TRITON_RANK, MAX_TRITON_RANK + 1])
+def test_adapters_are_added_once_inside_or_outside(rank, monkeypatch):
+    kernel = importlib.import_module("pallas_kernels.triton_kernel")
+
+    def by_reference(x, weights, scales, loras):
+        return [
+            fp4_matmul_reference(x, weight, scale) + (0 if lora is None else lora[2] * (x @ lora[0].T) @ lora[1].T)
+            for weight, scale, lora in zip(weights, scales, loras, strict=True)
+        ]
+
+    monkeypatch.setattr(kernel, "matmul", by_reference)
+    rng = np.random.default_rng(rank)
+    weights = [repack(rng.integers(0, 256, (n, 32), np.uint8), np.full((n, 4), 0x38, np.uint8)) for n in (16, 48)]
+    x, a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((3, 64), (rank, 64), (48, rank)))
+    got, true = (
+        fp4_matmul(x, weights, [1.0, 2.0], lora=[None, (a, b, 0.5)], backend=by) for by in ("triton", "reference")
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-2), got, true)
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_lowers_through_jax_triton_without_a_gpu(architecture):
     pytest.importorskip("jax_triton", exc_type=ImportError)
@@ -119,7 +142,7 @@ def test_compiles_without_a_gpu(m, dtype, architecture):
     arguments = {"x_ptr": of, "h_ptr": "*fp32", "all_data": ("*u32",) * 3, "scales": ("*fp32",) * 3}
     arguments |= {"all_b": (of,) * 3, "scalings": ("*fp32",) * 3, "sums_ptr": "*fp32"}
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
-    for ranks, h_parts in (((0, 0, 0), 1), ((32, 32, 32), 16 if m == 8 else 1)):
+    for ranks, h_parts in (((0, 0, 0), 1), ((MAX_TRITON_RANK, 0, 32), 16 if m == 8 else 1)):
         constants = kernel.matmul_constants(m, weights, ranks, h_parts, plan)
         compiled = compiled_for(architecture, kernel.nvfp4_matmul, arguments, constants, **options)
         assert "mma.sync" in compiled.asm["ptx"]
