@@ -1,7 +1,7 @@
 """How the Triton kernel (triton_kernel.py) divides a product among programs.
 
 By a rule, since the GPUs that it is for differ in their multiprocessors: what was fastest, or nearly, of the sizes
-tried on an H200 (docs/log.md, The Triton kernel).
+tried on an H200 (docs/log.md, The Triton kernels).
 """
 
 import dataclasses
