@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_linear_kernel import dots, kernels, lowered
 
+from pallas_kernels import compiling_for, fp4_matmul, variants
 from qerl_jax.formats import dequantize, quantize_nvfp4, repacked
 from qerl_jax.models import linear
 from qerl_jax.models.params import LoRA
@@ -103,3 +104,19 @@ def test_many_rows_are_two_kernels_with_swiglu_inside_whatever_has_an_adapter(ha
     assert kernels(module) == 2
     assert "stablehlo.exponential" not in module and "stablehlo.logistic" not in module
     assert dots(module) == 0  # CTAs without a tile make x A^T
+
+
+def test_triton_rounds_gate_and_up_as_without_kernels(monkeypatch):
+    """For a sampler and a learner, of whose rows only a few go to it."""
+    shapes, products = _shapes(64, 96, 48), []
+
+    def product(x, weights, *more, **options):
+        products.append(len(weights))
+        return fp4_matmul(x, weights, *more, backend="reference", **options)
+
+    monkeypatch.setattr(variants, "missing", lambda: None)
+    monkeypatch.setattr(linear, "fp4_matmul", product)
+    monkeypatch.setattr(linear, "fp4_mlp", None)
+    with compiling_for(80):
+        linear.gated_mlp(jnp.ones((2, 64), jnp.bfloat16), _weights(shapes), [None] * 3, [None] * 3)
+    assert products == [2, 1]
