@@ -1,6 +1,7 @@
 """The command line: what each command passes on, what it prints, and its exit codes. (Errors: test_cli_ends.py.)"""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -218,6 +219,24 @@ def test_two_processes_do_not_write_one_output(calls, tmp_path, capsys):
     assert capsys.readouterr().err.count(said) == 2
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"link.jsonl", "out.jsonl"}
+
+
+def test_an_output_may_be_a_pipe_or_lie_where_no_other_file_may(calls, tmp_path, monkeypatch):
+    reading, writing = os.pipe()
+    output, real = tmp_path / "out.jsonl", os.access
+    output.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
+
+    def alone(model, prompts, **options):
+        assert os.listdir(tmp_path) == ["out.jsonl"]
+        yield answer(0, 0, "one")
+
+    calls.fake("qerl_jax.generation", "generate_texts", alone)
+    for name in (output, f"/dev/fd/{writing}"):
+        assert main(["generate", "some/model", "--prompt", "a", "--output", str(name)]) == 0
+    assert os.read(reading, 1000).decode() == output.read_text()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_the_help_of_export_says_which_adapters_not_all_servers_take(capsys):

@@ -421,7 +421,9 @@ def test_generate_shows_a_text_as_it_grows_and_cuts_it_at_a_stop_string(trained,
 def test_a_stop_string_that_no_look_has_found_is_cut_off_in_the_end(monkeypatch):
     """A look makes no whole text; with special tokens amid of it a stop string may be as long as one."""
     ids = load_policy(MODEL, None, "auto").tokenizer("1 + 2 = 3!")["input_ids"]
-    whole = Completion(0, 0, ids, np.zeros(len(ids), np.float32), None, "length")
+    logps = np.zeros(len(ids), np.float32)
+    logps[-1] = np.nan  # of what is cut off
+    whole = Completion(0, 0, ids, logps, None, "length")
     monkeypatch.setattr(generation.Engine, "generate", lambda *_, **__: iter([whole]))
     [answer] = generation.generate_texts(MODEL, ["1 + 1"], max_completion_length=20, stop=[" ="])
     assert (answer.text, answer.finish_reason, len(answer.logps)) == ("1 + 2", "stop", len(answer.ids))
