@@ -173,10 +173,10 @@ def product(route, out_dtype):
         elif variant == "triton":
             from . import triton_kernel  # needs triton, which only this path does
 
-            inside = max(ranks, default=0) <= variants.MAX_TRITON_RANK
-            none = (None,) * len(weights)
-            ys = triton_kernel.matmul(x, weights, scales, loras if inside else none)
-            loras = none if inside else loras
+            inside, outside = loras, (None,) * len(weights)
+            if not variants.triton_takes(ranks):
+                inside, outside = outside, inside
+            ys, loras = triton_kernel.matmul(x, weights, scales, inside), outside
         elif variant in variants.DEQUANTIZING:
             ys = [dequantized.matmul(x, w, s, variant) for w, s in zip(weights, scales, strict=True)]
         elif not any(ranks) or variants.takes_lora(m, k, n, variant, ranks):

@@ -21,8 +21,8 @@ from .layout import COLS, EPILOGUE_FACTOR, QUAD_WORDS, ROWS, KernelWeight
 from .operands import number
 from .triton_call import call
 from .triton_decode import decoding_constants, weights_of_unit
-from .triton_lora import hidden_parts, starts
-from .triton_plan import TritonPlan, make_plan
+from .triton_lora import hidden_parts
+from .triton_plan import TritonPlan, blocks, make_plan, starts
 from .variants import multiprocessors
 
 DEQUANTIZED = 4  # row tiles that a program of `nvfp4_dequantize` takes
@@ -155,7 +155,7 @@ def matmul_constants(
 
 
 def _blocks(weights: Sequence[KernelWeight], plan: TritonPlan) -> list[int]:
-    return [-(-w.data.shape[0] // plan.tiles) for w in weights]
+    return blocks([w.data.shape[0] for w in weights], plan.tiles)
 
 
 def lora_part(h_parts: int, plan: TritonPlan) -> int:

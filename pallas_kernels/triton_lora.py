@@ -3,7 +3,6 @@
 A warp multiplies 16 rows of an A by a part of K. The parts' sums are added up, in order, by who reads them.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .triton_call import call
+from .triton_plan import blocks, starts
 
 BLOCK_K = tl.constexpr(128)
 BLOCK_R = tl.constexpr(16)
@@ -62,28 +62,24 @@ def parts_of(k: int) -> int:
     return next(parts for parts in PARTS if parts * BLOCK_K.value <= max(k, BLOCK_K.value))
 
 
-def starts(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each of some groups begins, and behind them their sum."""
-    return tuple(itertools.accumulate(counts, initial=0))
-
-
 def hidden_constants(
     m: int, k: int, stride: int, ranks: Sequence[int], block_m: int, wide: bool = False
 ) -> dict[str, object]:
     """Compile-time arguments of `lora_hidden`, for x whose rows begin `stride` apart."""
     *first, count = starts(ranks)
     adapters = {"RANKS": tuple(ranks), "FIRST_RANKS": tuple(first), "ALL_RANKS": count}
-    programs = {"PROGRAMS": starts(_blocks(ranks)), "PARTS": parts_of(k), "BLOCK_M": block_m, "STAGES": STAGES}
+    programs = {
+        "PROGRAMS": starts(blocks(ranks, BLOCK_R.value)),
+        "PARTS": parts_of(k),
+        "BLOCK_M": block_m,
+        "STAGES": STAGES,
+    }
     return {"M": m, "K": k, "STRIDE": stride} | adapters | programs | {"WIDE": wide}
-
-
-def _blocks(ranks: Sequence[int]) -> list[int]:
-    return [-(-rank // BLOCK_R.value) for rank in ranks]
 
 
 def hidden_grid(m: int, k: int, ranks: Sequence[int], block_m: int) -> tuple[int, int, int]:
     """Programs along the ranks, the parts of K and the rows."""
-    return sum(_blocks(ranks)), parts_of(k), -(-m // block_m)
+    return sum(blocks(ranks, BLOCK_R.value)), parts_of(k), -(-m // block_m)
 
 
 def hidden_parts(x: jax.Array, k: int, all_a: Sequence[jax.Array], ranks: Sequence[int], block_m: int) -> jax.Array:

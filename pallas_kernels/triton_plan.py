@@ -1,10 +1,11 @@
-"""How the Triton kernel (triton_kernel.py) divides a product among programs.
+"""How the Triton kernels (triton_kernel.py, triton_lora.py) divide products among programs.
 
 By a rule, since the GPUs that it is for differ in their multiprocessors: what was fastest, or nearly, of the sizes
 tried on an H200 (docs/log.md, The Triton kernels).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,16 @@ def make_plan(m: int, tiles: Sequence[int], quads: int, multiprocessors: int) ->
     same plan, so a row's sums do not depend on how many stand beside it."""
     block_m = next((rows for rows in PROGRAMS if m <= rows), max(PROGRAMS))
     program = PROGRAMS[block_m]
-    warps = program.warps * sum(-(-count // program.tiles) for count in tiles)
+    warps = program.warps * sum(blocks(tiles, program.tiles))
     fits = (s for s in (16, 8, 4, 2) if s <= program.parts and 2 * s <= quads and s * warps <= WARPS * multiprocessors)
     return TritonPlan(program.tiles, program.warps, program.stages, next(fits, 1), block_m)
+
+
+def blocks(counts: Sequence[int], size: int) -> list[int]:
+    """Programs for so many row tiles or ranks of each weight, of which one takes `size`."""
+    return [-(-count // size) for count in counts]
+
+
+def starts(counts: Sequence[int]) -> tuple[int, ...]:
+    """Where each weight's begin, of programs, outputs or ranks that stand one behind the other; and their sum."""
+    return tuple(itertools.accumulate(counts, initial=0))

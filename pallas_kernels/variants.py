@@ -126,7 +126,7 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     padded = tuple(padded_rank(rank) for rank in ranks)
     variant = choose(m, k, n, None, padded)
     if variant == "triton":
-        return max(ranks) <= MAX_TRITON_RANK
+        return triton_takes(padded)
     if isinstance(variant, WideConfig):
         return True  # adapters of any size
     if not isinstance(variant, StreamConfig):
@@ -136,6 +136,11 @@ def lora_inside(m: int, k: int, n: tuple[int, ...], ranks: tuple[int, ...]) -> b
     if m > STREAM_ROWS:
         return False
     return takes_lora(m, k, n, variant, padded) or apart(m, k, n, variant, padded)
+
+
+def triton_takes(ranks: tuple[int, ...]) -> bool:
+    """Whether the Triton kernel itself adds adapters of these padded ranks (0, or nothing at all: none)."""
+    return max(ranks, default=0) <= MAX_TRITON_RANK
 
 
 def joins_gate_and_up() -> bool:
