@@ -12,7 +12,7 @@ from tiny_engine import ADAPTER, MODEL, SETTINGS, P
 from pallas_kernels import compiling_for, variants
 from qerl_jax.errors import UserError
 from qerl_jax.models.init import init_adapter, init_model
-from qerl_jax.rollout import Engine
+from qerl_jax.rollout import Engine, memory
 from qerl_jax.rollout.memory import nbytes, plan_slots
 
 
@@ -55,6 +55,16 @@ def test_a_plan_has_as_many_slots_as_fit():
     needed = [found.nbytes - found.made for found in (plan(max_slots=most) for most in range(1, 24))]
     for budget in [least + more for least in needed for more in (0, 1000, 9000)]:
         assert plan(cache_bytes=budget).slots == sum(least <= budget for least in needed)
+
+
+def test_a_plan_of_the_same_shapes_traces_nothing(monkeypatch):
+    """A rollout begins with one, while the GPU waits."""
+    plan = functools.partial(plan_slots, MODEL, SETTINGS, P, samples=3, prompts=2, adapter=ADAPTER)
+    first = plan()
+    monkeypatch.setattr(memory, "made", None)
+    assert plan(adapter=jax.tree.map(jnp.zeros_like, ADAPTER)) == first
+    with pytest.raises(TypeError):  # another rank
+        plan(adapter=init_adapter(jax.random.key(0), MODEL, 3, 6.0))
 
 
 def test_on_a_device_weights_and_training_state_are_taken_off_first(monkeypatch):

@@ -10,6 +10,7 @@ and the next rollout has the same again.
 
 import bisect
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ from qerl_jax.rollout.sampling import SamplingSettings
 
 _SHARE = 0.9  # of the device's limit; the rest is for fragmentation and what is not counted
 _CPU_BYTES = 4 * 10**9  # for slots and pool on a CPU, unless another limit is given
-_made = jax.jit(made)  # of which a model is traced once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def plan_slots(
         return allocated_for(slots) * slot_bytes + rows(slots) * row_bytes
 
     most = samples if max_slots is None else min(samples, max_slots)
-    beside = nbytes(_made.eval_shape(model, adapter)) + _prefill_bytes(model, adapter, P, rows(most))
+    beside = _made_bytes(model, adapter) + _prefill_bytes(model, adapter, P, rows(most))
     # An optimizer keeps two numbers for each one of an adapter.
     kept = nbytes((model, [adapter] * (3 if in_training else 1)))
     budget = _device_bytes(kept + beside) if cache_bytes is None else cache_bytes
@@ -151,6 +151,17 @@ def sized(count: int) -> str:
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays of a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _made_bytes(model: Model, adapter: Adapter | None) -> int:
+    """Of what `made` makes of them."""
+    leaves, structure = jax.tree.flatten((model, adapter))
+    return _bytes_made(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+
+@functools.lru_cache(maxsize=64)  # a trace takes 5 to 15 ms, in which a GPU waits for a rollout to begin
+def _bytes_made(structure: Any, kinds: tuple[tuple[Any, ...], ...]) -> int:
+    return nbytes(jax.eval_shape(made, *structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)))
 
 
 def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int, prompts: int) -> int:

@@ -1,6 +1,7 @@
 """The Triton kernels' numbers on a CUDA device, and what GPUs compile that have no others."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +141,9 @@ ATTENTION = [
 KEPT = [(wide, narrow) for wide in ("", "float8_e4m3fn") for narrow in ("", "float8_e4m3fn")]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kept", KEPT, ids="-".join)
-@pytest.mark.parametrize("sizes", ATTENTION)
-def test_attention(rng, sizes, kept, dtype):
+def attention_case(rng, sizes, kept, dtype):
+    """What `decode_attention` takes but for norms."""
     B, H, K, E, N, P, C = sizes
-    kept = [jnp.dtype(name or dtype) for name in kept]
 
     def caches(*shape):
         return [stored(normal(rng, *shape, K, E, dtype=dtype), of) for of in kept]
@@ -154,9 +152,18 @@ def test_attention(rng, sizes, kept, dtype):
     of = jnp.asarray(rng.integers(0, N, B), jnp.int32)
     prompt = PromptKV(*caches(N, P), of, jnp.asarray(rng.integers(1, P + 1, N), jnp.int32)[of])
     own = OwnKV(*caches(B, C), jnp.asarray(rng.integers(-1, C, B), jnp.int32))
-    norms = HeadNorms(*(jnp.asarray(rng.uniform(0.2, 1, E), jnp.float32) for _ in range(2)), 1e-6) if H == 16 else None
     new = [normal(rng, B, heads * E, dtype=dtype) for heads in (H, K, K)]
-    case = *new, jnp.cos(angles), jnp.sin(angles), prompt, own
+    return *new, jnp.cos(angles), jnp.sin(angles), prompt, own
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kept", KEPT, ids="-".join)
+@pytest.mark.parametrize("sizes", ATTENTION)
+def test_attention(rng, sizes, kept, dtype):
+    _, H, _, E, *_ = sizes
+    kept = [jnp.dtype(name or dtype) for name in kept]
+    case = attention_case(rng, sizes, kept, dtype)
+    norms = HeadNorms(*(jnp.asarray(rng.uniform(0.2, 1, E), jnp.float32) for _ in range(2)), 1e-6) if H == 16 else None
 
     def attend(*case):
         return decode_attention(*case, norms)
@@ -177,3 +184,17 @@ def test_attention(rng, sizes, kept, dtype):
     np.testing.assert_allclose(own_k, np.asarray(true_k, np.float32), rtol=step, atol=0.002 * wider)
     np.testing.assert_array_equal(own_v, np.asarray(true_v, np.float32))
     np.testing.assert_allclose(out, np.asarray(true, np.float32), atol=0.03 * wider, rtol=0.03)
+
+
+def test_attention_of_a_batch(rng):
+    """Each call of a batch as alone, up to the order in which parts are added."""
+    cases = [attention_case(rng, ATTENTION[1], [jnp.bfloat16] * 2, jnp.bfloat16) for _ in range(3)]
+    batch = jax.tree.map(lambda *of_each: jnp.stack(of_each), *cases)
+    with compiling_for(80):
+        together = jax.jit(jax.vmap(decode_attention)).lower(*batch).compile()
+        alone = jax.jit(decode_attention).lower(*cases[0]).compile()
+    calls = [len(re.findall(r'custom_call_target="[^"]*triton', of.as_text())) for of in (together, alone)]
+    assert calls == [1, 1]
+    for got, want in zip(together(*batch), zip(*(alone(*case) for case in cases), strict=True), strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(jnp.stack(want), np.float32)
+        np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-3)
