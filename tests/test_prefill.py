@@ -10,6 +10,7 @@ from tiny import tiny_adapter, tiny_model
 
 from qerl_jax.models.params import norms_of
 from qerl_jax.models.transformer import forward
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.attention import empty_kv
 from qerl_jax.rollout.decode import prefill
 
@@ -30,12 +31,14 @@ def plainly():
     return jax.jit(forward)(MODEL, ADAPTER, TOKENS)
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 5, 10, 11, 25, 1000])
-def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once):
-    """Chunks of one prompt up to 10 tokens at once, then one prompt at a time, two (the last alone), all."""
+@pytest.mark.parametrize("at_once, whole", [(1, True), (4, True), *((n, False) for n in (1, 4, 5, 10, 11, 25, 1000))])
+def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once, whole, monkeypatch):
+    """Chunks of one prompt up to 10 tokens at once, then one prompt at a time, two (the last alone), all; attention in
+    chunks too, or `whole`, as where cuDNN computes it."""
+    monkeypatch.setattr(decode, "by_cudnn", lambda dtype: whole)
     rows = jnp.array([5, 0, 7, 3, 1])  # the third is beyond the pool
-    run = jax.jit(prefill, static_argnums=7)
-    last, layers = run(MODEL, ADAPTER, TOKENS, jnp.asarray(LENGTHS), NORMS, empty(7), rows, at_once)
+    run = jax.jit(lambda *operands: prefill(*operands, at_once))
+    last, layers = run(MODEL, ADAPTER, TOKENS, jnp.asarray(LENGTHS), NORMS, empty(7), rows)
     hidden, expected = plainly()
     where = {0: 5, 1: 0, 3: 3, 4: 1}
     for row, at in where.items():

@@ -105,6 +105,25 @@ def attention_inputs(
     return _project(layer, lora, h, *QKV, observe=observe)
 
 
+def after_attention(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    layer: Layer,
+    lora: dict[str, LoRA],
+    scale_D: jax.Array,
+    x_BTD: jax.Array,
+    attended: jax.Array,
+    observe: Observe | None = None,
+) -> jax.Array:
+    """The residual stream behind a layer, of that before it and the attention's output [B, T, H * E]."""
+    x_BTD += _project(layer, lora, attended, "o_proj", observe=observe, unrounded=True)[0]
+    h = rms_norm(x_BTD, scale_D, config.rms_norm_eps, dtype)
+    if observe is not None:
+        observe(MLP[0], h)
+    reads_down = None if observe is None else functools.partial(observe, MLP[-1])
+    return x_BTD + gated_mlp(h, *_operands(layer, lora, MLP), reads_down)
+
+
 def block(
     config: ModelConfig,
     dtype: jnp.dtype,
@@ -118,12 +137,7 @@ def block(
     """One layer, computed in `dtype` on the residual stream (see the module's docstring). `observe(name, x)` is told
     what the projection `name`, and those beside it, read."""
     attended, kv = attend(layer, *attention_inputs(config, dtype, layer, lora, scales[0], x_BTD, observe))
-    x_BTD += _project(layer, lora, attended, "o_proj", observe=observe, unrounded=True)[0]
-    h = rms_norm(x_BTD, scales[1], config.rms_norm_eps, dtype)
-    if observe is not None:
-        observe(MLP[0], h)
-    reads_down = None if observe is None else functools.partial(observe, MLP[-1])
-    return x_BTD + gated_mlp(h, *_operands(layer, lora, MLP), reads_down), kv
+    return after_attention(config, dtype, layer, lora, scales[1], x_BTD, attended, observe), kv
 
 
 def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.Array | None) -> Attend:

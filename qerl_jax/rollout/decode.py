@@ -1,18 +1,24 @@
 """Prefill of prompts and decoding of one token per slot: the transformer over a cache.
 
-Dimension letters: S slots, A prompts that are prefilled, R rows of the pool, P prompt positions, T tokens of a chunk, D
-hidden size, K key-value heads, E head size.
+Dimension letters: S slots, A prompts that are prefilled, R rows of the pool, P prompt positions, T tokens of a chunk, W
+positions of all chunks, D hidden size, K key-value heads, E head size.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels import reads_units, stored
-from qerl_jax.models.attention import plain_attention
-from qerl_jax.models.params import Adapter, Layer, Model, Norms
+from qerl_jax.models.attention import by_cudnn, causal_attention, plain_attention
+from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms
 from qerl_jax.models.transformer import (
     KV,
+    after_attention,
+    attention_inputs,
     block,
     embedded,
     final_norm,
@@ -27,8 +33,8 @@ from qerl_jax.rollout.fused import layer_parts, run_layers
 # What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values, as `KVCache` has them.
 Prefilled = tuple[jax.Array, tuple[KV, ...]]
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
-# Of a longer prompt so many, whose scores with all of the prompt's keys are kept: 3 GB at 7B with 16,384 tokens, where
-# those of 8,192 tokens would be 23.
+# Of a longer prompt so many where scores with all of its keys are kept, which cuDNN does not do: 3 GB at 7B with 16,384
+# tokens, where those of 8,192 tokens would be 23.
 CHUNK_TOKENS = 1024
 
 
@@ -45,8 +51,8 @@ def prefill(
     """Runs prompts (padded on the right) once each, into rows of a pool.
 
     At most `tokens_at_once` tokens go through the network together: some of the prompts or, where a single prompt is
-    longer than that, one smaller chunk of it after the other, each attending to those before. What they leave goes
-    into the pool before the next ones begin. So however many prompts there are, it exists once, in the cache's dtype.
+    longer than that, through each layer's products one chunk of it after the other. What they leave goes into the pool
+    before the next ones begin. So however many prompts there are, it exists once, in the cache's dtype.
 
     Args:
       pool: what prompts leave, for R of them; keys and values in any dtype of the cache.
@@ -73,8 +79,8 @@ def prefill(
             return put(layers[i][0], k), put(layers[i][1], v)
 
         if in_chunks:
-            last, caches = _in_chunks(model, adapter, tokens, lengths, norms, min(tokens_at_once, CHUNK_TOKENS))
-            layers = tuple(keep(i, kv) for i, kv in enumerate(caches))
+            T = min(tokens_at_once, chunk_tokens(model.base.embed.dtype))
+            last, layers = _in_chunks(model, adapter, tokens, lengths, norms, T, keep)
         else:
             hidden, layers = forward(model, adapter, tokens, norms=norms, keep=keep)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -92,47 +98,75 @@ def prefill(
     return jax.lax.scan(run, pool, (tokens, lengths, rows))[0]
 
 
+def chunk_tokens(dtype: jnp.dtype) -> int:
+    """The most tokens of a prompt of more than PREFILL_TOKENS that are in a layer's products at once."""
+    return PREFILL_TOKENS if by_cudnn(dtype) else CHUNK_TOKENS
+
+
 def _in_chunks(
-    model: Model, adapter: Adapter | None, tokens_AP: jax.Array, lengths_A: jax.Array, norms: Norms, T: int
-) -> tuple[jax.Array, tuple[KV, ...]]:
-    """`prefill` of prompts longer than T tokens; chunks behind the end of the longest one are left out."""
-    config, dtype = model.config, model.base.embed.dtype
-    A, P = tokens_AP.shape
-    wide = -(-P // T) * T
-    tokens_AP = jnp.pad(tokens_AP, ((0, 0), (0, wide - P)), mode="edge")  # see `prefill`: with the prompt's last token
-    empty = jnp.zeros((A, wide, config.num_key_value_heads, config.head_dim), dtype)
-    State = tuple[jax.Array, jax.Array, tuple[KV, ...]]
+    model: Model,
+    adapter: Adapter | None,
+    tokens_AP: jax.Array,
+    lengths_A: jax.Array,
+    norms: Norms,
+    T: int,
+    keep: Callable[[int, KV], KV],
+) -> Prefilled:
+    """`prefill` of prompts longer than T tokens, layer by layer; `keep` is that of `forward`."""
+    config, dtype, P = model.config, model.base.embed.dtype, tokens_AP.shape[1]
+    x_AWD = embedded(model, jnp.pad(tokens_AP, ((0, 0), (0, -P % T)), mode="edge"))  # see `prefill`
+    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+    qkv = tuple(jnp.zeros((*x_AWD.shape[:2], count, config.head_dim), dtype) for count in heads)
+    run = jax.jit(functools.partial(_layer_in_chunks, config, dtype, T))  # so that it is lowered once for all layers
+    chunks, kept = -(-jnp.max(lengths_A) // T), []
+    for i, layer in enumerate(model.base.layers):
+        scales = norms.input[i], norms.post_attention[i]
+        x_AWD, qkv = run(layer, lora_of(adapter, i), scales, x_AWD, qkv, chunks)
+        x_AWD, kv = jax.lax.optimization_barrier((x_AWD, keep(i, (qkv[1][:, :P], qkv[2][:, :P]))))
+        kept.append(kv)
+    last_A1D = jnp.take_along_axis(x_AWD, (lengths_A - 1)[:, None, None], axis=1)
+    return final_norm(model, norms.final, last_A1D[:, 0]), tuple(kept)
 
-    def chunk(state: State) -> State:
-        start, last_AD, caches = state
-        positions_AT = jnp.broadcast_to(start + jnp.arange(T), (A, T))
-        mask = jnp.arange(wide) <= positions_AT[:, None, :, None]
-        turn = rotation_at(config, positions_AT)
-        x_ATD = embedded(model, jax.lax.dynamic_slice_in_dim(tokens_AP, start, T, axis=1))
-        updated = []
-        for i, layer in enumerate(model.base.layers):
 
-            def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> tuple[jax.Array, KV]:
-                q, k, v = split_heads(config, layer, q, k, v, turn)
-                all_k, all_v = (
-                    jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
-                    for old, new in zip(caches[i], (k, v), strict=True)
-                )
-                out = plain_attention(q, all_k, all_v, mask)
-                return out.reshape(A, T, -1), (all_k, all_v)
+def _layer_in_chunks(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    T: int,
+    layer: Layer,
+    lora: dict[str, LoRA],
+    scales: tuple[jax.Array, jax.Array],
+    x_AWD: jax.Array,
+    qkv: tuple[jax.Array, ...],
+    chunks: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`block` of whole prompts in the first `chunks` of T positions: queries, keys and values [A, W, heads, E] of one
+    after the other, in place of those of the layer before; attention; and what follows it, again in chunks."""
+    A, W, _ = x_AWD.shape
 
-            scales = norms.input[i], norms.post_attention[i]
-            x_ATD, kv = block(config, dtype, attend, layer, lora_of(adapter, i), scales, x_ATD)
-            updated.append(kv)
-        hidden_ATD = final_norm(model, norms.final, x_ATD)
-        at_A = lengths_A - 1 - start
-        found_AD = jnp.take_along_axis(hidden_ATD, jnp.clip(at_A, 0, T - 1)[:, None, None], axis=1)[:, 0]
-        last_AD = jnp.where(((at_A >= 0) & (at_A < T))[:, None], found_AD, last_AD)
-        return start + T, last_AD, tuple(updated)
+    def at(i: jax.Array, whole: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(whole, i * T, T, axis=1)
 
-    begin: State = (jnp.int32(0), jnp.zeros((A, config.hidden_size), dtype), ((empty, empty),) * len(model.base.layers))
-    _, last_AD, caches = jax.lax.while_loop(lambda state: state[0] < jnp.max(lengths_A), chunk, begin)
-    return last_AD, tuple((k[:, :P], v[:, :P]) for k, v in caches)
+    def put(i: jax.Array, whole: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, new, i * T, axis=1)
+
+    def project(i: jax.Array, qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        turn = rotation_at(config, jnp.broadcast_to(i * T + jnp.arange(T), (A, T)))
+        q, k, v = attention_inputs(config, dtype, layer, lora, scales[0], at(i, x_AWD))
+        return tuple(put(i, *both) for both in zip(qkv, split_heads(config, layer, q, k, v, turn), strict=True))
+
+    q, k, v = jax.lax.fori_loop(0, chunks, project, qkv)
+    whole = causal_attention(q, k, v, None) if by_cudnn(dtype) else None
+
+    def finish(i: jax.Array, x_AWD: jax.Array) -> jax.Array:
+        if whole is None:
+            seen = jnp.arange(W) <= i * T + jnp.arange(T)[:, None]
+            attended = plain_attention(at(i, q), k, v, seen[None, None])
+        else:
+            attended = at(i, whole)
+        x_ATD = at(i, x_AWD)
+        return put(i, x_AWD, after_attention(config, dtype, layer, lora, scales[1], x_ATD, attended.reshape(A, T, -1)))
+
+    return jax.lax.fori_loop(0, chunks, finish, x_AWD), (q, k, v)
 
 
 def decode_step(

@@ -24,7 +24,7 @@ from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes, has_kernel
-from qerl_jax.rollout.decode import CHUNK_TOKENS, PREFILL_TOKENS
+from qerl_jax.rollout.decode import PREFILL_TOKENS, chunk_tokens
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.sampling import SamplingSettings
 
@@ -167,26 +167,28 @@ def _bytes_made(structure: Any, kinds: tuple[tuple[Any, ...], ...]) -> int:
 def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int, prompts: int) -> int:
     """What `prefill` makes beside the pool. Prompts beyond those that go through the network at once add nothing.
 
-    Fitted from above to what XLA says of compiled programs (tests/test_prefill_memory.py): for each token the larger
-    of what a layer's attention and its MLP hold at once; and the keys and values of a prompt that goes in chunks.
+    Fitted from above to what XLA says of compiled programs (tests/test_prefill_memory.py): for each token the residual
+    stream, and the larger of what a layer's attention and its MLP hold at once; and, of a prompt that goes through them
+    in chunks, what is kept of all its tokens between them.
     """
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    in_chunks = P > PREFILL_TOKENS
-    tokens = CHUNK_TOKENS if in_chunks else P * min(prompts, PREFILL_TOKENS // P)
-    # The residual stream and its norm; queries in float32, as they are and rotated, or attended; keys and values twice.
-    attention = (4 + size) * D + (4 + 2 * size) * queries + 2 * size * keys
-    seen, carried = P, 0
-    if in_chunks:  # from one to the next, and copied on the way
-        seen = -(-P // CHUNK_TOKENS) * CHUNK_TOKENS
-        carried = 3 * seen * config.num_hidden_layers * 2 * keys * size
-    if in_chunks or not by_cudnn(dtype):
+    positions = tokens = P * min(prompts, max(1, PREFILL_TOKENS // P))
+    seen, between = P, 0
+    if P > PREFILL_TOKENS:
+        tokens = chunk_tokens(dtype)
+        positions = seen = -(-P // tokens) * tokens
+        # Queries, keys and values; and what is attended or, by products, keys and values in their order.
+        between = size * (queries + 2 * keys + (queries if by_cudnn(dtype) else 2 * keys))
+    # The stream's norm; queries in float32, as they are and rotated, or attended; keys and values twice.
+    attention = size * D + (4 + 2 * size) * queries + 2 * size * keys
+    if not by_cudnn(dtype):
         attention += seen * ((4 + size) * config.num_attention_heads + 2)  # scores, probabilities and their mask
-    # The stream, what is added to it, their sum and a norm; and what is between gate, up and down.
+    # What is added to the stream, their sum and a norm; and what is between gate, up and down.
     inner, decoded = _inner_arrays(model, adapter, tokens)
-    mlp = (12 + size) * D + size * inner * config.intermediate_size
-    return tokens * max(attention, mlp) + carried + decoded
+    mlp = (8 + size) * D + size * inner * config.intermediate_size
+    return positions * (4 * D + between) + tokens * max(attention, mlp) + decoded
 
 
 def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> tuple[int, int]:
