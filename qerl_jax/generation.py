@@ -24,7 +24,7 @@ from qerl_jax.quantization.adapters import warn_of_other_format, warn_of_scaled_
 from qerl_jax.rollout.engine import Engine
 from qerl_jax.rollout.requests import Completion, Request
 from qerl_jax.rollout.sampling import SamplingSettings
-from qerl_jax.rollout.stop_strings import cut_at_stop, showable, tokens_until_stop
+from qerl_jax.rollout.stop_strings import GrowingText, cut_at_stop, tokens_until_stop
 from qerl_jax.run_or_model import find_source
 
 _BUCKET = 32  # prompt positions come in multiples of this, so that few shapes are compiled
@@ -152,17 +152,16 @@ def generate_texts(
 
     key = jax.random.key(seed)
     compiled_together(engine.lowered_requests(weights, requests, key))
-    # A text that is shown as it grows is made whole at each look anyway, and must show nothing of a stop string.
-    new = None if stream else _LOOK
+    every = _STREAM if stream else _LOOK if stop else None
     completions = engine.generate(
         weights,
         requests,
         key,
-        until=(lambda ids: tokens_until_stop(decode, ids, stop, new)) if stop else None,
-        every=_STREAM if stream else _LOOK if stop else None,
+        until=(lambda ids: tokens_until_stop(decode, ids, stop, every)) if stop else None,
+        every=every,
     )
     broken: set[tuple[int, int]] = set()  # samples that have been answered with an error while they grow
-    shown: dict[tuple[int, int], str] = {}  # what has been yielded of those that grow
+    texts: dict[tuple[int, int], GrowingText] = {}  # of those that grow
     for done in completions:
         sample = done.request, done.sample
         if sample in broken or (done.finish_reason is None and not stream):
@@ -171,9 +170,8 @@ def generate_texts(
         if answer.finish_reason == "error":
             broken.add(sample)
         if answer.finish_reason is None:
-            # With Llama 2's tokenizer half a character makes U+FFFD of whole ones before it, if they are bytes too.
-            shown[sample] = max(shown.get(sample, ""), answer.text, key=len)
-            answer = dataclasses.replace(answer, text=shown[sample])
+            text = texts.setdefault(sample, GrowingText(decode, stop)).grown(answer.ids)
+            answer = dataclasses.replace(answer, text=text)
         yield answer
 
 
@@ -201,7 +199,7 @@ def _answer(done: Completion, request: Request, decode: Callable[[Sequence[int]]
     if not np.isfinite(logps).all():
         return Answer(number, done.sample, "", [], logps, "error", NOT_A_NUMBER)
     if done.finish_reason is None:
-        return Answer(number, done.sample, showable(decode(ids), stop), ids, logps, None)
+        return Answer(number, done.sample, "", ids, logps, None)
     text, count = cut_at_stop(decode, ids, stop)
     reason = done.finish_reason if end is None else "stop"
     return Answer(number, done.sample, text, ids[:count], logps[:count], reason)

@@ -493,6 +493,27 @@ def test_a_stream_repeats_no_character_that_half_of_another_hides_for_a_while(mo
     assert capsys.readouterr().out == "a\n😀好é🚀\n"
 
 
+def test_a_stream_makes_no_long_text_anew_for_each_piece(monkeypatch):
+    policy, sizes = load_policy(MODEL, None, "auto"), []
+    monkeypatch.setattr(generation, "load_policy", lambda *_: policy)
+    ids, decode = policy.tokenizer("1 + 2 = 3! " * 100)["input_ids"], policy.tokenizer.decode
+
+    def counted(ids, **options):
+        sizes.append(len(ids))
+        return decode(ids, **options)
+
+    def growing(*_, until, **__):
+        for count in range(4, len(ids), 4):
+            assert until(ids[:count]) is None
+            yield Completion(0, 0, ids[:count], np.zeros(count, np.float32), None, None)
+
+    monkeypatch.setattr(policy.tokenizer, "decode", counted)
+    monkeypatch.setattr(generation.Engine, "generate", growing)
+    for number, answer in enumerate(generation.generate_texts(MODEL, ["1 + 1"], stop=["STOP"], stream=True), 1):
+        assert answer.text == decode(ids[: 4 * number])
+    assert number > 100 and max(sizes) < 80
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_gets_no_control_characters_of_a_completion(monkeypatch, capsys, n, terminal):

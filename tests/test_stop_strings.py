@@ -1,10 +1,15 @@
-"""Stop strings and half characters, with a vocabulary of byte strings."""
+"""Stop strings and half characters, with a vocabulary of byte strings; growing texts with tokenizers of many kinds."""
 
 import random
+from itertools import chain
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
-from qerl_jax.rollout.stop_strings import cut_at_stop, first_stop, showable, tokens_until_stop
+from qerl_jax.models.tokenizer import Tokenizer, load_tokenizer
+from qerl_jax.rollout.stop_strings import GrowingText, cut_at_stop, first_stop, showable, tokens_until_stop
 
 EURO = "€".encode()
 PIECES = [b"a", b"b", b"##", b"# ", b"a#", EURO[:1], EURO[1:], b"STOP", b"xyz##q"]
@@ -102,14 +107,79 @@ def test_what_may_still_change_is_not_shown(text, stops, shown):
     assert showable(text, stops) == shown
 
 
-def test_pieces_shown_in_turn_make_the_text():
-    ids, stops = [0, 5, 6, 4, 0, 8, 0], ["##q"]
-    shown = ""
-    for count in range(1, len(ids) + 1):
-        if tokens_until_stop(decode, ids[:count], stops) is not None:
-            break
-        now = showable(decode(ids[:count]), stops)
-        assert now.startswith(shown) and "\ufffd" not in now and "#q" not in now
-        shown = now
-    text, _ = cut_at_stop(decode, ids[:count], stops)
-    assert text.startswith(shown) and text == "a€a#axyz"
+FOLDERS = Path(__file__).parent / "oracles" / "tokenizers"
+WORDS = ["▁a", "b", "▁", "▁▁", "é", "##x", "c</w>", "d|", "|", " ", "!", "▁好", "<s>", "</s>"]
+DECODERS = {
+    "llama2": decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    ]),
+    "metaspace": decoders.Metaspace(),
+    "wordpiece": decoders.WordPiece(cleanup=True),
+    "bpe": decoders.BPEDecoder(),
+    "ctc": decoders.CTC(),
+}  # fmt: skip
+
+
+def tokenizer_of(name):
+    if name not in DECODERS:
+        return load_tokenizer(name if ":" in name else FOLDERS / name)
+    pieces = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Backend(models.WordLevel({piece: id for id, piece in enumerate(pieces)}, unk_token="!"))
+    made.decoder = DECODERS[name]
+    return Tokenizer(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def drawn_ids(draw, name, tokenizer):
+    """Any ids, or of few, or with many special tokens in a row; bytes only where they make whole characters."""
+    count, bytes_from = draw.randrange(1, 400), len(WORDS)
+    some = draw.sample(range(bytes_from if name in DECODERS else len(tokenizer)), 10)
+    kind = draw.randrange(3)
+    if name == "llama2" and kind < 2:
+        pieces = [[bytes_from + byte for byte in char.encode()] for char in draw.choices("a é好😀\n", k=count)]
+        return list(chain.from_iterable(draw.choice([piece, some[:1]]) if kind else piece for piece in pieces))
+    if kind == 0 and name not in DECODERS:
+        return draw.choices(range(len(tokenizer)), k=count)
+    if kind == 1:
+        return draw.choices(some, k=count)
+    special = tokenizer.all_special_ids
+    pieces = ([draw.choice(special)] * draw.choice([0, 40, 70]) + draw.choices(some, k=50) for _ in range(4))
+    return list(chain.from_iterable(pieces))
+
+
+@pytest.mark.parametrize("name", ["builtin:quickstart", "qwen2", "qwen3", "llama30", "llama31", "llama32", *DECODERS])
+def test_a_text_grows_as_if_it_were_made_whole_each_time(name):
+    tokenizer, draw = tokenizer_of(name), random.Random(0)
+
+    def text_of(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    for _ in range(60):
+        ids, stops = drawn_ids(draw, name, tokenizer), []
+        if draw.random() < 0.3 and (whole := text_of(ids)):
+            begin = draw.randrange(len(whole))
+            stops = [] if "\ufffd" in (stop := whole[begin : begin + draw.randint(1, 6)]) else [stop, "STOP"]
+        growing, expected, count = GrowingText(text_of, stops), "", 0
+        while count < len(ids):
+            count = min(len(ids), count + draw.choice([1, 4, 4, 4, 33]))
+            text = text_of(ids[:count])
+            now = text[:stop] if (stop := first_stop(text, stops)) is not None else showable(text, stops)
+            expected = max(expected, now, key=len)  # bytes of half a character may hide others for a while
+            assert growing.grown(ids[:count]) == expected
+            if stop is not None:
+                break
+        assert text_of(ids[:count]).startswith(expected)
+
+
+def test_a_growing_text_takes_no_longer_when_it_is_long():
+    lengths = []
+
+    def counted(ids):
+        lengths.append(len(ids))
+        return decode(ids)
+
+    growing, ids = GrowingText(counted, ["##q"]), [0, 5, 6, 4] * 1000
+    for count in range(4, len(ids) + 1, 4):
+        assert growing.grown(ids[:count]) == "a€a#" * (count // 4 - 1) + "a€a"
+    assert max(lengths) < 80
+    growing.grown([*ids, 8])
+    assert growing.grown([*ids, 8, 0]) == decode(ids) + "xyz"

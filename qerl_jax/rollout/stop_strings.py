@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text; a character that is not complete at the end becomes U+FFFD."""
 
+_WINDOW = 32  # tokens: a look at a growing text makes the text of up to twice as many, or of more if they have none
+
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the first of the stop strings in `text` begins, or None."""
@@ -65,6 +67,48 @@ def showable(text: str, stops: Sequence[str]) -> str:
         if any(stop.startswith(text[-length:]) for stop in stops):
             return text[:-length]
     return text
+
+
+class GrowingText:
+    """The part of a growing text that can be shown, in a time that does not grow with the text.
+
+    Each look makes the text of the newest tokens alone, from a token on that stays the same for many looks: what a
+    decoder makes of the beginning of a part (it may leave out a space, or half a character) stays so too.
+
+    Args:
+      decode: token ids to text.
+      stops: the text ends where the first of them begins.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._decode, self._stops = decode, stops
+        self._shown, self._ended = "", False
+        self._start, self._skip = 0, 0  # the first token looked at, and how much of the text from there on is shown
+
+    def grown(self, ids: Sequence[int]) -> str:
+        """What can be shown of the text of `ids`, which begin with those of the call before."""
+        if self._ended:
+            return self._shown
+        text = self._decode(ids[self._start :])
+        rest = text[self._skip :]
+        stop = first_stop(rest, self._stops)
+        self._ended = stop is not None
+        new = showable(rest, self._stops) if stop is None else rest[:stop]
+        self._shown += new
+        self._skip += len(new)
+        # With Llama 2's tokenizer half a character makes U+FFFD of whole ones before it, if they are bytes too.
+        if len(ids) - self._start > 2 * _WINDOW and not text.endswith("\ufffd"):
+            self._start_later(ids, text)
+        return self._shown
+
+    def _start_later(self, ids: Sequence[int], text: str) -> None:
+        """Looks from the last `_WINDOW` tokens on, if what they make is the end of `text` and some of it is shown."""
+        left = len(text) - self._skip
+        for start in range(len(ids) - _WINDOW, len(ids) - _WINDOW - 4, -1):  # the first token may be in a character
+            end = self._decode(ids[start:])
+            if text.endswith(end) and len(end) > left:
+                self._start, self._skip = start, len(end) - left
+                return
 
 
 def _texts(decode: Decode, ids: Sequence[int]) -> Iterator[str]:
