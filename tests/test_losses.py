@@ -107,7 +107,7 @@ def test_the_tokens_of_high_entropy_are_those_above_numpys_quantile():
     """In one program for batches of every number of tokens, also none."""
     entropies = np.random.default_rng(0).uniform(0, 5, (65, 8, 8)).astype(np.float32)
     masks = np.random.default_rng(1).permuted(np.arange(64) < np.arange(65)[:, None], axis=1).reshape(65, 8, 8)
-    for quantile in (1e-6, 0.1, 0.2, 1 / 3, 0.5, 0.77, 0.999):
+    for quantile in (1e-6, 0.1, 0.2, 1 / 3, 0.4, 0.5, 0.7, 0.77, 0.999):
         found = jax.jit(jax.vmap(functools.partial(high_entropy, quantile=quantile)))(entropies, masks)
         assert not found[0].any()
         for chosen, entropy, mask in zip(found[1:], entropies[1:], masks[1:], strict=True):
@@ -115,6 +115,12 @@ def test_the_tokens_of_high_entropy_are_those_above_numpys_quantile():
             # Where it is an entropy itself, it is so but for float64's rounding.
             np.testing.assert_array_equal(chosen, mask & (entropy >= threshold * (1 - 1e-9)))
             assert chosen.sum() == 1 + int(quantile * (mask.sum() - 1) + 1e-9)
+
+
+@pytest.mark.parametrize(("quantile", "count"), [(1e-6, 3), (0.123457, 246_915), (0.4, 800_001), (0.99999, 1_999_981)])
+def test_of_a_large_batch_as_many_are_chosen_as_of_a_small_one(quantile, count):
+    entropies = np.arange(2_000_001, dtype=np.float32)[None]
+    assert high_entropy(entropies, np.ones((1, 2_000_001), bool), quantile).sum() == count
 
 
 def test_equal_entropies_are_all_chosen():
