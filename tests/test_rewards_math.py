@@ -4,8 +4,10 @@ import gc
 import importlib
 import sys
 import threading
+import time
 
 import pytest
+from math_verify import grader
 
 from qerl_jax.config import RewardFunction, RewardOptions
 from qerl_jax.errors import UserError
@@ -125,6 +127,17 @@ def test_what_sympy_does_not_finish_is_another_answer_and_stays_out_of_the_log(m
     assert score(f"\\boxed{{{'(' * 20_000}\x1b[2J}}", "7") == 0.0
     assert score("\\boxed{7}", "7") == 1.0
     assert not caplog.records
+
+
+def test_what_takes_long_while_others_have_the_processor_is_no_other_answer(monkeypatch):
+    def slow(*of):
+        time.sleep(1.5)
+        return compare(*of)
+
+    compare = grader.sympy_expr_eq
+    monkeypatch.setattr(grader, "sympy_expr_eq", slow)
+    monkeypatch.setattr(math, "_SECONDS", 1)
+    assert score("\\boxed{\\sqrt{72}}", "6\\sqrt{2}") == 1.0
 
 
 def test_another_thread_is_refused_and_not_scored_0():
