@@ -33,9 +33,6 @@ from qerl_jax.rollout.fused import layer_parts, run_layers
 # What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values, as `KVCache` has them.
 Prefilled = tuple[jax.Array, tuple[KV, ...]]
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
-# Of a longer prompt so many where scores with all of its keys are kept, which cuDNN does not do: 3 GB at 7B with 16,384
-# tokens, where those of 8,192 tokens would be 23.
-CHUNK_TOKENS = 1024
 
 
 def prefill(
@@ -99,8 +96,10 @@ def prefill(
 
 
 def chunk_tokens(dtype: jnp.dtype) -> int:
-    """The most tokens of a prompt of more than PREFILL_TOKENS that are in a layer's products at once."""
-    return PREFILL_TOKENS if by_cudnn(dtype) else CHUNK_TOKENS
+    """The most tokens of a prompt of more than PREFILL_TOKENS that are in a layer's products at once: many, so that
+    these are fast, and few, of which a short one fills less. Without cuDNN's attention scores of these with all of the
+    prompt's keys are kept, 3 GB at 7B with 16,384 tokens."""
+    return 2048 if by_cudnn(dtype) else 1024
 
 
 def _in_chunks(
@@ -155,7 +154,7 @@ def _layer_in_chunks(
         return tuple(put(i, *both) for both in zip(qkv, split_heads(config, layer, q, k, v, turn), strict=True))
 
     q, k, v = jax.lax.fori_loop(0, chunks, project, qkv)
-    whole = causal_attention(q, k, v, None) if by_cudnn(dtype) else None
+    whole = _of_the_first(chunks * T, T, q, k, v) if by_cudnn(dtype) else None
 
     def finish(i: jax.Array, x_AWD: jax.Array) -> jax.Array:
         if whole is None:
@@ -167,6 +166,19 @@ def _layer_in_chunks(
         return put(i, x_AWD, after_attention(config, dtype, layer, lora, scales[1], x_ATD, attended.reshape(A, T, -1)))
 
     return jax.lax.fori_loop(0, chunks, finish, x_AWD), (q, k, v)
+
+
+def _of_the_first(count: jax.Array, least: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of the first `count` positions, and of less than as many behind them; zeros for the others."""
+    W = q.shape[1]
+    widths = [min(W, least << i) for i in range((-(-W // least) - 1).bit_length() + 1)]
+
+    def attend(width: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = causal_attention(q[:, :width], k[:, :width], v[:, :width], None)
+        return jnp.pad(out, ((0, 0), (0, W - width), (0, 0), (0, 0)))
+
+    shorter = jnp.sum(jnp.array(widths[:-1], jnp.int32) < count)
+    return jax.lax.switch(shorter, [functools.partial(attend, width) for width in widths], q, k, v)
 
 
 def decode_step(

@@ -179,8 +179,9 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     if P > PREFILL_TOKENS:
         tokens = chunk_tokens(dtype)
         positions = seen = -(-P // tokens) * tokens
-        # Queries, keys and values; and what is attended or, by products, keys and values in their order.
-        between = size * (queries + 2 * keys + (queries if by_cudnn(dtype) else 2 * keys))
+        # Queries, keys and values; and what is attended, once more of the first half, or by products keys and values
+        # in their order.
+        between = size * (queries + 2 * keys + (queries * 3 // 2 if by_cudnn(dtype) else 2 * keys))
     # The stream's norm; queries in float32, as they are and rotated, or attended; keys and values twice.
     attention = size * D + (4 + 2 * size) * queries + 2 * size * keys
     if not by_cudnn(dtype):
