@@ -118,6 +118,7 @@ def test_a_row_with_too_many_tokens_is_named(tokenizer):
         UserError, match=r"^mine\.jsonl, line 1: has 7 tokens; allowed: 1 to 6 \(data\.max_prompt_length\)"
     ):
         check_prompts(tokenizer, [{"prompt": "Ann"}, {"prompt": "Ann has 12 pens."}], "mine.jsonl, line {}".format, 6)
+    assert check_prompts(tokenizer, [{"prompt": "Ann has 12 pens."}, {"prompt": "Ann"}], "{}".format, 9) == 7
 
 
 def test_half_of_a_surrogate_pair_is_named():

@@ -13,7 +13,11 @@ def refused(limit, kept, temporary, *words):
     """The check of a program of these GB on a device with `limit` GB."""
     sizes = {"weights": kept - 1, "trained": 1, "update": temporary, "limit": limit}
     memory = RunMemory(
-        rollout=Sampling(1, 1, 0), evaluation=Sampling(1, 1, 0), **{name: size * 10**9 for name, size in sizes.items()}
+        rollout=Sampling(1, 1, 0),
+        evaluation=Sampling(1, 1, 0),
+        longest_prompt=40,
+        max_prompt_length=40,
+        **{name: size * 10**9 for name, size in sizes.items()},
     )
     refuse_what_does_not_fit(memory, load_config("quickstart", ["generation.max_completion_length=60", *words]))
 
@@ -53,6 +57,8 @@ MEMORY = RunMemory(
     evaluation=Sampling(128, 128, 30_100_000_000),
     update=22_300_000_000,
     limit=139_800_000_000,
+    longest_prompt=1025,
+    max_prompt_length=2048,
 )
 
 
@@ -65,6 +71,13 @@ def test_what_a_plan_says_of_memory():
     assert str(dataclasses.replace(MEMORY, update=None, limit=None)).endswith(
         "a rollout, 180 of 256 completions at once, 44.6 GB, and an evaluation, all 128 completions at once, 30.1 GB: "
         "51.5 GB at most; what the device has is not known"
+    )
+
+
+def test_prompts_that_are_padded_to_twice_their_length_are_told_of():
+    assert str(dataclasses.replace(MEMORY, longest_prompt=1024)) == (
+        f"{MEMORY}. No prompt has more than 1,024 tokens, and each takes the time and memory of 2,048: a lower "
+        "data.max_prompt_length saves both"
     )
 
 

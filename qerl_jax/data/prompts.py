@@ -216,7 +216,7 @@ def check_prompts(
     max_prompt_length: int,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> None:
+) -> int:
     """Refuses rows of a data set with a prompt of no tokens or too many, before anything is trained on them.
 
     Args:
@@ -226,20 +226,19 @@ def check_prompts(
       max_prompt_length: the most tokens of a prompt.
       chat_template_kwargs: variables of the chat template.
 
+    Returns:
+      The tokens of the longest prompt.
+
     Raises:
       UserError: naming the row, and its prompt's length and beginning or what that is refused for; or the variable that
         the template has not (see `check_template_kwargs`).
     """
     check_template_kwargs(tokenizer, chat_template_kwargs, "data.chat_template_kwargs")
-    for row, example in enumerate(examples):
-        _checked_ids(
-            tokenizer,
-            example["prompt"],
-            where(row),
-            max_prompt_length,
-            "data.max_prompt_length",
-            chat_template_kwargs,
-        )
+    limit = max_prompt_length, "data.max_prompt_length"
+    return max(
+        len(_checked_ids(tokenizer, example["prompt"], where(row), *limit, chat_template_kwargs))
+        for row, example in enumerate(examples)
+    )
 
 
 def _checked_ids(

@@ -95,6 +95,7 @@ class Experiment:
     optimizer_spec: OptimizerSpec
     optimizer: optax.GradientTransformation
     total_steps: int
+    longest_prompt: int
     own: OwnFunctions = NO_FUNCTIONS
 
     def identity(self) -> dict[str, Any]:
@@ -144,10 +145,11 @@ def check_held_out(config: Config, rewards: RewardFunctions, examples: list[dict
 
 def check_configured_prompts(
     config: Config, policy: Policy, examples: list[dict[str, Any]], where: Callable[[int], str]
-) -> None:
-    """Refuses prompts that become no tokens or too many with the options of the config (see `check_prompts`)."""
+) -> int:
+    """Refuses prompts that become no tokens or too many with the options of the config; the tokens of the longest (see
+    `check_prompts`)."""
     data = config.data
-    check_prompts(
+    return check_prompts(
         policy.tokenizer, examples, where, data.max_prompt_length, chat_template_kwargs=data.chat_template_kwargs
     )
 
@@ -228,8 +230,10 @@ def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FU
         warn_of_scaled_base(adapter, base)
         warn_of_other_format(adapter, base, config.model.weight_format, "model.weight_format")
     policy = configured_policy(config)
-    for rows, examples in ((dataset, trained), (of_evaluation, evaluated)):
+    longest_prompt = max(
         check_configured_prompts(config, policy, examples, rows.where)
+        for rows, examples in ((dataset, trained), (of_evaluation, evaluated))
+    )
     _warn_of_clock(config, policy, trained + evaluated)
     grpo, noise, optimizer = config.grpo, config.noise, config.optimizer
     update = UpdateSettings(
@@ -244,4 +248,5 @@ def assemble(config: Config, rewards: RewardFunctions, own: OwnFunctions = NO_FU
     schedule = _by_name(NoiseSchedule, noise, total_steps=total_steps) if noise.num_stages > 1 else None
     settings = StepSettings(sampling_settings(config, policy), update, schedule, grpo.mask_truncated_completions)
     spec = optimizer_spec(config, total_steps)
-    return Experiment(config, policy, dataset, of_evaluation, settings, spec, make_optimizer(spec), total_steps, own)
+    trained_by = spec, make_optimizer(spec), total_steps
+    return Experiment(config, policy, dataset, of_evaluation, settings, *trained_by, longest_prompt, own)

@@ -49,6 +49,8 @@ class RunMemory:
       evaluation: of completions that are sampled, of which there are no fewer than of greedy ones.
       update: what its programs make, the adapter's gradients with it; None where XLA does not say.
       limit: what the device has; None where it does not say, as a CPU.
+      longest_prompt: tokens of the data's longest prompt.
+      max_prompt_length: to which all are padded.
     """
 
     weights: int
@@ -57,12 +59,19 @@ class RunMemory:
     evaluation: Sampling
     update: int | None
     limit: int | None
+    longest_prompt: int
+    max_prompt_length: int
 
     def __str__(self) -> str:
         parts = [f"a rollout, {self.rollout}", f"an evaluation, {self.evaluation}"]
         parts += [] if self.update is None else [f"an update, {sized(self.update)}"]
         most = self.weights + self.trained + max(self.rollout.nbytes, self.evaluation.nbytes, self.update or 0)
         has = "what the device has is not known" if self.limit is None else f"the device has {sized(self.limit)}"
+        if 2 * self.longest_prompt <= self.max_prompt_length:
+            has += (
+                f". No prompt has more than {self.longest_prompt:,} tokens, and each takes the time and memory of "
+                f"{self.max_prompt_length:,}: a lower data.max_prompt_length saves both"
+            )
         return (
             f"memory: weights {sized(self.weights)}, adapter and optimizer {sized(self.trained)}; "
             f"beside them by turns {', '.join(parts[:-1])}, and {parts[-1]}: {sized(most)} at most; {has}"
@@ -130,6 +139,8 @@ def compiled_run(
         evaluation=Sampling(evaluation.slots, evaluated, evaluation.nbytes),
         update=_made_by(gather, apply),
         limit=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
+        longest_prompt=experiment.longest_prompt,
+        max_prompt_length=config.data.max_prompt_length,
     )
     refuse_what_does_not_fit(memory, config)
     return memory
