@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -35,6 +36,17 @@ def test_the_halves_are_the_whole(loss, loss_fn):
     assert int(new.step) == 3 and float(metrics["grad_norm"]) > 1e-3
     expected = jax.tree.map(lambda before, grad: before - 0.1 * grad, state.adapter, gathered.grads)
     assert_trees_close(new.adapter, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_finite_is_found_once_for_all_arrays():
+    """XLA for a CPU makes small things again wherever they are used, so a program of n arrays had n^2 instructions."""
+    state, batch = state_of(), batch_of()
+    gathered = jax.eval_shape(functools.partial(gather_gradients, settings=UPDATE), state, MODEL, batch)
+    program = jax.jit(functools.partial(apply_gradients, optimizer=SGD, settings=UPDATE))
+    text = program.lower(state, batch, gathered).compile().as_text()
+    arguments = [line.count(": ") for line in re.findall(r"^%fused\S* \((.*)\) ->", text, re.MULTILINE)]
+    arrays = len(jax.tree.leaves(state.adapter))
+    assert arguments and sum(count >= arrays for count in arguments) <= 2
 
 
 @pytest.mark.parametrize(("of_first", "of_second", "expected"), [

@@ -338,7 +338,8 @@ def _applied(
     sampled_BC, *_, mask_BC, _ = constants
     drawn = jnp.isfinite(sampled_BC) | ~mask_BC
     sound = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates)]).all()
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & sound & drawn.all()
+    # One number: else XLA makes it of those of all arrays again in each array's kernel.
+    finite = jax.lax.optimization_barrier(jnp.isfinite(loss) & jnp.isfinite(grad_norm) & sound & drawn.all())
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
     active = jnp.maximum(jnp.sum(mask_BC, dtype=entropy_BC.dtype), 1)
     own = {
