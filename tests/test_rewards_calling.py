@@ -140,6 +140,18 @@ def test_completions_of_one_row_have_objects_of_their_own():
     assert (prompt, ids, row) == ([{"role": "user", "content": "p"}], [1], {"n": 2})
 
 
+def test_a_completions_ids_are_copied_at_once():
+    """There may be a million in a rollout, and the GPU waits."""
+
+    class Id(int):
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied alone")
+
+    ids = [Id(1), Id(2)]
+    assert call("f", lambda completion_ids, **columns: [ids.pop() for ids in completion_ids], "pp", "ab", [ids] * 2, {})
+    assert ids == [1, 2]
+
+
 def test_coroutines_in_a_list_are_closed_without_a_warning(recwarn):
     async def score():
         return 1.0

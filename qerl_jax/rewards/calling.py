@@ -47,12 +47,13 @@ def call(
       Overdue: it was cancelled.
       UserError: see `accepted` and `checked`.
     """
-    given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    given = {"prompts": prompts, "completions": completions}
     given |= {name: columns[name] for name in accepted(spec, function, list(columns))}
     # A function may change what it is given. Other completions of the group, which have the same row, the next function
     # and `prompts` below must not see that.
-    arguments = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
-    values = function(**arguments)
+    arguments: dict[str, Any] = {name: [copy.deepcopy(value) for value in values] for name, values in given.items()}
+    # Not by deepcopy, which looks at each id: 40 ms for 256 completions of 1,024 tokens.
+    values = function(**arguments, completion_ids=[list(ids) for ids in completion_ids])
     if inspect.isawaitable(values):
         values = _runner().run(_awaited(values, deadline))
     return checked(spec, values, prompts)
