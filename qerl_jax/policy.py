@@ -85,5 +85,6 @@ def decode_completions(tokenizer: Tokenizer, completions: Rollout) -> tuple[list
     tokens, lengths, logps = jax.device_get((completions.tokens, completions.lengths, completions.logps))
     if not np.isfinite(logps[np.arange(logps.shape[1]) < lengths[:, None]]).all():
         _log.warning(NOT_A_NUMBER)
-    ids = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True), ids
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    # As arrays: of a list transformers looks at each number.
+    return tokenizer.batch_decode(rows, skip_special_tokens=True), [row.tolist() for row in rows]
