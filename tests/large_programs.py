@@ -7,7 +7,7 @@ import jax
 # Of these a program is made for each network, and each may take a minute.
 LARGE = {
     "jit(gather_gradients)", "jit(apply_gradients)", "jit(with_policies)", "jit(rollout_norms)",
-    "jit(begun)", "jit(decode)", "jit(made)", "jit(admit)", "jit(decode_queue)",
+    "jit(begun)", "jit(decode)", "jit(made)", "jit(admit)", "jit(decode_queue)", "jit(empty_slots)",
 }  # fmt: skip
 
 

@@ -15,10 +15,12 @@ from qerl_jax.compiled import compiled_programs, compiled_together
 from qerl_jax.models.params import norms_of
 from qerl_jax.rollout import Engine, Prompts, Request, SamplingSettings
 
+QUEUED = ["jit(admit)", "jit(decode_queue)", "jit(empty_slots)", "jit(made)"]
+
 
 @pytest.mark.parametrize(
     ("slots", "noisy", "expected"),
-    [(None, True, ["jit(begun)", "jit(decode)"]), (4, False, ["jit(admit)", "jit(decode_queue)", "jit(made)"])],
+    [(None, True, ["jit(begun)", "jit(decode)"]), (4, False, QUEUED)],
 )
 def test_a_rollout_finds_its_programs(slots, noisy, expected):
     jax.clear_caches()
@@ -44,7 +46,7 @@ def test_requests_find_their_programs(every):
     requests = [Request([2, 3, 4], 3, 0), Request([2], 2, 1)]
     with large_programs() as ahead:
         (made,) = compiled_together(engine.lowered_requests(adapter, requests, jax.random.key(0)))
-    assert sorted(ahead) == ["jit(admit)", "jit(decode_queue)", "jit(made)"] and len(made) == 3
+    assert sorted(ahead) == QUEUED and len(made) == len(QUEUED)
     with large_programs() as later:
         done = list(engine.generate(adapter, requests, jax.random.key(0), until=lambda ids: None, every=every))
     assert sum(one.finish_reason is not None for one in done) == 5 and later == []

@@ -20,7 +20,7 @@ import numpy as np
 from qerl_jax.models.linear import matmul_rows
 from qerl_jax.rollout.begun import begun
 from qerl_jax.rollout.prepared import made
-from qerl_jax.rollout.queued import admit, decode_queue
+from qerl_jax.rollout.queued import admit, decode_queue, empty_slots
 from qerl_jax.rollout.slots import decode
 
 # On a GPU XLA records a program's kernels into CUDA graphs, and again whenever an array has moved since the last call.
@@ -51,6 +51,7 @@ class Programs(NamedTuple):
     begun: Any
     finished: Any
     made: Any
+    empty_slots: Any
     admit: Any
     decode_queue: Any
 
@@ -64,6 +65,11 @@ def programs() -> Programs:
         begun=jax.jit(begun, static_argnames=("settings", "num_generations"), compiler_options=once),
         finished=jax.jit(decode, static_argnames=("settings", "group"), donate_argnames="slots", compiler_options=loop),
         made=jax.jit(made, compiler_options=once),
+        empty_slots=jax.jit(
+            empty_slots,
+            static_argnames=("settings", "rows", "max_prompt_length", "slots", "used"),
+            compiler_options=once,
+        ),
         admit=jax.jit(admit, donate_argnames="slots", compiler_options=options | once),
         decode_queue=jax.jit(
             decode_queue,

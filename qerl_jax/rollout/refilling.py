@@ -20,7 +20,7 @@ from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.rollout.memory import Plan
 from qerl_jax.rollout.programs import programs
-from qerl_jax.rollout.queued import Log, Queue, empty_slots, freed
+from qerl_jax.rollout.queued import Log, Queue, freed
 from qerl_jax.rollout.requests import Completion, Request, Statistics
 from qerl_jax.rollout.sampling import SamplingSettings
 from qerl_jax.rollout.tail import moved, worthwhile
@@ -62,13 +62,15 @@ def lowered_call(
 ) -> Iterator[jax.stages.Lowered]:
     """The programs that an `EngineCall` begins with; arrays may be ShapeDtypeStructs."""
     sizes = {"rows": plan.rows, "max_prompt_length": max_prompt_length, "slots": plan.allocated, "used": plan.slots}
-    slots = jax.eval_shape(lambda key: empty_slots(model, settings, key, **sizes), key)
+    empty = programs().empty_slots.lower(model, settings, key, **sizes)
+    slots = empty.out_info
     size, places = _prompts_at_once(plan), _QUEUE * plan.slots
     arrays = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size, max_prompt_length), (size,), (size,))]
     yield programs().admit.lower(slots, model, adapter, norms, *arrays)
     in_queue: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(places,)] * 5 + [()]]
     queue = Queue(*in_queue)
     yield programs().decode_queue.lower(slots, queue, key, model, adapter, norms, _CHUNK, 1, settings, log_steps=_CHUNK)
+    yield empty
 
 
 class EngineCall:
@@ -103,7 +105,7 @@ class EngineCall:
         self.free_rows = list(range(plan.rows))
         self.row_of: dict[int, int] = {}
         self.unfinished = {r: request.n for r, request in requests.items()}
-        self.slots = empty_slots(
+        self.slots = programs().empty_slots(
             model, settings, key, rows=plan.rows, max_prompt_length=max_prompt_length, slots=plan.allocated,
             used=plan.slots,
         )  # fmt: skip
