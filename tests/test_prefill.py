@@ -59,3 +59,20 @@ def test_chunks_behind_the_longest_prompt_are_left_out():
     _, layers = prefill(MODEL, ADAPTER, TOKENS[:3], jnp.array([2, 1, 4]), NORMS, empty(3), jnp.arange(3), 4)
     for k, _ in layers:
         assert np.any(k[:, :, 3]) and not np.any(k[:, :, 4:])
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5, 17])
+def test_a_part_that_attention_copies_is_about_half_of_a_prompt(chunks, monkeypatch):
+    """The narrower ones are for shorter prompts."""
+    widths = []
+
+    def attention(q, k, v, mask):
+        widths.append(q.shape[1])
+        return q
+
+    monkeypatch.setattr(decode, "by_cudnn", lambda dtype: True)
+    monkeypatch.setattr(decode, "causal_attention", attention)
+    tokens, pool = jnp.zeros((1, 4 * chunks), int), (jnp.zeros((1, 32)), empty_kv(MODEL, 1, 4 * chunks))
+    jax.eval_shape(lambda: prefill(MODEL, ADAPTER, tokens, jnp.array([9]), NORMS, pool, jnp.zeros(1, int), 4))
+    assert min(widths) == 4 and max(widths) == 4 * chunks
+    assert max(width for width in widths if width < 4 * chunks) == 4 * -(-chunks // 2)

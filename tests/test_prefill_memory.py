@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.shapes import random_model
+from benchmarks.shapes import MODELS, random_model
 from pallas_kernels import compiling_for, variants
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.init import init_adapter, init_model
@@ -82,6 +82,25 @@ def test_a_plan_counts_what_a_prefill_makes(prompts, P, kv_cache_dtype, adapted,
     sizes = {"samples": prompts, "prompts": prompts, "cache_bytes": 10**12}
     plan = plan_slots(model, settings(kv_cache_dtype), P, **sizes, adapter=adapter)
     assert made <= plan.made <= 1.15 * made
+
+
+@pytest.mark.parametrize("name, P, compiled", [
+    ("qwen2.5-7b", 16384, 652.8),
+    ("qwen2.5-7b", 65536, 2248.2),
+    ("qwen3-4b", 34000, 1220.6),
+])  # fmt: skip
+def test_a_plan_counts_what_a_long_prompt_takes_on_an_h200(name, P, compiled, monkeypatch):
+    """MB that XLA counts in `admit`, compiled for one with two layers and adapters of rank 32."""
+    monkeypatch.setattr(variants, "missing", lambda: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = dataclasses.replace(MODELS[name], num_hidden_layers=2)
+    with compiling_for(90):
+        model = jax.eval_shape(lambda: random_model(config, jnp.dtype(jnp.bfloat16), kernels=True))
+        adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, 32, 64.0))
+        sizes = {"samples": 2, "prompts": 2, "cache_bytes": 10**12}
+        plan = plan_slots(model, settings("auto"), P, **sizes, adapter=adapter)
+    made = plan.made - nbytes(jax.eval_shape(prepared.made, model, adapter))
+    assert compiled <= made / 1e6 <= 1.15 * compiled
 
 
 def test_packed_weights_without_a_kernel_are_counted_decoded(monkeypatch):

@@ -171,7 +171,9 @@ def _layer_in_chunks(
 def _of_the_first(count: jax.Array, least: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention of the first `count` positions, and of less than as many behind them; zeros for the others."""
     W = q.shape[1]
-    widths = [min(W, least << i) for i in range((-(-W // least) - 1).bit_length() + 1)]
+    widths = [W]
+    while widths[0] > least:  # by halves, so that what a part copies and fills up is about half of the whole
+        widths.insert(0, -(-widths[0] // least // 2) * least)
 
     def attend(width: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out = causal_attention(q[:, :width], k[:, :width], v[:, :width], None)

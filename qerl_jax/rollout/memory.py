@@ -178,10 +178,15 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     seen, between = P, 0
     if P > PREFILL_TOKENS:
         tokens = chunk_tokens(dtype)
-        positions = seen = -(-P // tokens) * tokens
-        # Queries, keys and values; and what is attended, once more of the first half, or by products keys and values
-        # in their order.
-        between = size * (queries + 2 * keys + (queries * 3 // 2 if by_cudnn(dtype) else 2 * keys))
+        chunks = -(-P // tokens)
+        positions = seen = chunks * tokens
+        # Queries, keys and values; and what is attended, and a copy of the three of half the chunks, or by products
+        # keys and values in their order.
+        between = positions * (queries + 2 * keys)
+        if by_cudnn(dtype):
+            between += positions * queries + -(-chunks // 2) * tokens * (queries + 2 * keys)
+        else:
+            between += positions * 2 * keys
     # The stream's norm; queries in float32, as they are and rotated, or attended; keys and values twice.
     attention = size * D + (4 + 2 * size) * queries + 2 * size * keys
     if not by_cudnn(dtype):
@@ -189,7 +194,7 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     # What is added to the stream, their sum and a norm; and what is between gate, up and down.
     inner, decoded = _inner_arrays(model, adapter, tokens)
     mlp = (8 + size) * D + size * inner * config.intermediate_size
-    return positions * (4 * D + between) + tokens * max(attention, mlp) + decoded
+    return positions * 4 * D + between * size + tokens * max(attention, mlp) + decoded
 
 
 def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> tuple[int, int]:
