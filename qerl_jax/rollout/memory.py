@@ -174,7 +174,7 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    positions = tokens = P * min(prompts, max(1, PREFILL_TOKENS // P))
+    positions = tokens = P * min(prompts, PREFILL_TOKENS // P)
     seen, between = P, 0
     if P > PREFILL_TOKENS:
         tokens = chunk_tokens(dtype)
