@@ -17,7 +17,7 @@ from qerl_jax.rollout.decode import prefill
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 NORMS = norms_of(MODEL, ADAPTER)
-LENGTHS = np.array([11, 1, 4, 8, 5])
+LENGTHS = np.array([11, 1, 4, 7, 5])
 TOKENS = jax.random.randint(jax.random.key(0), (5, 11), 0, MODEL.config.vocab_size)
 
 
@@ -52,6 +52,15 @@ def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once, who
             length = LENGTHS[row]
             np.testing.assert_allclose(k[at, :length], expected_k[row, :length], atol=2e-5)
             np.testing.assert_allclose(v[at, :length], expected_v[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("at_once", [4, 1000])
+def test_what_fills_prompts_up_is_a_token_that_they_have(at_once):
+    """0 times what another one may overflow to in float16 is NaN."""
+    model = MODEL.replace(base=MODEL.base.replace(embed=MODEL.base.embed.at[0].set(jnp.nan)))
+    tokens = jnp.where(jnp.arange(11) < LENGTHS[:, None], jnp.maximum(TOKENS, 1), 0)
+    found = prefill(model, ADAPTER, tokens, jnp.asarray(LENGTHS), NORMS, empty(5), jnp.arange(5), at_once)
+    assert all(np.isfinite(array).all() for array in jax.tree.leaves(found))
 
 
 def test_chunks_behind_the_longest_prompt_are_left_out():

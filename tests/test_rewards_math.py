@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import signal
 import sys
 import threading
 import time
@@ -138,6 +139,21 @@ def test_what_takes_long_while_others_have_the_processor_is_no_other_answer(monk
     monkeypatch.setattr(grader, "sympy_expr_eq", slow)
     monkeypatch.setattr(math, "_SECONDS", 1)
     assert score("\\boxed{\\sqrt{72}}", "6\\sqrt{2}") == 1.0
+
+
+@pytest.mark.parametrize("name", ["parse", "verify"])
+def test_a_limit_that_math_verify_does_not_catch_ends_it_too_and_is_taken_back(name, monkeypatch, no_collection):
+    def endless(*_, **__):
+        while time.process_time() < end:
+            pass
+        raise AssertionError
+
+    end = time.process_time() + 5
+    monkeypatch.setattr(math, "_SECONDS", 0.1)
+    monkeypatch.setattr(math, name, endless)
+    before = signal.getsignal(signal.SIGPROF)
+    assert score(f"\\boxed{{\\sqrt{{50}}, {name}}}", "5\\sqrt{2}") == 0.0
+    assert signal.getsignal(signal.SIGPROF) is before and signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_another_thread_is_refused_and_not_scored_0():

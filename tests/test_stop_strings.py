@@ -183,3 +183,17 @@ def test_a_growing_text_takes_no_longer_when_it_is_long():
     assert max(lengths) < 80
     growing.grown([*ids, 8])
     assert growing.grown([*ids, 8, 0]) == decode(ids) + "xyz"
+
+
+def test_nor_where_each_window_begins_in_a_character():
+    """Of three tokens: where one ends with a look, the first of the last 32 tokens is its second byte."""
+    lengths = []
+
+    def counted(ids):
+        lengths.append(len(ids))
+        return bytes(ids).decode(errors="replace")
+
+    growing, ids = GrowingText(counted, []), "好".encode() * 1000
+    for count in range(4, len(ids) + 1, 4):
+        assert growing.grown(ids[:count]) == "好" * (count // 3)
+    assert max(lengths) < 80
