@@ -96,9 +96,9 @@ def prefill(
 
 
 def chunk_tokens(dtype: jnp.dtype) -> int:
-    """The most tokens of a prompt of more than PREFILL_TOKENS that are in a layer's products at once: many, so that
-    these are fast, and few, of which a short one fills less. Without cuDNN's attention scores of these with all of the
-    prompt's keys are kept, 3 GB at 7B with 16,384 tokens."""
+    """The most tokens of a prompt of more than PREFILL_TOKENS that are in a layer's products at once: enough for fast
+    ones, and few, since a prompt's last chunk is computed whole. Without cuDNN's attention scores of these with all of
+    the prompt's keys are kept, 3 GB at 7B with 16,384 tokens."""
     return 2048 if by_cudnn(dtype) else 1024
 
 
