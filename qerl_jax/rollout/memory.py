@@ -156,11 +156,12 @@ def nbytes(tree: Any) -> int:
 def _made_bytes(model: Model, adapter: Adapter | None) -> int:
     """Of what `made` makes of them."""
     leaves, structure = jax.tree.flatten((model, adapter))
-    return _bytes_made(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+    return _made_of_shapes(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 @functools.lru_cache(maxsize=64)  # a trace takes 5 to 15 ms, in which a GPU waits for a rollout to begin
-def _bytes_made(structure: Any, kinds: tuple[tuple[Any, ...], ...]) -> int:
+def _made_of_shapes(structure: Any, kinds: tuple[tuple[Any, ...], ...]) -> int:
+    """`_made_bytes` of a pytree of arrays of these shapes and dtypes."""
     return nbytes(jax.eval_shape(made, *structure.unflatten(jax.ShapeDtypeStruct(*kind) for kind in kinds)))
 
 
