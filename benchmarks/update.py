@@ -130,11 +130,14 @@ def measure(update: Update, operands: tuple[Any, ...], repeats: int) -> dict[str
     }
 
 
-def kernel_times(update: Callable[..., Any], operands: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """How often each kernel runs in a step, and its milliseconds in all, the longest first. The step runs twice, and so
-    must leave its operands."""
+def kernel_times(update: Update, operands: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """How often each kernel runs in a step, and its milliseconds in all, the longest first. Each half runs twice, and
+    so must leave its operands."""
+    state, _, batch = operands
+    gathered, kernels = profiler.measure(update.gather, aggregate=False)(*operands)
+    _, others = profiler.measure(update.apply, aggregate=False)(state, batch, gathered)
     found: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
-    for name, ms in profiler.measure(update, aggregate=False)(*operands)[1] or []:
+    for name, ms in (kernels or []) + (others or []):
         found[name] += (1, ms)
     rows = [{"kernel": name, "count": int(count), "ms": float(ms)} for name, (count, ms) in found.items()]
     return sorted(rows, key=lambda row: -row["ms"])

@@ -9,12 +9,18 @@ from benchmarks import update
 from benchmarks.shapes import MODELS
 
 
-def test_kernels_of_a_step_are_counted_and_added_up(monkeypatch):
+def test_kernels_of_both_halves_are_counted_and_added_up(monkeypatch):
     ran = [("small", 0.5), ("large", 2.0), ("small", 0.25), ("not chosen", 0.0)]
-    monkeypatch.setattr(update.profiler, "measure", lambda program, aggregate: lambda *operands: (operands, ran))
-    compiled = jax.jit(lambda x: x).lower(1.0).compile()
-    found = [tuple(row.values()) for row in update.kernel_times(compiled, (1.0,))]
-    assert found == [("large", 1, 2.0), ("small", 2, 0.75), ("not chosen", 1, 0.0)]
+
+    def measure(program, aggregate):
+        assert isinstance(program, jax.stages.Compiled) and not aggregate  # another one would be compiled again
+        return lambda *operands: (program(*operands), ran if len(operands) == 3 and operands[1] == 2.0 else ran[:1])
+
+    monkeypatch.setattr(update.profiler, "measure", measure)
+    gather = jax.jit(lambda state, model, batch: state + model + batch).lower(1.0, 2.0, 3.0).compile()
+    apply = jax.jit(lambda state, batch, gathered: state + batch + gathered).lower(1.0, 3.0, 6.0).compile()
+    found = [tuple(row.values()) for row in update.kernel_times(update.Update(gather, apply), (1.0, 2.0, 3.0))]
+    assert found == [("large", 1, 2.0), ("small", 3, 1.25), ("not chosen", 1, 0.0)]
 
 
 def test_a_profile_needs_a_gpu(capsys):

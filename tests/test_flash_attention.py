@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from qerl_jax.models.flash_attention import deterministic_jit, flash_attention
+from qerl_jax.models import flash_attention as module
+from qerl_jax.models.flash_attention import deterministic_jit, flash_attention, flash_backward
 
 SHAPES = [(2, 64, heads, 128) for heads in (8, 2, 2)]
 
@@ -87,6 +88,48 @@ def test_vmap_makes_more_rows(as_with_a_gpu):
     assert calls(jax.vmap(gradients(flash_attention)), batched) == calls(gradients(flash_attention), rows)
 
 
+@pytest.mark.parametrize("rows, T, together", [
+    (1, 4096, 28), (4, 2112, 112), (1, 8448, 14), (1, 16640, 4), (2, 16640, 4), (1, 32768, 1), (1, 65536, 1)
+])  # fmt: skip
+def test_of_a_long_row_few_heads_have_scores_at_once(rows, T, together, as_with_a_gpu):
+    """In the fixed order, which keeps them."""
+    shapes = [(rows, T, heads, 128) for heads in (28, 4, 4)]
+
+    def scores(jit):
+        config = calls(gradients(flash_attention), shapes, jit)[1][1]["cudnn_fmha_backend_config"]
+        *which, _, _ = config["intermediate_tensor_shape"]["dimensions"]
+        return which
+
+    assert scores(jax.jit) == [rows, 28]
+    assert scores(deterministic_jit) == ([rows, 28] if together == 28 * rows else [together, 1])
+
+
+def backward_of_sums(q, k, v, log_sums, do, o):
+    """What cuDNN computes, from the same operands."""
+    (_, T, H, E), K = q.shape, k.shape[2]
+    keys, values = (jnp.repeat(x, H // K, axis=2) for x in (k, v))
+    scores = jnp.einsum("bthe,bshe->bhts", q, keys) / E**0.5
+    p = jnp.where(jnp.tri(T, dtype=bool), jnp.exp(scores - log_sums[..., None]), 0)
+    ds = p * (jnp.einsum("bthe,bshe->bhts", do, values) - (do * o).sum(-1).swapaxes(1, 2)[..., None]) / E**0.5
+    of_heads = jnp.einsum("bhts,bthe->bshe", ds, q), jnp.einsum("bhts,bthe->bshe", p, do)
+    return jnp.einsum("bhts,bshe->bthe", ds, keys), *(x.reshape(*x.shape[:2], K, -1, E).sum(3) for x in of_heads)
+
+
+@pytest.mark.parametrize("most", [0, 3, 4, 6, 11])
+def test_heads_one_after_the_other_are_those_together(most, monkeypatch):
+    """Also with three rows, and under vmap."""
+    monkeypatch.setattr(module, "_backward", backward_of_sums)
+    monkeypatch.setattr(module, "_MOST_SCORES", most * 7**2)
+    q, k, v, do = drawn(3, 7, 4, 2, 8, jnp.float32)
+    o, back = jax.vjp(plain, q, k, v)
+    scores = jnp.einsum("bthe,bshe->bhts", q, jnp.repeat(k, 2, axis=2)) / 8**0.5
+    log_sums = jax.nn.logsumexp(jnp.where(jnp.tri(7, dtype=bool), scores, -jnp.inf), axis=-1)
+    operands = q, k, v, log_sums, do, o
+    for function in (flash_backward, lambda *x: [y[:, 0] for y in jax.vmap(flash_backward)(*(y[:, None] for y in x))]):
+        for ours, right in zip(deterministic_jit(function)(*operands), back(do), strict=True):
+            np.testing.assert_allclose(ours, right, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "ordered"),
     [
@@ -149,6 +192,17 @@ def test_gradients_are_right_and_repeat_bit_for_bit(case, dtype):
     for _ in range(20):
         for again, first in zip(program(*operands), found, strict=True):
             np.testing.assert_array_equal(np.asarray(again), np.asarray(first))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 7, 14])
+@pytest.mark.parametrize("case", [(1, 515, 28, 4, 128), (2, 300, 14, 2, 64)], ids=str)
+def test_heads_one_after_the_other_have_the_same_bits(case, heads, monkeypatch):
+    operands = drawn(*case, jnp.bfloat16)
+    together = deterministic_jit(gradients(flash_attention))(*operands)
+    monkeypatch.setattr(module, "_MOST_SCORES", heads * case[1] ** 2)
+    for ours, theirs in zip(deterministic_jit(gradients(flash_attention))(*operands), together, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
 @pytest.mark.gpu
