@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 
 # Without kernels of Triton for products: cuBLAS's are as fast in an update, which then compiles in a seventh less time.
@@ -46,8 +47,8 @@ _BACKWARD = {
     "bmm2_grad_gemm2": ((3, 3), ((0, 2), (0, 2))),  # do v^T = dP
 }
 _Products = dict[str, tuple[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]]]
-# cuDNN's gradient in a fixed order keeps 16 bits for each query and key: for 28 heads of 16,640 positions 15.5 GB. So no
-# more heads at once than have 2.5 GB: on an H200 7 of these were as fast as all, and 1 half as fast.
+# cuDNN's gradient in a fixed order keeps 16 bits for each query and key, of 28 heads with 16,640 positions 15.5 GB: so
+# it is made of no more heads at once than have 2.5 GB.
 _MOST_SCORES = 1_250_000_000
 _HEADS_BEFORE_POSITIONS = (0, 2, 1, 3)  # of results: [B, heads, T, E] in the shape, [B, T, heads, E] in memory
 
@@ -121,20 +122,40 @@ def flash_backward(
     q: jax.Array, k: jax.Array, v: jax.Array, log_sums: jax.Array, do: jax.Array, o: jax.Array
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv of what `flash_forward` was given and gave, and do."""
-    (B, T, H, E), K = q.shape, k.shape[2]
-    most = _MOST_SCORES // T**2
-    if not _deterministic.value or most >= B * H:
+    (B, T, H, _), K = q.shape, k.shape[2]
+    scores = B * H * T**2
+    if not _deterministic.value or scores <= _MOST_SCORES:
         return _backward(q, k, v, log_sums, do, o)
-    together = max(n for n in range(1, B * H) if B * H % n == 0 and n <= max(1, most))
+    together = max((n for n in range(1, K) if K % n == 0 and scores * n <= _MOST_SCORES * K), default=1)
 
-    def by_head(x: jax.Array) -> jax.Array:
-        x_BHTE = jnp.repeat(x, H // x.shape[2], axis=2).swapaxes(1, 2)
-        return x_BHTE.reshape(-1, together, T, 1, E)
+    def add(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def some(x: jax.Array, axis: int = 2) -> jax.Array:
+            size = x.shape[axis] * together // K
+            return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
-    each = by_head(q), by_head(k), by_head(v), log_sums.reshape(-1, together, 1, T), by_head(do), by_head(o)
-    dq, *of_keys = (x.reshape(B, H, T, E) for x in jax.lax.map(lambda heads: _backward(*heads), each))
-    dk, dv = (x.reshape(B, K, -1, T, E).sum(2, jnp.float32).astype(x.dtype) for x in of_keys)  # as cuDNN does
-    return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))
+        gradients = _by_queries(some(q), some(k), some(v), some(log_sums, 1), some(do), some(o))
+        updates = zip(found, gradients, (i * new.shape[2] for new in gradients), strict=True)
+        return tuple(jax.lax.dynamic_update_slice_in_dim(*update, axis=2) for update in updates)
+
+    return jax.lax.fori_loop(0, K // together, add, tuple(map(jnp.zeros_like, (q, k, v))))
+
+
+def _by_queries(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_sums: jax.Array, do: jax.Array, o: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`_backward`, of one key-value head for some of its query heads after the other, where all of them have too many
+    scores. What they add to its gradients is then added up as cuDNN does it, each of it having been rounded."""
+    B, T, H, _ = q.shape
+    at_once = max(1, _MOST_SCORES // (B * T**2))
+    if at_once >= H:
+        return _backward(q, k, v, log_sums, do, o)
+    gradients = []
+    for part in np.array_split(np.arange(H), -(-H // at_once)):
+        at = slice(part[0], part[-1] + 1)
+        keys, values = (jnp.repeat(x, len(part), axis=2) for x in (k, v))
+        gradients.append(_backward(q[:, :, at], keys, values, log_sums[:, at], do[:, :, at], o[:, :, at]))
+    dq, *of_keys = (jnp.concatenate(of_parts, axis=2) for of_parts in zip(*gradients, strict=True))
+    return dq, *(x.sum(2, jnp.float32, keepdims=True).astype(x.dtype) for x in of_keys)
 
 
 def _backward(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:

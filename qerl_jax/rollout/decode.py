@@ -33,6 +33,10 @@ from qerl_jax.rollout.fused import layer_parts, run_layers
 # What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values, as `KVCache` has them.
 Prefilled = tuple[jax.Array, tuple[KV, ...]]
 PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
+# Of a prompt that is in the network alone, those that are in a layer's products at once: enough for fast ones, and few,
+# since the last of them are computed whole. Without cuDNN's attention their scores with all of the prompt's keys are
+# kept, 3 GB at 7B with 16,384 tokens.
+CHUNK_TOKENS = 1024
 
 
 def prefill(
@@ -47,8 +51,8 @@ def prefill(
 ) -> Prefilled:
     """Runs prompts (padded on the right) once each, into rows of a pool.
 
-    At most `tokens_at_once` tokens go through the network together: some of the prompts or, where a single prompt is
-    longer than that, through each layer's products one chunk of it after the other. What they leave goes into the pool
+    At most `tokens_at_once` tokens go through the network together: some of the prompts; or one, where two would be
+    more, through each layer's products one chunk after the other, as many as it has. What they leave goes into the pool
     before the next ones begin. So however many prompts there are, it exists once, in the cache's dtype.
 
     Args:
@@ -59,7 +63,8 @@ def prefill(
       The pool with the prompts.
     """
     A, P = tokens_AP.shape
-    in_chunks = tokens_at_once < P
+    together = max(1, tokens_at_once // P)
+    in_chunks = together == 1
     # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
     tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
 
@@ -76,14 +81,13 @@ def prefill(
             return put(layers[i][0], k), put(layers[i][1], v)
 
         if in_chunks:
-            T = min(tokens_at_once, chunk_tokens(model.base.embed.dtype))
-            last, layers = _in_chunks(model, adapter, tokens, lengths, norms, T, keep)
+            chunk = min(tokens_at_once, CHUNK_TOKENS)
+            last, layers = _in_chunks(model, adapter, tokens, lengths, norms, chunk, keep)
         else:
             hidden, layers = forward(model, adapter, tokens, norms=norms, keep=keep)
             last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return (put(hidden_RD, last), layers), None
 
-    together = max(1, tokens_at_once // P)
     if together >= A:
         return run(pool, (tokens_AP, lengths_A, rows_A))[0]
     parts = -(-A // together)
@@ -93,13 +97,6 @@ def prefill(
     beyond = pool[0].shape[0] + A + jnp.arange(padding, dtype=rows_A.dtype)
     rows = jnp.concatenate([rows_A, beyond]).reshape(parts, together)
     return jax.lax.scan(run, pool, (tokens, lengths, rows))[0]
-
-
-def chunk_tokens(dtype: jnp.dtype) -> int:
-    """The most tokens of a prompt of more than PREFILL_TOKENS that are in a layer's products at once: enough for fast
-    ones, and few, since a prompt's last chunk is computed whole. Without cuDNN's attention scores of these with all of
-    the prompt's keys are kept, 3 GB at 7B with 16,384 tokens."""
-    return 2048 if by_cudnn(dtype) else 1024
 
 
 def _in_chunks(

@@ -24,7 +24,7 @@ from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes, has_kernel
-from qerl_jax.rollout.decode import PREFILL_TOKENS, chunk_tokens
+from qerl_jax.rollout.decode import CHUNK_TOKENS, PREFILL_TOKENS
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.sampling import SamplingSettings
 
@@ -175,10 +175,11 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    positions = tokens = P * min(prompts, PREFILL_TOKENS // P)
+    together = max(1, PREFILL_TOKENS // P)
+    positions = tokens = P * min(prompts, together)
     seen, between = P, 0
-    if P > PREFILL_TOKENS:
-        tokens = chunk_tokens(dtype)
+    if together == 1:
+        tokens = CHUNK_TOKENS
         chunks = -(-P // tokens)
         positions = seen = chunks * tokens
         # Queries, keys and values; and what is attended, and a copy of the three of half the chunks, or by products
