@@ -14,7 +14,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from qerl_jax.models import flash_attention as module
-from qerl_jax.models.flash_attention import deterministic_jit, flash_attention, flash_backward
+from qerl_jax.models.flash_attention import backward_in_parts, deterministic_jit, flash_attention, flash_forward
 
 SHAPES = [(2, 64, heads, 128) for heads in (8, 2, 2)]
 
@@ -98,9 +98,8 @@ def test_of_a_long_row_few_heads_have_scores_at_once(rows, T, together, as_with_
 
     def heads(jit):
         _, *backward = calls(gradients(flash_attention), shapes, jit)
-        return [
-            tuple(int(n) for n in re.findall(rf"tensor<{rows}x{T}x(\d+)x128xbf16>", rest)[:2]) for *_, rest in backward
-        ]
+        found = [re.findall(rf"tensor<{rows}x{T}x(\d+)x128xbf16>", operands) for *_, operands in backward]
+        return [(int(queries), int(keys)) for queries, keys, *_ in found]
 
     assert heads(jax.jit) == [(28, 4)]
     assert heads(deterministic_jit) == together
@@ -117,19 +116,26 @@ def backward_of_sums(q, k, v, log_sums, do, o):
     return jnp.einsum("bhts,bshe->bthe", ds, keys), *(x.reshape(*x.shape[:2], K, -1, E).sum(3) for x in of_heads)
 
 
-@pytest.mark.parametrize("most", [0, 3, 4, 6, 11])
-def test_heads_one_after_the_other_are_those_together(most, monkeypatch):
-    """Also with three rows, and under vmap."""
-    monkeypatch.setattr(module, "_backward", backward_of_sums)
-    monkeypatch.setattr(module, "_MOST_SCORES", most * 7**2)
-    q, k, v, do = drawn(3, 7, 4, 2, 8, jnp.float32)
+@pytest.mark.parametrize("most, parts", [
+    (0, {1}), (1, {1}), (2, {2, 1}), (3, {3}), (4, {3}), (6, {6}), (11, {6}), (12, {12})
+])  # fmt: skip
+def test_heads_one_after_the_other_are_those_together(most, parts, monkeypatch):
+    """Of 12 with 4 key-value heads: some of these, or one and parts of its three queries."""
+    T, heads = 7, set()
+    q, k, v, do = drawn(2, T, 12, 4, 8, jnp.float32)
     o, back = jax.vjp(plain, q, k, v)
-    scores = jnp.einsum("bthe,bshe->bhts", q, jnp.repeat(k, 2, axis=2)) / 8**0.5
-    log_sums = jax.nn.logsumexp(jnp.where(jnp.tri(7, dtype=bool), scores, -jnp.inf), axis=-1)
-    operands = q, k, v, log_sums, do, o
-    for function in (flash_backward, lambda *x: [y[:, 0] for y in jax.vmap(flash_backward)(*(y[:, None] for y in x))]):
-        for ours, right in zip(deterministic_jit(function)(*operands), back(do), strict=True):
-            np.testing.assert_allclose(ours, right, atol=2e-5)
+    scores = jnp.einsum("bthe,bshe->bhts", q, jnp.repeat(k, 3, axis=2)) / 8**0.5
+    log_sums = jax.nn.logsumexp(jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf), axis=-1)
+
+    def part(q, *rest):
+        heads.add(q.shape[2])
+        return backward_of_sums(q, *rest)
+
+    monkeypatch.setattr(module, "_backward", part)
+    found = jax.jit(lambda *x: backward_in_parts(*x, most * 2 * T**2))(q, k, v, log_sums, do, o)
+    for ours, right in zip(found, back(do), strict=True):
+        np.testing.assert_allclose(ours, right, atol=2e-5)
+    assert heads == parts
 
 
 @pytest.mark.parametrize(
@@ -197,13 +203,20 @@ def test_gradients_are_right_and_repeat_bit_for_bit(case, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 7, 14])
-@pytest.mark.parametrize("case", [(1, 515, 28, 4, 128), (2, 300, 14, 2, 64)], ids=str)
-def test_heads_one_after_the_other_have_the_same_bits(case, heads, monkeypatch):
-    operands = drawn(*case, jnp.bfloat16)
-    together = deterministic_jit(gradients(flash_attention))(*operands)
-    monkeypatch.setattr(module, "_MOST_SCORES", heads * case[1] ** 2)
-    for ours, theirs in zip(deterministic_jit(gradients(flash_attention))(*operands), together, strict=True):
+@pytest.mark.parametrize("heads", [1, 3, 7, 14])
+@pytest.mark.parametrize("case", [(1, 2112, 28, 4, 128), (2, 301, 28, 4, 64)], ids=str)
+def test_heads_one_after_the_other_have_the_same_bits(case, heads):
+    (B, T, H, *_), (q, k, v, do) = case, drawn(*case, jnp.bfloat16)
+    o, log_sums = jax.jit(flash_forward)(q, k, v)
+
+    def of_parts(most):
+        program = deterministic_jit(functools.partial(backward_in_parts, most_scores=most * B * T**2))
+        compiled = program.lower(q, k, v, log_sums, do, o).compile()
+        return compiled(q, k, v, log_sums, do, o), compiled.memory_analysis().temp_size_in_bytes
+
+    (together, more), (one_after_the_other, fewer) = of_parts(H), of_parts(heads)
+    assert fewer < more
+    for ours, theirs in zip(one_after_the_other, together, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 

@@ -31,9 +31,11 @@ def plainly():
     return jax.jit(forward)(MODEL, ADAPTER, TOKENS)
 
 
-@pytest.mark.parametrize("at_once, whole", [(1, True), (4, True), *((n, False) for n in (1, 4, 5, 10, 11, 25, 1000))])
+@pytest.mark.parametrize("at_once, whole", [
+    *((n, True) for n in (1, 4, 21)), *((n, False) for n in (1, 4, 5, 10, 11, 21, 22, 1000))
+])  # fmt: skip
 def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once, whole, monkeypatch):
-    """Chunks of one prompt up to 10 tokens at once, then one prompt at a time, two (the last alone), all; attention in
+    """Chunks of one prompt up to 21 tokens at once, then two prompts at a time (the last alone), all; attention in
     chunks too, or `whole`, as where cuDNN computes it."""
     monkeypatch.setattr(decode, "by_cudnn", lambda dtype: whole)
     rows = jnp.array([5, 0, 7, 3, 1])  # the third is beyond the pool
@@ -63,9 +65,12 @@ def test_what_fills_prompts_up_is_a_token_that_they_have(at_once):
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(found))
 
 
-def test_chunks_behind_the_longest_prompt_are_left_out():
+@pytest.mark.parametrize("at_once", [4, 21])
+def test_chunks_behind_the_longest_prompt_are_left_out(at_once, monkeypatch):
     """Their keys stay the zeros that they were."""
-    _, layers = prefill(MODEL, ADAPTER, TOKENS[:3], jnp.array([2, 1, 4]), NORMS, empty(3), jnp.arange(3), 4)
+    monkeypatch.setattr(decode, "CHUNK_TOKENS", 4)
+    lengths = jnp.array([2, 1, 4])
+    _, layers = prefill(MODEL, ADAPTER, TOKENS[:3], lengths, NORMS, empty(3), jnp.arange(3), at_once)
     for k, _ in layers:
         assert np.any(k[:, :, 3]) and not np.any(k[:, :, 4:])
 

@@ -73,7 +73,8 @@ def beginning(model, adapter, prompts, P):
     (300, 500, "auto", True, {}),  # scores, and a last part that is filled up
     (32, 500, "fp8_values", True, {}),
     (128, 512, "auto", True, {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 6}),
-    (3, 20000, "auto", True, {}),  # a prompt in chunks
+    (3, 4097, "auto", True, {}),  # a prompt alone, and so in chunks
+    (3, 20000, "auto", True, {}),
     (3, 20000, "fp8_values", True, {"num_hidden_layers": 6}),
 ])  # fmt: skip
 def test_a_plan_counts_what_a_prefill_makes(prompts, P, kv_cache_dtype, adapted, fields):
@@ -85,9 +86,10 @@ def test_a_plan_counts_what_a_prefill_makes(prompts, P, kv_cache_dtype, adapted,
 
 
 @pytest.mark.parametrize("name, P, compiled", [
-    ("qwen2.5-7b", 16384, 652.8),
+    ("qwen2.5-7b", 8192, 319.9),
+    ("qwen2.5-7b", 16384, 571.5),
     ("qwen2.5-7b", 65536, 2248.2),
-    ("qwen3-4b", 34000, 1220.6),
+    ("qwen3-4b", 34000, 1212.2),
 ])  # fmt: skip
 def test_a_plan_counts_what_a_long_prompt_takes_on_an_h200(name, P, compiled, monkeypatch):
     """MB that XLA counts in `admit`, compiled for one with two layers and adapters of rank 32."""

@@ -122,18 +122,34 @@ def flash_backward(
     q: jax.Array, k: jax.Array, v: jax.Array, log_sums: jax.Array, do: jax.Array, o: jax.Array
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv of what `flash_forward` was given and gave, and do."""
+    if _deterministic.value:
+        return backward_in_parts(q, k, v, log_sums, do, o)
+    return _backward(q, k, v, log_sums, do, o)
+
+
+def backward_in_parts(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_sums: jax.Array,
+    do: jax.Array,
+    o: jax.Array,
+    most_scores: int = _MOST_SCORES,
+) -> tuple[jax.Array, ...]:
+    """`_backward` of all heads or, where they would keep more scores than that, of some after the others: of key-value
+    heads with their queries, or of one of them and some of its query heads."""
     (B, T, H, _), K = q.shape, k.shape[2]
-    scores = B * H * T**2
-    if not _deterministic.value or scores <= _MOST_SCORES:
+    at_once = max(1, most_scores // (B * T**2))
+    if at_once >= H:
         return _backward(q, k, v, log_sums, do, o)
-    together = max((n for n in range(1, K) if K % n == 0 and scores * n <= _MOST_SCORES * K), default=1)
+    together = max((n for n in range(1, K) if K % n == 0 and n * H // K <= at_once), default=1)
 
     def add(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         def some(x: jax.Array, axis: int = 2) -> jax.Array:
             size = x.shape[axis] * together // K
             return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
-        gradients = _by_queries(some(q), some(k), some(v), some(log_sums, 1), some(do), some(o))
+        gradients = _by_queries(at_once, some(q), some(k), some(v), some(log_sums, 1), some(do), some(o))
         updates = zip(found, gradients, (i * new.shape[2] for new in gradients), strict=True)
         return tuple(jax.lax.dynamic_update_slice_in_dim(*update, axis=2) for update in updates)
 
@@ -141,12 +157,11 @@ def flash_backward(
 
 
 def _by_queries(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_sums: jax.Array, do: jax.Array, o: jax.Array
+    at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, log_sums: jax.Array, do: jax.Array, o: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`_backward`, of one key-value head for some of its query heads after the other, where all of them have too many
-    scores. What they add to its gradients is then added up as cuDNN does it, each of it having been rounded."""
-    B, T, H, _ = q.shape
-    at_once = max(1, _MOST_SCORES // (B * T**2))
+    """`_backward` of at most so many heads or, of one key-value head, of some of its query heads after the others. What
+    these add to the gradients of keys and values is rounded before it is added up, as in cuDNN."""
+    H = q.shape[2]
     if at_once >= H:
         return _backward(q, k, v, log_sums, do, o)
     gradients = []
