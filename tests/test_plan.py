@@ -79,6 +79,11 @@ def test_prompts_that_are_padded_to_twice_their_length_are_told_of():
         f"{MEMORY}. No prompt has more than 1,024 tokens, and each takes the time and memory of 2,048: a lower "
         "data.max_prompt_length saves both"
     )
+    alone = dataclasses.replace(MEMORY, longest_prompt=1024, max_prompt_length=4097)  # in chunks, without padding
+    assert str(alone) == (
+        f"{MEMORY}. No prompt has more than 1,024 tokens, and each takes the memory of 4,097: a lower "
+        "data.max_prompt_length saves it"
+    )
 
 
 def test_the_most_may_be_an_evaluations():

@@ -63,7 +63,7 @@ def prefill(
       The pool with the prompts.
     """
     A, P = tokens_AP.shape
-    together = max(1, tokens_at_once // P)
+    together = prompts_at_once(P, tokens_at_once)
     in_chunks = together == 1
     # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
     tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
@@ -97,6 +97,11 @@ def prefill(
     beyond = pool[0].shape[0] + A + jnp.arange(padding, dtype=rows_A.dtype)
     rows = jnp.concatenate([rows_A, beyond]).reshape(parts, together)
     return jax.lax.scan(run, pool, (tokens, lengths, rows))[0]
+
+
+def prompts_at_once(max_prompt_length: int, tokens_at_once: int = PREFILL_TOKENS) -> int:
+    """How many prompts go through the network together, padded; one that does alone goes in chunks, without padding."""
+    return max(1, tokens_at_once // max_prompt_length)
 
 
 def _in_chunks(

@@ -24,7 +24,7 @@ from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes, has_kernel
-from qerl_jax.rollout.decode import CHUNK_TOKENS, PREFILL_TOKENS
+from qerl_jax.rollout.decode import CHUNK_TOKENS, prompts_at_once
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.sampling import SamplingSettings
 
@@ -175,7 +175,7 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    together = max(1, PREFILL_TOKENS // P)
+    together = prompts_at_once(P)
     positions = tokens = P * min(prompts, together)
     seen, between = P, 0
     if together == 1:
