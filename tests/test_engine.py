@@ -347,3 +347,12 @@ def test_more_samples_than_memory_run_in_turn():
     small = engine(cache_bytes=32_500)
     assert small.plan(N * G, N).slots == 3  # whose programs are there already
     assert_same(finished(small.generate(ADAPTER, requests(), KEY)), with_slots(3))
+
+
+def test_a_rollout_is_planned_as_wide_as_its_prompts():
+    """A prefill of narrower ones takes less of the cache and may take more beside it: more of them at once."""
+    memory = engine().plan(N * G, N, ADAPTER).nbytes
+    wide = Engine(MODEL, SETTINGS, max_prompt_length=8 * P, cache_bytes=memory)
+    assert wide.plan(N * G, N, ADAPTER).slots < N * G
+    np.testing.assert_array_equal(wide.rollout(ADAPTER, batch(), KEY, G).tokens, rolled_out().tokens)
+    assert wide.statistics.prefills == 1

@@ -32,7 +32,7 @@ from qerl_jax.rollout.fused import layer_parts, run_layers
 
 # What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values, as `KVCache` has them.
 Prefilled = tuple[jax.Array, tuple[KV, ...]]
-PREFILL_TOKENS = 8192  # prompt tokens that are in the network at once, which bounds the activations' memory
+PREFILL_TOKENS = 8192  # tokens of several prompts that are in the network at once, which bounds the activations' memory
 # Of a prompt that is in the network alone, those that are in a layer's products at once: enough for fast ones, and few,
 # since the last of them are computed whole. Without cuDNN's attention their scores with all of the prompt's keys are
 # kept, 3 GB at 7B with 16,384 tokens.

@@ -90,10 +90,14 @@ class Engine:
 
     def plan(self, samples: int, prompts: int, adapter: Adapter | None = None) -> Plan:
         """Slots and pool rows for so many samples of so many prompts; raises UserError if not one slot fits."""
+        return self._plan(self.max_prompt_length, samples, prompts, adapter)
+
+    def _plan(self, width: int, samples: int, prompts: int, adapter: Adapter | None) -> Plan:
+        """`plan` for prompts with so many token slots."""
         return plan_slots(
             self.model,
             self.settings,
-            self.max_prompt_length,
+            width,
             samples=samples,
             prompts=prompts,
             max_slots=self.max_slots,
@@ -139,7 +143,7 @@ class Engine:
         for number, request in enumerate(requests):
             if (error := self._refusal(request)) is not None:
                 raise ValueError(f"prompt {number} {error}")
-        if self._at_once(self.plan(N * G, N, adapter), N * G):
+        if self._at_once(self._plan(P, N * G, N, adapter), N * G):
             began = time.perf_counter()
             slots, new = programs().begun(self.model, adapter, prompts, key, self.settings, G, norms, limits_N)
             model, adapter = prepared(self.model, adapter, new)
