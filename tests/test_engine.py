@@ -158,6 +158,18 @@ def test_log_probabilities_behind_prompts_prefilled_in_chunks_are_the_learners(m
         np.testing.assert_allclose(done.logps, learned()[row, : len(done.ids)], atol=1e-4)
 
 
+def test_prompts_in_a_pack_change_no_bit_of_each_other(monkeypatch):
+    """Of which one as long as the pool is wide fills it, or several shorter ones."""
+    width = P + 2  # as above
+    monkeypatch.setattr("qerl_jax.rollout.queued.prefill", functools.partial(prefill, tokens_at_once=width))
+    wider = Engine(MODEL, SETTINGS, max_prompt_length=width, max_slots=3)
+    together = finished(wider.generate(ADAPTER, requests(), KEY))
+    for n, request in enumerate(requests()):
+        found = finished(wider.generate(ADAPTER, [request], KEY))
+        assert_same({(n, g): done for (_, g), done in found.items()}, {(n, g): together[n, g] for g in range(G)})
+    assert {name: done.ids for name, done in together.items()} == {k: done.ids for k, done in with_slots(3).items()}
+
+
 @pytest.mark.parametrize("slots", [None, 3])
 def test_a_rollouts_limits_are_those_of_its_prompts(slots):
     limits = [1, 7, C, 2, 3]

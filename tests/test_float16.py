@@ -224,10 +224,13 @@ def test_padding_of_prompts_overflows_in_vain():
         assert all(rows[0] and rows[2] for rows in finite)
 
 
-def test_a_sample_that_overflows_spoils_no_later_one_in_its_slot():
+@pytest.mark.parametrize("overflows", [[40, 9, 11], [9, 11, 40]], ids=["at once", "where later prompts have ended"])
+def test_what_overflows_spoils_no_later_sample_in_its_slot(overflows):
+    """Nor what comes into its prompt's row of the pool."""
     model = overflowing(40, 4)
     settings = SamplingSettings(12, (3, 4, 5, 6), 1, top_k=5)
-    requests = [Request([40 if i == 3 else 7 + i % 5, 9, 11], 1, i) for i in range(30)]
+    others = 2 if overflows[-1] == 40 else 3
+    requests = [Request(overflows if i == 3 else [7 + i % 5, 9, 11][:others], 1, i) for i in range(30)]
 
     def sampled(slots):
         engine = Engine(model, settings, max_prompt_length=3, max_slots=slots, tail_sizes=())

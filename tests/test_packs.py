@@ -15,11 +15,11 @@ from qerl_jax.models import packed_rows as packed_rows_module
 from qerl_jax.models.attention import causal_attention, packed_attention
 from qerl_jax.models.flash_attention import deterministic_jit
 from qerl_jax.models.packed_rows import Frame, frames_of, in_a_row, moved, packed_rows, placed
+from qerl_jax.models.packs import in_packs, packs_of
 from qerl_jax.models.transformer import forward
 from qerl_jax.rl.correction import SamplerCorrection
 from qerl_jax.rl.logprobs import completion_logps, longest_row, token_logps
 from qerl_jax.rl.losses import LossSpec, policy_loss
-from qerl_jax.rl.packs import in_packs, packs_of
 from qerl_jax.rl.state import Batch, UpdateSettings, init_state
 from qerl_jax.rl.update import score, update_step
 
@@ -107,7 +107,7 @@ def test_frames_by_hand(monkeypatch):
 
 def test_packs_by_hand():
     """32 slots: the longest first, each into the first pack with room."""
-    packs = packs_of(jnp.array([5, 16, 3, 12, 1, 9]), size=2, longest=16)
+    packs = packs_of(jnp.array([5, 16, 3, 12, 1, 9]), slots=32, frames=frames_of(6, 32, 16))
     assert packs.rows[:6].tolist() == [1, 2, 3, 4, 0, 5] and packs.first[:3].tolist() == [0, 4, 6]
     assert int(packs.number) == 2  # 16 + 12 + 3 + 1, 9 + 5
 
@@ -126,8 +126,10 @@ def cases():
 @pytest.mark.parametrize(("lengths", "size", "longest"), list(cases()))
 def test_every_row_once_in_few_packs_that_frames_hold(lengths, size, longest):
     B = len(lengths)
-    packs = jax.tree.map(np.asarray, jax.jit(functools.partial(packs_of, size=size, longest=longest))(lengths))
-    number, frames = int(packs.number), frames_of(B, size * longest, longest)
+    frames = frames_of(B, size * longest, longest)
+    made = jax.jit(functools.partial(packs_of, slots=size * longest, frames=frames))
+    packs = jax.tree.map(np.asarray, made(lengths))
+    number = int(packs.number)
     together = [packs.rows[packs.first[i] : packs.first[i + 1]] for i in range(number)]
     assert sorted(np.concatenate(together).tolist()) == list(range(B)) and all(len(rows) for rows in together)
     assert (packs.rows[B:] == B).all() and len(packs.rows) - B == max(frame.rows for frame in frames)
@@ -155,15 +157,21 @@ def test_each_row_goes_with_its_own(name, size):
 
     none = jnp.zeros(12, jnp.int32), jnp.int32(0), jnp.int32(0)
     rows = 100 + jnp.arange(12), jnp.stack([jnp.zeros(12), 3 * jnp.arange(12)], 1)
-    seen, wrong, packs = jax.jit(functools.partial(in_packs, body, size=size, longest=64))(none, rows, lengths)
+    slots = size * 64
+    run = functools.partial(in_packs, body, slots=slots, frames=frames_of(12, slots, 64))
+    seen, wrong, packs = jax.jit(run)(none, rows, lengths)
     assert seen.tolist() == [1] * 12 and int(wrong) == 0 and packs <= -(-12 // size)
 
 
 # ---- where tokens stand -------------------------------------------------------------------------------------------
 
 
+def pack_of(lengths, slots, longest):
+    return packed_rows(jnp.array(lengths, jnp.int32), slots, frames_of(len(lengths), slots, longest))
+
+
 def test_a_pack_by_hand():
-    pack = packed_rows(jnp.array([3, 1, 2, 0]), 8, 4)
+    pack = pack_of([3, 1, 2, 0], 8, 4)
     assert pack.row_L.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
     assert pack.place_L.tolist() == [0, 1, 2, 0, 0, 1, 1, 1]  # the last token again
     assert pack.live_L.tolist() == [True] * 6 + [False] * 2 and pack.starts_N.tolist() == [0, 3, 4, 6]
@@ -176,7 +184,7 @@ def test_a_pack_by_hand():
 
 
 def test_a_pack_of_as_many_rows_as_have_room_stands_as_its_frame():
-    pack = packed_rows(jnp.array([3, 4, 0, 0]), 8, 4)
+    pack = pack_of([3, 4, 0, 0], 8, 4)
     assert pack.frames == (Frame(2, 4), Frame(4, 4)) and pack.frame == 0
     assert pack.row_L.tolist() == [0] * 4 + [1] * 4 and pack.place_L.tolist() == [0, 1, 2, 2, 0, 1, 2, 3]
     assert pack.live_L.tolist() == [True] * 3 + [False] + [True] * 4 and pack.starts_N[:2].tolist() == [0, 4]
@@ -206,7 +214,7 @@ def attended(lengths, slots, longest, dtype, seed=0):
     """Queries, keys, values and the result's gradient of a pack, and the pack."""
     keys = jax.random.split(jax.random.key(seed), 4)
     drawn = [jax.random.normal(k, (slots, heads, 16), dtype) for k, heads in zip(keys, (4, 2, 2, 4), strict=True)]
-    return *drawn, packed_rows(jnp.array(lengths, jnp.int32), slots, longest)
+    return *drawn, pack_of(lengths, slots, longest)
 
 
 def with_gradients(q, k, v, do, pack):
@@ -247,7 +255,7 @@ def causal_with_gradients(q, k, v, do):
 
 
 def test_the_packs_use_every_frame():
-    used = {int(packed_rows(jnp.array(n + [0] * (8 - len(n))), 128, 64).frame) for n in PACKS}
+    used = {int(pack_of(n + [0] * (8 - len(n)), 128, 64).frame) for n in PACKS}
     assert used == set(range(len(frames_of(8, 128, 64)))) and len(used) == 4
 
 
@@ -327,7 +335,7 @@ def test_packs_by_cudnn_are_right_and_repeat_bit_for_bit(lengths, dtype, monkeyp
     monkeypatch.undo()
     slots, keys = 2 * 2112, jax.random.split(jax.random.key(0), 4)
     operands = [jax.random.normal(k, (slots, h, 128), dtype) for k, h in zip(keys, (28, 4, 4, 28), strict=True)]
-    pack = packed_rows(jnp.array(lengths + [0] * (64 - len(lengths)), jnp.int32), slots, 2112)
+    pack = pack_of(lengths + [0] * (64 - len(lengths)), slots, 2112)
     found = ordered(*operands, pack)
     expected = in_float32(*(x.astype(jnp.float32) for x in operands), pack)
     live_L11 = pack.live_L[:, None, None]

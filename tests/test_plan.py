@@ -74,14 +74,9 @@ def test_what_a_plan_says_of_memory():
     )
 
 
-def test_prompts_that_are_padded_to_twice_their_length_are_told_of():
+def test_room_for_prompts_of_twice_the_length_is_told_of():
     assert str(dataclasses.replace(MEMORY, longest_prompt=1024)) == (
-        f"{MEMORY}. No prompt has more than 1,024 tokens, and each takes the time and memory of 2,048: a lower "
-        "data.max_prompt_length saves both"
-    )
-    alone = dataclasses.replace(MEMORY, longest_prompt=1024, max_prompt_length=4097)  # in chunks, without padding
-    assert str(alone) == (
-        f"{MEMORY}. No prompt has more than 1,024 tokens, and each takes the memory of 4,097: a lower "
+        f"{MEMORY}. No prompt has more than 1,024 tokens, and each takes the memory of 2,048: a lower "
         "data.max_prompt_length saves it"
     )
 

@@ -12,7 +12,7 @@ from qerl_jax.models.params import norms_of
 from qerl_jax.models.transformer import forward
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.attention import empty_kv
-from qerl_jax.rollout.decode import prefill
+from qerl_jax.rollout.decode import pack_of, prefill
 
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
@@ -32,11 +32,11 @@ def plainly():
 
 
 @pytest.mark.parametrize("at_once, whole", [
-    *((n, True) for n in (1, 4, 21)), *((n, False) for n in (1, 4, 5, 10, 11, 21, 22, 1000))
+    *((n, True) for n in (1, 4, 10)), *((n, False) for n in (1, 4, 5, 10, 11, 22, 33, 1000))
 ])  # fmt: skip
 def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once, whole, monkeypatch):
-    """Chunks of one prompt up to 21 tokens at once, then two prompts at a time (the last alone), all; attention in
-    chunks too, or `whole`, as where cuDNN computes it."""
+    """Chunks of one prompt up to 10 tokens at once, then packs with slots for one, two, three and all full prompts;
+    attention in chunks too, or `whole`, as where cuDNN computes it."""
     monkeypatch.setattr(decode, "by_cudnn", lambda dtype: whole)
     rows = jnp.array([5, 0, 7, 3, 1])  # the third is beyond the pool
     run = jax.jit(lambda *operands: prefill(*operands, at_once))
@@ -56,7 +56,24 @@ def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once, who
             np.testing.assert_allclose(v[at, :length], expected_v[row, :length], atol=2e-5)
 
 
-@pytest.mark.parametrize("at_once", [4, 1000])
+def test_packs_go_by_tokens():
+    """Slots of a pack and rows of its frame: full prompts in equal parts, and shorter ones with room for more."""
+    assert pack_of(64, 300) == (7 * 300, (27, 300)) and pack_of(8, 300) == (4 * 300, (8, 300))
+    assert pack_of(1, 2048) == (2048, (1, 2048)) and pack_of(9, 2048) == (2048, (4, 2048))
+    assert pack_of(5, 2) == (10, (5, 2))
+
+
+def test_prompts_of_several_seeds_at_once():
+    """By `vmap`, in packs of which each seed needs another number."""
+    lengths = jnp.array([[1, 1, 1, 2, 1], LENGTHS])
+    run = jax.jit(lambda lengths: prefill(MODEL, ADAPTER, TOKENS, lengths, NORMS, empty(5), jnp.arange(5), 11))
+    both = jax.vmap(run)(lengths)
+    for i in range(2):
+        for found, expected in zip(jax.tree.leaves(both), jax.tree.leaves(run(lengths[i])), strict=True):
+            np.testing.assert_allclose(found[i], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("at_once", [4, 11, 1000])
 def test_what_fills_prompts_up_is_a_token_that_they_have(at_once):
     """0 times what another one may overflow to in float16 is NaN."""
     model = MODEL.replace(base=MODEL.base.replace(embed=MODEL.base.embed.at[0].set(jnp.nan)))
@@ -65,7 +82,7 @@ def test_what_fills_prompts_up_is_a_token_that_they_have(at_once):
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("at_once", [4, 21])
+@pytest.mark.parametrize("at_once", [4, 10])
 def test_chunks_behind_the_longest_prompt_are_left_out(at_once, monkeypatch):
     """Their keys stay the zeros that they were."""
     monkeypatch.setattr(decode, "CHUNK_TOKENS", 4)

@@ -64,15 +64,14 @@ class PackedRows(flax.struct.PyTreeNode):
     frames: tuple[Frame, ...] = flax.struct.field(pytree_node=False)
 
 
-def packed_rows(lengths_N: jax.Array, slots: int, longest: int) -> PackedRows:
+def packed_rows(lengths_N: jax.Array, slots: int, frames: tuple[Frame, ...]) -> PackedRows:
     """The pack of rows of these lengths.
 
     Args:
-      lengths_N: 1 to `longest`, or 0 at the end; the sum is at most `slots`, and a frame of `frames_of` holds them.
+      lengths_N: 1 or more, or 0 at the end; the sum is at most `slots`.
       slots: L.
-      longest: tokens of the longest row that there may be.
+      frames: the first of them that holds the rows is the one that they are taken out into.
     """
-    frames = frames_of(lengths_N.shape[0], slots, longest)
     lengths_N = lengths_N.astype(jnp.int32)
     rows, widest = jnp.sum(lengths_N > 0), jnp.max(lengths_N)
     holds = jnp.stack([(rows <= frame.rows) & (widest <= frame.width) for frame in frames])

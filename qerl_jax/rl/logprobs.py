@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.models.packed_rows import in_a_row, moved, packed_rows
+from qerl_jax.models.packed_rows import frames_of, in_a_row, moved, packed_rows
 from qerl_jax.models.params import Adapter, Model, Norms
 from qerl_jax.models.transformer import checked_tokens, forward, head
 
@@ -194,7 +194,7 @@ def completion_logps(
     (N, P), C = prompt_NP.shape, completion_NC.shape[1]
     longest = longest_row(P, C)
     slots = (N if size is None else size) * longest
-    pack = packed_rows(prompt_lengths_N + completion_lengths_N, slots, longest)
+    pack = packed_rows(prompt_lengths_N + completion_lengths_N, slots, frames_of(N, slots, longest))
     row_L, place_L, starts_N = pack.row_L, pack.place_L, pack.starts_N
     of_completion_L = place_L - prompt_lengths_N[row_L]  # the token's place in the completion
     tokens_L = jnp.where(

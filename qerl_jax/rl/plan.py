@@ -20,7 +20,6 @@ from qerl_jax.rl.learner import Learner
 from qerl_jax.rl.losses import LossFn
 from qerl_jax.rl.own_functions import OwnFunctions
 from qerl_jax.rl.state import TrainState
-from qerl_jax.rollout.decode import prompts_at_once
 from qerl_jax.rollout.memory import nbytes, sized
 
 
@@ -69,12 +68,9 @@ class RunMemory:
         most = self.weights + self.trained + max(self.rollout.nbytes, self.evaluation.nbytes, self.update or 0)
         has = "what the device has is not known" if self.limit is None else f"the device has {sized(self.limit)}"
         if 2 * self.longest_prompt <= self.max_prompt_length:
-            wasted, saves = "memory", "saves it"
-            if prompts_at_once(self.max_prompt_length) > 1:
-                wasted, saves = "time and memory", "saves both"
             has += (
-                f". No prompt has more than {self.longest_prompt:,} tokens, and each takes the {wasted} of "
-                f"{self.max_prompt_length:,}: a lower data.max_prompt_length {saves}"
+                f". No prompt has more than {self.longest_prompt:,} tokens, and each takes the memory of "
+                f"{self.max_prompt_length:,}: a lower data.max_prompt_length saves it"
             )
         return (
             f"memory: weights {sized(self.weights)}, adapter and optimizer {sized(self.trained)}; "

@@ -25,12 +25,13 @@ import numpy as np
 import optax
 
 from qerl_jax.errors import UserError, check_kind
+from qerl_jax.models.packed_rows import frames_of
+from qerl_jax.models.packs import Body, in_packs, put
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.rl.advantages import AdvantageFn, advantages_of, group_advantages
 from qerl_jax.rl.correction import correction_weights, gap_metrics
 from qerl_jax.rl.logprobs import completion_logps, longest_row
 from qerl_jax.rl.losses import LossFn, Metrics, high_entropy, policy_loss, token_weights
-from qerl_jax.rl.packs import Body, in_packs, put
 from qerl_jax.rl.state import Batch, TrainState, UpdateSettings
 from qerl_jax.tracing import is_traced
 
@@ -74,8 +75,9 @@ class Gathered(NamedTuple):
 def _in_packs(body: Body, carry: Any, rows: Any, batch: Batch, settings: UpdateSettings) -> Any:
     lengths_B = batch.prompt_lengths + batch.completion_lengths
     longest = longest_row(batch.prompt.shape[1], batch.completion.shape[1])
-    size = min(settings.micro_batch_size, lengths_B.shape[0])
-    return in_packs(body, carry, rows, lengths_B, size=size, longest=longest)
+    B = lengths_B.shape[0]
+    slots = min(settings.micro_batch_size, B) * longest
+    return in_packs(body, carry, rows, lengths_B, slots=slots, frames=frames_of(B, slots, longest))
 
 
 def _learner(

@@ -103,6 +103,18 @@ def as_cached(config: ModelConfig, new: KV, cached: KV) -> KV:
     return k, v
 
 
+def put_tokens(config: ModelConfig, kept: KV, new: KV, rows_L: jax.Array, places_L: jax.Array) -> KV:
+    """A layer's `prompt` entries of the cache, with keys and values [L, K, E] of tokens, in the network's dtype, at
+    places of rows. All places are different; those of rows beyond the pool are dropped."""
+    heads_first = not has_kernel(config, new[0].dtype, *(array.dtype for array in kept))
+    at = (rows_L, slice(None), places_L) if heads_first else (rows_L, places_L)
+    k, v = (
+        old.at[at].set(stored(one, old.dtype), mode="drop", unique_indices=True)
+        for old, one in zip(kept, marked(*new), strict=True)
+    )
+    return k, v
+
+
 def token_attention(
     config: ModelConfig,
     cache: KVCache,

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_kernels import reads_units, stored
+from pallas_kernels import marked, reads_units, stored
 from qerl_jax.models.attention import by_cudnn, causal_attention, plain_attention
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.packed_rows import Frame, packed_rows
+from qerl_jax.models.packs import in_packs
 from qerl_jax.models.params import Adapter, Layer, LoRA, Model, Norms
 from qerl_jax.models.transformer import (
     KV,
@@ -27,15 +29,18 @@ from qerl_jax.models.transformer import (
     rotation_at,
     split_heads,
 )
-from qerl_jax.rollout.attention import KVCache, as_cached, token_attention
+from qerl_jax.rollout.attention import KVCache, as_cached, put_tokens, token_attention
 from qerl_jax.rollout.fused import layer_parts, run_layers
 
 # What prompts leave: their last tokens' hidden states [R, D], and each layer's keys and values, as `KVCache` has them.
 Prefilled = tuple[jax.Array, tuple[KV, ...]]
-PREFILL_TOKENS = 8192  # tokens of several prompts that are in the network at once, which bounds the activations' memory
-# Of a prompt that is in the network alone, those that are in a layer's products at once: enough for fast ones, and few,
-# since the last of them are computed whole. Without cuDNN's attention their scores with all of the prompt's keys are
-# kept, 3 GB at 7B with 16,384 tokens.
+_Prompts = tuple[jax.Array, jax.Array, jax.Array]  # tokens, lengths, and rows of the pool; of one without its dimension
+# Tokens of several prompts that are in the network at once: enough for fast products, and few, since a pack is computed
+# whole however full it is. In attention there is room for four times as many, as that pads each prompt.
+PACK_TOKENS = 2048
+_ROOM = 4
+# Of a prompt that may have more tokens than a pack, those that are in a layer's products at once, fewer for the same
+# reason. Without cuDNN's attention their scores with all of the prompt's keys are kept, 3 GB at 7B with 16,384 tokens.
 CHUNK_TOKENS = 1024
 
 
@@ -47,61 +52,104 @@ def prefill(
     norms: Norms,
     pool: Prefilled,
     rows_A: jax.Array,
-    tokens_at_once: int = PREFILL_TOKENS,
+    tokens_at_once: int = PACK_TOKENS,
 ) -> Prefilled:
     """Runs prompts (padded on the right) once each, into rows of a pool.
 
-    At most `tokens_at_once` tokens go through the network together: some of the prompts; or one, where two would be
-    more, through each layer's products one chunk after the other, as many as it has. What they leave goes into the pool
-    before the next ones begin. So however many prompts there are, it exists once, in the cache's dtype.
+    They go through the network in packs of some of them; or, where one may be longer than a pack, one by one, through
+    each layer's products one chunk after the other. Either way time goes by their tokens, not by P. What they leave
+    goes into the pool before the next ones begin. So however many prompts there are, it exists once, in the cache's
+    dtype.
 
     Args:
-      pool: what prompts leave, for R of them; keys and values in any dtype of the cache.
+      pool: what prompts leave, for R of them; keys and values in any dtype of the cache. Behind a prompt's own its row
+        keeps what it had, or anything.
       rows_A: each prompt's row of the pool, all different; a prompt whose row is beyond the pool is dropped.
+      tokens_at_once: those of a pack, see PACK_TOKENS.
 
     Returns:
       The pool with the prompts.
     """
     A, P = tokens_AP.shape
-    together = prompts_at_once(P, tokens_at_once)
-    in_chunks = together == 1
+    prompts = tokens_AP, lengths_A, rows_A
+    if tokens_at_once < P:
+        chunk = min(tokens_at_once, CHUNK_TOKENS)
+
+        def one(pool: Prefilled, prompt: _Prompts) -> tuple[Prefilled, None]:
+            return _one_in_chunks(model, adapter, norms, chunk, pool, prompt), None
+
+        return jax.lax.scan(one, pool, prompts)[0]
+    slots, frame = pack_of(A, P, tokens_at_once)
+
+    def some(pool: Prefilled, prompts: _Prompts, places_N: jax.Array) -> Prefilled:
+        return _in_a_pack(model, adapter, norms, slots, frame, pool, prompts, places_N < A)
+
+    if slots == A * P:
+        return some(pool, prompts, jnp.arange(A))
+    return in_packs(some, pool, prompts, lengths_A, slots=slots, frames=(frame,))
+
+
+def pack_of(prompts: int, max_prompt_length: int, tokens_at_once: int = PACK_TOKENS) -> tuple[int, Frame]:
+    """The token slots of a pack of some of so many prompts, and the frame in which they attend. There is one frame, so
+    that a prompt's numbers do not depend on the others' lengths. Full prompts are in equal parts."""
+    full = -(-tokens_at_once // max_prompt_length)
+    full = -(-prompts // -(-prompts // full))
+    rows = max(full, _ROOM * tokens_at_once // max_prompt_length)
+    return full * max_prompt_length, Frame(min(prompts, rows), max_prompt_length)
+
+
+def _in_a_pack(
+    model: Model,
+    adapter: Adapter | None,
+    norms: Norms,
+    slots: int,
+    frame: Frame,
+    pool: Prefilled,
+    prompts: _Prompts,
+    given_N: jax.Array,
+) -> Prefilled:
+    """`prefill` of those of N prompts that are `given`, the first of them."""
+    (tokens_NP, lengths_N, rows_N), (hidden_RD, layers) = prompts, pool
+    pack = packed_rows(jnp.where(given_N, lengths_N, 0), slots, (frame,))
+    beyond = hidden_RD.shape[0] + jnp.max(rows_N) + 1  # rows there are dropped
+    rows_L = jnp.where(pack.live_L, rows_N[pack.row_L], beyond + jnp.arange(slots))
+
+    def keep(i: int, kv: KV) -> KV:
+        k, v = kv
+        return put_tokens(model.config, layers[i], (k[0], v[0]), rows_L, pack.place_L)
+
+    tokens_1L = tokens_NP[pack.row_L, pack.place_L][None]
+    hidden_1LD, layers = forward(model, adapter, tokens_1L, norms=norms, pack=pack, keep=keep)
+    last_ND = hidden_1LD[0, pack.starts_N + jnp.maximum(pack.lengths_N, 1) - 1]
+    rows_N = jnp.where(given_N, rows_N, beyond + jnp.arange(len(rows_N)))
+    return _put_rows(hidden_RD, last_ND, rows_N), layers
+
+
+def _put_rows(old: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
+    return old.at[rows].set(stored(new, old.dtype), mode="drop", unique_indices=True)
+
+
+def _one_in_chunks(
+    model: Model,
+    adapter: Adapter | None,
+    norms: Norms,
+    chunk: int,
+    pool: Prefilled,
+    prompt: _Prompts,
+) -> Prefilled:
+    """`prefill` of one prompt [P] by itself, `chunk` tokens after `chunk`."""
+    (tokens_P, length, row), (hidden_RD, layers) = prompt, pool
     # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
-    tokens_AP = jnp.take_along_axis(tokens_AP, jnp.minimum(jnp.arange(P), lengths_A[:, None] - 1), axis=1)
+    tokens_P = tokens_P[jnp.minimum(jnp.arange(len(tokens_P)), length - 1)]
 
-    def run(pool: Prefilled, prompts: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Prefilled, None]:
-        (tokens, lengths, rows), (hidden_RD, layers) = prompts, pool
+    def keep(i: int, kv: KV) -> KV:
+        kv = as_cached(model.config, marked(*kv), layers[i])
+        # Else XLA may order the whole pool, by a copy, as chunks' products want their keys.
+        k, v = (with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in kv)
+        return _put_rows(layers[i][0], k, row[None]), _put_rows(layers[i][1], v, row[None])
 
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            return old.at[rows].set(stored(new, old.dtype), mode="drop", unique_indices=True)
-
-        def keep(i: int, kv: KV) -> KV:
-            k, v = as_cached(model.config, kv, layers[i])
-            if in_chunks:  # else XLA may order the whole pool, by a copy, as chunks' products want their keys
-                k, v = (with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in (k, v))
-            return put(layers[i][0], k), put(layers[i][1], v)
-
-        if in_chunks:
-            chunk = min(tokens_at_once, CHUNK_TOKENS)
-            last, layers = _in_chunks(model, adapter, tokens, lengths, norms, chunk, keep)
-        else:
-            hidden, layers = forward(model, adapter, tokens, norms=norms, keep=keep)
-            last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return (put(hidden_RD, last), layers), None
-
-    if together >= A:
-        return run(pool, (tokens_AP, lengths_A, rows_A))[0]
-    parts = -(-A // together)
-    padding = parts * together - A
-    tokens = jnp.pad(tokens_AP, ((0, padding), (0, 0))).reshape(parts, together, P)
-    lengths = jnp.pad(lengths_A, (0, padding), constant_values=1).reshape(parts, together)
-    beyond = pool[0].shape[0] + A + jnp.arange(padding, dtype=rows_A.dtype)
-    rows = jnp.concatenate([rows_A, beyond]).reshape(parts, together)
-    return jax.lax.scan(run, pool, (tokens, lengths, rows))[0]
-
-
-def prompts_at_once(max_prompt_length: int, tokens_at_once: int = PREFILL_TOKENS) -> int:
-    """How many prompts go through the network together, padded; one that does alone goes in chunks, without padding."""
-    return max(1, tokens_at_once // max_prompt_length)
+    last_1D, layers = _in_chunks(model, adapter, tokens_P[None], length[None], norms, chunk, keep)
+    return _put_rows(hidden_RD, last_1D, row[None]), layers
 
 
 def _in_chunks(

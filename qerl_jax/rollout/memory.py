@@ -24,7 +24,7 @@ from qerl_jax.models.linear import fewest_rows
 from qerl_jax.models.params import Adapter, Model
 from qerl_jax.models.transformer import lora_of
 from qerl_jax.rollout.attention import cache_dtypes, has_kernel
-from qerl_jax.rollout.decode import CHUNK_TOKENS, prompts_at_once
+from qerl_jax.rollout.decode import CHUNK_TOKENS, PACK_TOKENS, pack_of
 from qerl_jax.rollout.prepared import made
 from qerl_jax.rollout.sampling import SamplingSettings
 
@@ -175,11 +175,9 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    together = prompts_at_once(P)
-    positions = tokens = P * min(prompts, together)
-    seen, between = P, 0
-    if together == 1:
-        tokens = CHUNK_TOKENS
+    between = moved = 0
+    if P > PACK_TOKENS:
+        tokens = scored = CHUNK_TOKENS
         chunks = -(-P // tokens)
         positions = seen = chunks * tokens
         # Queries, keys and values; and what is attended, and a copy of the three of half the chunks, or by products
@@ -189,14 +187,25 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
             between += positions * queries + -(-chunks // 2) * tokens * (queries + 2 * keys)
         else:
             between += positions * 2 * keys
+    else:
+        # A program of fewer prompts than all that there are may have the larger pack.
+        positions = tokens = P * min(prompts, -(-PACK_TOKENS // P))
+        seen, scored = P, P * pack_of(prompts, P)[1].rows
+        # Queries, keys and values in their frame, unless the pack stands as that.
+        moved = 0 if scored == tokens else scored * size * (queries + 2 * keys)
     # The stream's norm; queries in float32, as they are and rotated, or attended; keys and values twice.
-    attention = size * D + (4 + 2 * size) * queries + 2 * size * keys
-    if not by_cudnn(dtype):
-        attention += seen * ((4 + size) * config.num_attention_heads + 2)  # scores, probabilities and their mask
+    attention = tokens * (size * D + (4 + 2 * size) * queries + 2 * size * keys)
+    scores = scored * seen * ((4 + size) * config.num_attention_heads + 2)  # with probabilities and their mask
+    if by_cudnn(dtype):
+        attention += moved + (scored * size * queries if moved else 0)
+    elif moved:
+        attention = max(attention, moved + scores + tokens * size * 2 * keys)
+    else:
+        attention += scores
     # What is added to the stream, their sum and a norm; and what is between gate, up and down.
     inner, decoded = _inner_arrays(model, adapter, tokens)
     mlp = (8 + size) * D + size * inner * config.intermediate_size
-    return positions * 4 * D + between * size + tokens * max(attention, mlp) + decoded
+    return positions * 4 * D + between * size + max(attention, tokens * mlp) + decoded
 
 
 def _inner_arrays(model: Model, adapter: Adapter | None, tokens: int) -> tuple[int, int]:

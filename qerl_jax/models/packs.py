@@ -1,6 +1,6 @@
-"""The rows of an optimizer batch in packs: as many of them together as fit into the token slots of a micro-batch.
+"""The rows of a batch in packs: as many of them together as fit into so many token slots.
 
-Dimension letters: B rows of the batch, N the most rows of a pack, L token slots of a pack, T of the longest row.
+Dimension letters: B rows of the batch, N the most rows of a pack, L token slots of a pack.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.models.packed_rows import frames_of, most_rows
+from qerl_jax.models.packed_rows import Frame, most_rows
 
 # (what has been gathered so far, a pack's rows [N, ...], their places in the batch [N], B where there is no row) ->
 # what has been gathered with them.
@@ -25,22 +25,22 @@ class Packs(NamedTuple):
     number: jax.Array  # of packs
 
 
-def in_packs(body: Body, carry: Any, rows: Any, lengths_B: jax.Array, *, size: int, longest: int) -> Any:
+def in_packs(body: Body, carry: Any, rows: Any, lengths_B: jax.Array, *, slots: int, frames: tuple[Frame, ...]) -> Any:
     """Calls `body(carry, rows, places)` for one pack after the other, until every row has been in one.
 
     Args:
       body: traced once. It must ignore rows at place B, which are copies of the batch's last row.
       carry: any pytree.
       rows: a pytree of arrays [B, ...].
-      lengths_B: tokens of each row, 1 to `longest`.
-      size: so many rows of T tokens fit into a pack (L = size * T), and of shorter ones more.
-      longest: T.
+      lengths_B: tokens of each row, from 1 to a frame's width and at most L.
+      slots: L.
+      frames: those that a pack's rows are taken out into, see `packed_rows`.
 
     Returns:
       The last carry.
     """
     B = lengths_B.shape[0]
-    packs = packs_of(lengths_B, size=size, longest=longest)
+    packs = packs_of(lengths_B, slots=slots, frames=frames)
     N = packs.rows.shape[0] - B
 
     def one(i: jax.Array, carry: Any) -> Any:
@@ -51,19 +51,18 @@ def in_packs(body: Body, carry: Any, rows: Any, lengths_B: jax.Array, *, size: i
     return jax.lax.fori_loop(0, packs.number, one, carry)
 
 
-def packs_of(lengths_B: jax.Array, *, size: int, longest: int) -> Packs:
+def packs_of(lengths_B: jax.Array, *, slots: int, frames: tuple[Frame, ...]) -> Packs:
     """The longest row first, each into the first pack that has room for it (first-fit decreasing; Johnson 1973). A pack
-    has no more rows than attention's frames hold. `size` rows always fit, so there are never more packs than B / size,
-    rounded up; with `size` B there is one, in the batch's order."""
+    has no more rows than a frame holds. If one of the greatest width has all slots, as many rows always fit as it has,
+    so there are never more packs than B / rows, rounded up; with B of them there is one, in the batch's order."""
     B = lengths_B.shape[0]
-    frames = frames_of(B, size * longest, longest)
     N = max(frame.rows for frame in frames)
     lengths_B, none_B = lengths_B.astype(jnp.int32), jnp.zeros(B, jnp.int32)
     most_with_B = most_rows(frames, lengths_B)
 
     def place(packs: _Packs, row: jax.Array) -> tuple[_Packs, jax.Array]:
         tokens_B, rows_B, most_B = packs
-        fits_B = (rows_B == 0) | ((rows_B < most_B) & (tokens_B + lengths_B[row] <= size * longest))
+        fits_B = (rows_B == 0) | ((rows_B < most_B) & (tokens_B + lengths_B[row] <= slots))
         i = jnp.argmax(fits_B)
         most = jnp.where(rows_B[i] == 0, most_with_B[row], most_B[i])
         return (tokens_B.at[i].add(lengths_B[row]), rows_B.at[i].add(1), most_B.at[i].set(most)), i
