@@ -69,6 +69,22 @@ def _bwd(kept: tuple[Any, ...], do_LHE: jax.Array) -> tuple[Any, ...]:
 packed_attention.defvjp(_fwd, _bwd)
 
 
+def prompts_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, pack: PackedRows) -> jax.Array:
+    """`packed_attention` without a gradient in a pack's only frame; by cuDNN in a time that goes by its rows' lengths,
+    whatever the frame's are."""
+    (frame,) = pack.frames
+    at = placed(pack, frame)
+    q, k, v = (at.take_out(x) for x in (q_LHE, k_LKE, v_LKE))
+    if not by_cudnn(q.dtype):
+        return at.put_back(causal_attention(q, k, v, None))
+    lengths_F = pack.lengths_N[: frame.rows]
+    out = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, query_seq_lengths=lengths_F, key_value_seq_lengths=lengths_F, implementation="cudnn"
+    )
+    # Behind a row cuDNN leaves anything, and a later layer's values there may not be NaN.
+    return jnp.where(pack.live_L[:, None, None], at.put_back(out), 0)
+
+
 def _in_frame(pack: PackedRows, function: Callable[..., Any], *operands: jax.Array) -> Any:
     """`function(placed, *operands)` in the frame that the pack's rows are taken out into."""
     branches = [functools.partial(function, placed(pack, frame)) for frame in pack.frames]

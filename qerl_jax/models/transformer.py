@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.models.attention import causal_attention, packed_attention
+from qerl_jax.models.attention import causal_attention, packed_attention, prompts_attention
 from qerl_jax.models.config import MLP, QKV, ModelConfig
 from qerl_jax.models.linear import gated_mlp, linears, matmul
 from qerl_jax.models.packed_rows import PackedRows
@@ -151,13 +151,15 @@ def attend_causally(config: ModelConfig, positions_BT: jax.Array, mask_BT: jax.A
     return attend
 
 
-def attend_in_pack(config: ModelConfig, pack: PackedRows) -> Attend:
-    """The attention of a pack's rows; queries, keys and values are [1, L, heads * E]."""
+def attend_in_pack(config: ModelConfig, pack: PackedRows, trains: bool) -> Attend:
+    """The attention of a pack's rows, with a gradient if it `trains`, else in a single frame; queries, keys and values
+    are [1, L, heads * E]."""
     turn = rotation_at(config, pack.place_L[None])
 
     def attend(layer: Layer, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KV]:
         q, k, v = split_heads(config, layer, q, k, v, turn)
-        return packed_attention(q[0], k[0], v[0], pack).reshape(*q.shape[:2], -1), (k, v)
+        attention = packed_attention if trains else prompts_attention
+        return attention(q[0], k[0], v[0], pack).reshape(*q.shape[:2], -1), (k, v)
 
     return attend
 
@@ -222,7 +224,8 @@ def forward(
       attention_mask_BT: 1 where a token is real; None where rows are padded on the right only.
       pack: where the rows stand that the one row of `tokens_BT` [1, L] is a pack of; not with a mask.
       gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
-      keep: makes of a layer's number, keys and values what is returned of them, before the next layer begins.
+      keep: makes of a layer's number, keys and values what is returned of them, before the next layer begins; a pack
+        has then one frame, and no gradient.
 
     Returns:
       hidden_BTD after the final norm, and each layer's rotated keys and values [B, T, K, E], or what `keep` made of
@@ -232,7 +235,7 @@ def forward(
     norms = norms_of(model, adapter) if norms is None else norms
     B, T = tokens_BT.shape
     if pack is not None:
-        attend = attend_in_pack(config, pack)
+        attend = attend_in_pack(config, pack, trains=keep is None)
     elif attention_mask_BT is None:
         attend = attend_causally(config, jnp.broadcast_to(jnp.arange(T), (B, T)), None)
     else:
