@@ -56,6 +56,13 @@ def test_any_part_gives_the_same_keys_values_and_last_hidden_states(at_once, who
             np.testing.assert_allclose(v[at, :length], expected_v[row, :length], atol=2e-5)
 
 
+@pytest.mark.parametrize("at_once", [4, 11, 1000])
+def test_prompts_of_numpy(at_once):
+    tokens, rows = np.asarray(TOKENS), np.arange(5)
+    last, _ = jax.jit(lambda pool: prefill(MODEL, ADAPTER, tokens, LENGTHS, NORMS, pool, rows, at_once))(empty(5))
+    np.testing.assert_allclose(last, plainly()[0][np.arange(5), LENGTHS - 1], atol=2e-5)
+
+
 def test_packs_go_by_tokens():
     """Slots of a pack and rows of its frame: full prompts in equal parts, and shorter ones with room for more."""
     assert pack_of(64, 300) == (7 * 300, (27, 300)) and pack_of(8, 300) == (4 * 300, (8, 300))

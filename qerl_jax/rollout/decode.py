@@ -71,7 +71,7 @@ def prefill(
       The pool with the prompts.
     """
     A, P = tokens_AP.shape
-    prompts = tokens_AP, lengths_A, rows_A
+    prompts = jnp.asarray(tokens_AP), jnp.asarray(lengths_A), jnp.asarray(rows_A)
     if tokens_at_once < P:
         chunk = min(tokens_at_once, CHUNK_TOKENS)
 
@@ -86,7 +86,7 @@ def prefill(
 
     if slots == A * P:
         return some(pool, prompts, jnp.arange(A))
-    return in_packs(some, pool, prompts, lengths_A, slots=slots, frames=(frame,))
+    return in_packs(some, pool, prompts, prompts[1], slots=slots, frames=(frame,))
 
 
 def pack_of(prompts: int, max_prompt_length: int, tokens_at_once: int = PACK_TOKENS) -> tuple[int, Frame]:
