@@ -28,7 +28,7 @@ from benchmarks.fp4_rows import MODELS, SPLITS
 from benchmarks.report import of_device, require_gpu, write_text
 from pallas_kernels import layout, stream_kernel, variants
 from pallas_kernels.operands import number
-from pallas_kernels.stream_plan import RESIDENT
+from pallas_kernels.stream_plan import RESIDENT, StreamConfig
 from pallas_kernels.stream_variants import by_rule
 
 SHAPES = list(dict.fromkeys(shape for shapes in MODELS.values() for shape in shapes))
@@ -201,13 +201,13 @@ def merge(rows, path):
     with adapters lie behind the others, which such calls have where they have none of their own."""
     with open(path) as f:
         table = {(e.get("lora", False), e["k"], e["n"], e["m"]): e for e in json.load(f)}
-    times = {(key_of(r), *r["config"]): r["us"] for r in rows if "us" in r}
+    times = {(key_of(r), StreamConfig(*r["config"])): r["us"] for r in rows if "us" in r}
     right = sorted((r for r in rows if "us" in r and r["error"] < allowed(r)), key=lambda r: -r["us"])
     for key, r in sorted({key_of(r): r for r in right}.items(), key=lambda item: item[0]):  # the last, so the fastest
         own = table.get(key)
         used = own or table.get((False, *key[1:]))
         measured_before = own.get("us", math.inf) if own else math.inf
-        if used is None or r["us"] < 0.99 * times.get((key, *used["config"]), measured_before):
+        if used is None or r["us"] < 0.99 * times.get((key, StreamConfig(*used["config"])), measured_before):
             entry = {name: r[name] for name in ("k", "n", "m")} | ({"lora": True} if key[0] else {})
             table[key] = entry | {"config": r["config"], "us": round(r["us"], 2)}
     write_text(path, json.dumps([table[key] for key in sorted(table)]).replace("}, {", "},\n {") + "\n")
