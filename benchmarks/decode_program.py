@@ -130,22 +130,11 @@ def code_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool, capability: int) -> Any:
-    """The rollout of `batch` completions of one prompt, compiled for an H200, or one that had another compute
-    capability; or, `queued`, a chunk of steps of as many slots that take samples from a queue."""
-    device = H200 if capability == 90 else H200.replace(_HOPPER, f"major: {capability // 10} minor: {capability % 10}")
-    try:
-        target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=device, topology="1x1x1")
-    except NotImplementedError as error:
-        raise SystemExit(f"no compiler for NVIDIA GPUs here ({error}); `pip install .[cuda]` brings it") from error
-    place = SingleDeviceSharding(target.devices[0])
-
-    def on_target(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
-
-    model = jax.eval_shape(lambda: random_model(config, jnp.dtype(jnp.bfloat16), kernels=True))
-    adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, rank, 2.0 * rank)) if rank else None
-    prompts = Prompts(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,), (1,))))
+def traced(
+    config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool, capability: int, place: Any
+) -> jax.stages.Traced:
+    """The rollout of `batch` completions of one prompt, for a device of this compute capability, where its arrays lie
+    as `place` says; or, `queued`, a chunk of steps of as many slots that take samples from a queue."""
     settings = SamplingSettings(new, (config.vocab_size - 1,), 0)
 
     def run(model: Any, adapter: Any, prompts: Any, key: jax.Array) -> Any:
@@ -156,17 +145,34 @@ def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, 
         norms = norms_of(model, adapter)
         return decode_queue(slots, queue, key, model, adapter, norms, queue.count, 1, settings, _LOG_STEPS)
 
+    def on_target(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+    model = jax.eval_shape(lambda: random_model(config, jnp.dtype(jnp.bfloat16), kernels=True))
+    adapter = jax.eval_shape(lambda: init_adapter(jax.random.key(0), model, rank, 2.0 * rank)) if rank else None
     key = jax.eval_shape(jax.random.key, 0)
+    prompts = Prompts(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, prompt), (1,), (1,))))
     program: Any = jax.jit(run)
     operands = model, adapter, prompts, key
-    if queued:
-        sizes = {"rows": batch, "max_prompt_length": prompt, "slots": batch, "used": batch}
-        slots = jax.eval_shape(lambda model, key: empty_slots(model, settings, key, **sizes), model, key)
-        queue = Queue(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(4 * batch,)] * 5 + [()]))
-        program, operands = jax.jit(run_queued, donate_argnames="slots"), (model, adapter, key, slots, queue)
     with compiling_for(capability):
-        lowered = program.lower(*map(on_target, operands))
-    return lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
+        if queued:
+            sizes = {"rows": batch, "max_prompt_length": prompt, "slots": batch, "used": batch}
+            slots = jax.eval_shape(lambda model, key: empty_slots(model, settings, key, **sizes), model, key)
+            queue = Queue(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(4 * batch,)] * 5 + [()]))
+            program, operands = jax.jit(run_queued, donate_argnames="slots"), (model, adapter, key, slots, queue)
+        return program.trace(*map(on_target, operands))
+
+
+def compiled(config: ModelConfig, batch: int, rank: int, prompt: int, new: int, queued: bool, capability: int) -> Any:
+    """The program `traced`, compiled for an H200, or one that had another compute capability."""
+    device = H200 if capability == 90 else H200.replace(_HOPPER, f"major: {capability // 10} minor: {capability % 10}")
+    try:
+        target = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=device, topology="1x1x1")
+    except NotImplementedError as error:
+        raise SystemExit(f"no compiler for NVIDIA GPUs here ({error}); `pip install .[cuda]` brings it") from error
+    place = SingleDeviceSharding(target.devices[0])
+    program = traced(config, batch, rank, prompt, new, queued, capability, place)
+    return program.lower().compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

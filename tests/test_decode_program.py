@@ -1,6 +1,11 @@
 """What benchmarks.decode_program reads off the text of a compiled program."""
 
-from benchmarks.decode_program import Kernel, code_of, loop_turn
+import dataclasses
+
+import jax
+import pytest
+
+from benchmarks.decode_program import MODELS, Kernel, code_of, loop_turn, traced
 
 HLO = """HloModule jit_f, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 
@@ -69,3 +74,10 @@ def test_what_mosaics_dumps_say(tmp_path):
         "   -:-:-:Y:01        /*12d0*/                   LDS.128 R4, [R6+UR8+0x100] \n"
     )
     assert code_of(tmp_path) == [told | {"sass_instructions": 3, "illegal_copies": 1}]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_step_is_traced_with_hoppers_kernels_on_a_machine_without_a_gpu(queued):
+    config = dataclasses.replace(MODELS["qwen2.5-1.5b"], num_hidden_layers=1)
+    program = traced(config, 8, 32, 16, 8, queued, 90, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert "decode_attention" in program.lower(lowering_platforms=("cuda",)).as_text()
