@@ -39,6 +39,8 @@ PLACES, LAYERS, REPEATS = 64, 3, 5
 class TimedKernel(_Kernel):
     """The kernel with a word for each event of each part; `clocks` is where they lie, [CTAs, PLACES]."""
 
+    finishing: int | None = None  # the part whose tiles are being made outputs
+
     def mark(self, place: int, warp: int, source: str = "mov.u32 $0, %clock;"):
         def write():
             at = mem.offset(self.outs["clocks"], p.mul(p.add(p.mul(self.cta, PLACES), place), 4))
@@ -82,13 +84,17 @@ class TimedKernel(_Kernel):
         self.mark_part(i, "slices seen", 0)
 
     def each(self, count, most, body):
-        self.mark_part(self.part, "tiles begun", 0)
+        if self.finishing is None:  # those for which B of a large rank is fetched ahead
+            super().each(count, most, body)
+            return
+        self.mark_part(self.finishing, "tiles begun", 0)
         super().each(count, most, body)
-        self.mark_part(self.part, "tiles stored", 0)
+        self.mark_part(self.finishing, "tiles stored", 0)
 
     def finish(self, i, early):
-        self.part = i
+        self.finishing = i
         super().finish(i, early)
+        self.finishing = None
         self.mark_part(i, "outputs stored", 0)
         if i + 1 == len(self.plan.parts):
             self.mark_timer(END)
