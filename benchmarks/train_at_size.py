@@ -51,7 +51,7 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
         "optimizer.per_device_train_batch_size": arguments.micro_batch,
         "optimizer.gradient_accumulation_steps": arguments.num_generations * arguments.prompts // arguments.micro_batch,
         "optimizer.gradient_checkpointing": str(arguments.gradient_checkpointing).lower(),
-        "noise.num_stages": max(2, arguments.steps),
+        "noise.num_stages": arguments.steps,
         "evaluation.num_problems": arguments.num_generations,
         "evaluation.batch_size": arguments.num_generations,
         "run.output_dir": str(arguments.folder / "run"),
@@ -87,6 +87,8 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args(words)
+    if arguments.steps < 2:
+        parser.error("--steps is less than 2; the first is without noise")
     completions = arguments.prompts * arguments.num_generations
     if completions % arguments.micro_batch:
         parser.error(f"--micro-batch is {arguments.micro_batch}; allowed: what divides the {completions} completions")

@@ -32,10 +32,14 @@ def test_its_options_are_those_of_a_recipe(tmp_path):
     assert config.model.dtype == "float16"
 
 
-def test_a_micro_batch_that_does_not_divide_is_refused(capsys):
+@pytest.mark.parametrize(("words", "said"), [
+    (["--micro-batch", "3"], "--micro-batch is 3; allowed: what divides the 8 completions"),
+    (["--steps", "1"], "--steps is less than 2; the first is without noise"),
+])  # fmt: skip
+def test_what_no_run_takes_is_refused_before_a_model_is_written(words, said, capsys):
     with pytest.raises(SystemExit):
-        train_at_size.arguments_of(["--folder", "x", "--micro-batch", "3"])
-    assert "--micro-batch is 3; allowed: what divides the 8 completions" in capsys.readouterr().err
+        train_at_size.arguments_of(["--folder", "x", *words])
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_is_there_is_not_timed_again(tmp_path, capsys):
