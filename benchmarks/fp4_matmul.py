@@ -108,7 +108,7 @@ def cases(k: int, n: int, m: int, args: argparse.Namespace) -> Iterator[Case]:
     if "dx" in args.ops and m in args.dx_m:
         row = one | {"op": "dx", "variant": str(variants.choose_dx(m, k, (n,)))}
         yield Case(lambda x, w: fp4_matmul_dx(x, w, scale), n, "nvfp4", row)
-    if "lora" in args.ops and m in args.lora_m and m <= variants.STREAM_ROWS:
+    if "lora" in args.ops and m in args.lora_m:
         for rank in args.ranks:
             yield lora_case(k, n, m, rank)
     for name in args.formats if "forward" in args.ops and m in args.formats_m else ():

@@ -40,7 +40,7 @@ def test_a_summary_is_of_the_rows_that_the_table_chose():
 
 def test_every_row_is_of_its_own_program_beside_one_time_of_cublas(monkeypatch):
     args = argparse.Namespace(
-        m=[2], ops=["forward", "dx", "lora"], dx_m=[3], lora_m=[2], ranks=[8, 20], formats=["nvfp4", "mxfp4"],
+        m=[2], ops=["forward", "dx", "lora"], dx_m=[3], lora_m=[2, 80], ranks=[8, 20], formats=["nvfp4", "mxfp4"],
         formats_m=[2], triton_m=[],
     )  # fmt: skip
     monkeypatch.setattr(fp4_matmul, "ROTATE_BYTES", 1e5)
@@ -59,12 +59,12 @@ def test_every_row_is_of_its_own_program_beside_one_time_of_cublas(monkeypatch):
     rows = shape.measure()
     assert [(r["format"], r["op"], r["m"], r.get("rank")) for r in rows] == [
         ("nvfp4", "forward", 2, None), ("nvfp4", "lora", 2, 8), ("nvfp4", "lora", 2, 20), ("mxfp4", "forward", 2, None),
-        ("nvfp4", "dx", 3, None),
+        ("nvfp4", "dx", 3, None), ("nvfp4", "lora", 80, 8), ("nvfp4", "lora", 80, 20),
     ]  # fmt: skip
     times = [(r["device_us"], r["bf16_us"]) for r in rows]
-    assert times == [(100, 101), (102, 101), (103, 101), (104, 101), (105, 106)]
+    assert times == [(100, 101), (102, 101), (103, 101), (104, 101), (105, 106), (107, 108), (109, 108)]
     assert all({"k", "n", "tb_per_s", "variant"} <= row.keys() for row in rows)
     assert rows[0]["tb_per_s"] == 256 * 256 * 0.5625e-6 / 100
     assert rows[3]["tb_per_s"] == 256 * 256 * (0.5 + 1 / 32) * 1e-6 / 104
-    assert [r["operands"] for r in rows] == [3, 3, 2, 3, 3]  # adapters count too
+    assert [r["operands"] for r in rows] == [3, 3, 2, 3, 3, 3, 2]  # adapters count too
     assert [shape.count(m, "nvfp4") for m in (2, 1024)] == [3, 2] and shape.count(2, "plain") == 2
