@@ -109,6 +109,10 @@ def main():
     parser.add_argument("--wgmma", action="store_true")
     parser.add_argument("--table", default="", help="a table to merge what is faster and right into")
     args = parser.parse_args()
+    if args.rank % 16:
+        parser.error(f"--rank is {args.rank}; allowed: multiples of 16, to which calls pad others")
+    if args.table and not {*args.m} <= {*variants.RANGES}:
+        parser.error(f"--table takes M of {variants.RANGES}, found {args.m}")
     require_gpu()
     for entry in args.resident:
         cluster, count = map(int, entry.split("="))

@@ -314,6 +314,8 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.new < 2:
         parser.error("--new is less than 2; steady decoding begins with the second token")
+    if not {*arguments.profile} <= {*arguments.batch}:
+        parser.error(f"--profile is {arguments.profile}; allowed: batches of --batch, {arguments.batch}")
     if arguments.profile and jax.default_backend() != "gpu":
         parser.error("--profile reads a GPU's counters, and there is no GPU here")
     if arguments.profile and len(arguments.format) > 1:

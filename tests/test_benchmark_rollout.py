@@ -94,7 +94,11 @@ def test_the_peers_rate_is_the_one_to_beat_on_its_device(batch, device, peer, ra
     assert text.split()[-3] == ratio and text.split()[-4] == ("-" if peer is None else str(peer))
 
 
-@pytest.mark.parametrize(("words", "said"), [(["--new", "1"], "--new is less than 2"), (["--profile", "8"], "no GPU")])
+@pytest.mark.parametrize(("words", "said"), [
+    (["--new", "1"], "--new is less than 2"),
+    (["--profile", "8"], "no GPU"),
+    (["--batch", "1", "64", "--profile", "8"], "--profile is [8]; allowed: batches of --batch, [1, 64]"),
+])  # fmt: skip
 def test_words_that_make_no_sense(words, said, capsys):
     with pytest.raises(SystemExit):
         rollout.main(words)

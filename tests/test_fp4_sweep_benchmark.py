@@ -122,3 +122,14 @@ def test_a_sweep_measures_writes_and_merges_what_is_right(tmp_path, monkeypatch,
         assert entries == [{"k": 512, "n": 96, "m": 8} | lora | {"config": rows[-1][4], "us": 28.0}]
     else:
         assert said.count("WRONG") == 3 and entries == []
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--rank", "8"], "--rank is 8; allowed: multiples of 16"),  # no configuration takes it
+    (["--m", "1", "8", "--table", "table.json"], "--table takes M of (8, 16, 32, 64), found [1, 8]"),  # never read
+])  # fmt: skip
+def test_what_would_measure_nothing_or_for_nothing_is_refused(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(sys, "argv", ["fp4_sweep", "out.json", *words])
+    with pytest.raises(SystemExit):
+        fp4_sweep.main()
+    assert said in capsys.readouterr().err
