@@ -4,7 +4,8 @@
     python -m benchmarks.formats                       # errors and sizes only
 
 `entropy` is that of the first rollout (128 completions, before any update; no noise in that stage), in nats a token:
-formats differ in it by their rounding alone. Runs are kept in --runs; finished ones there are read, not repeated.
+formats differ in it by their rounding, and what is drawn by it. Runs are kept in --runs; finished ones there are read,
+not repeated.
 """
 
 import argparse
