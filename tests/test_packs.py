@@ -11,6 +11,7 @@ import optax
 import pytest
 from tiny import tiny_adapter, tiny_model
 
+from qerl_jax.models import attention
 from qerl_jax.models import packed_rows as packed_rows_module
 from qerl_jax.models.attention import causal_attention, packed_attention, prompts_attention
 from qerl_jax.models.flash_attention import deterministic_jit
@@ -378,6 +379,22 @@ def test_prompts_attend_as_rows_of_a_pack_do(lengths, slots, dtype, monkeypatch)
     if dtype != jnp.float32:
         both = jax.jit(jax.vmap(prompts_attention, (0, 0, 0, None)))(*(jnp.stack([x, -x]) for x in operands[:3]), pack)
         assert jnp.array_equal(both[0], found) and jnp.array_equal(both[1], -found)
+
+
+@pytest.mark.parametrize("lengths", [[7, 3, 10, 1, 2, 0, 0, 0], [7, 10, 1]], ids=["short ones", "as it stands"])
+def test_slots_behind_prompts_attend_as_the_last_token_does_whatever_cudnn_leaves_there(lengths, monkeypatch):
+    *operands, pack = prompts_of(lengths, 30, 10, jnp.float32)
+    expected = packed_attention(*operands, pack)[pack.starts_N[pack.row_L] + pack.place_L]
+    by_products = jax.nn.dot_product_attention
+
+    def by_cudnn(q, k, v, *, query_seq_lengths, key_value_seq_lengths, **_):
+        assert query_seq_lengths is key_value_seq_lengths
+        real = jnp.arange(q.shape[1]) < query_seq_lengths[:, None]
+        return jnp.where(real[:, :, None, None], by_products(q, k, v, is_causal=True), jnp.nan)
+
+    monkeypatch.setattr(attention, "by_cudnn", lambda dtype: True)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_cudnn)
+    np.testing.assert_allclose(prompts_attention(*operands, pack), expected, atol=1e-5)
 
 
 ordered, in_float32 = deterministic_jit(with_gradients), jax.jit(with_gradients)

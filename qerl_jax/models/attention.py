@@ -81,8 +81,10 @@ def prompts_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, pack
     out = jax.nn.dot_product_attention(
         q, k, v, is_causal=True, query_seq_lengths=lengths_F, key_value_seq_lengths=lengths_F, implementation="cudnn"
     )
-    # Behind a row cuDNN leaves anything, and a later layer's values there may not be NaN.
-    return jnp.where(pack.live_L[:, None, None], at.put_back(out), 0)
+    # Behind a row cuDNN leaves anything. Slots there repeat its last token, and with another attention they might
+    # overflow in float16 where that does not: 0 times their values would be NaN.
+    place_L = pack.row_L * frame.width + pack.place_L
+    return out.reshape(-1, *out.shape[2:]).at[place_L].get(mode="promise_in_bounds")
 
 
 def _in_frame(pack: PackedRows, function: Callable[..., Any], *operands: jax.Array) -> Any:
