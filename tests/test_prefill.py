@@ -17,7 +17,7 @@ from qerl_jax.rollout.decode import pack_of, prefill
 MODEL = tiny_model()
 ADAPTER = tiny_adapter(MODEL)
 NORMS = norms_of(MODEL, ADAPTER)
-LENGTHS = np.array([11, 1, 4, 7, 5])
+LENGTHS = np.array([5, 1, 4, 7, 11])
 TOKENS = jax.random.randint(jax.random.key(0), (5, 11), 0, MODEL.config.vocab_size)
 
 
@@ -87,6 +87,17 @@ def test_what_fills_prompts_up_is_a_token_that_they_have(at_once):
     tokens = jnp.where(jnp.arange(11) < LENGTHS[:, None], jnp.maximum(TOKENS, 1), 0)
     found = prefill(model, ADAPTER, tokens, jnp.asarray(LENGTHS), NORMS, empty(5), jnp.arange(5), at_once)
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("at_once", [4, 11, 1000])
+def test_values_too_large_for_8_bits_become_the_largest(at_once):
+    """Where a cast would make them NaN."""
+    large = tuple(layer.replace(v_bias=layer.v_bias + 1e4) for layer in MODEL.base.layers)
+    model = MODEL.replace(base=MODEL.base.replace(layers=large))
+    pool = empty(5)[0], empty_kv(MODEL, 5, 11, "fp8_values")
+    _, layers = prefill(model, ADAPTER, TOKENS, jnp.asarray(LENGTHS), NORMS, pool, jnp.arange(5), at_once)
+    for _, v in layers:
+        assert all((v[row, :, :length] == 448).all() for row, length in enumerate(LENGTHS))
 
 
 @pytest.mark.parametrize("at_once", [4, 10])

@@ -6,8 +6,9 @@ keys in a contiguous row. Both keep the dtype of their arrays, of the network's 
 read is cast to the query's. For the kernel a position's heads stand side by side, without it a head's positions, as
 products take them: on a GPU XLA otherwise carries a transposed copy of all layers' through the loop.
 
-Dimension letters: S slots, R rows of the prompt pool, P prompt positions, C completion positions, K key-value heads, Q
-query heads per key-value head, E head size; G slots per row where the slots stand in groups, then N = S / G.
+Dimension letters: S slots, R rows of the prompt pool, A prompts, P prompt positions, L tokens of several prompts, C
+completion positions, K key-value heads, Q query heads per key-value head, E head size; G slots per row where the slots
+stand in groups, then N = S / G.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Prefill of prompts and decoding of one token per slot: the transformer over a cache.
 
-Dimension letters: S slots, A prompts that are prefilled, R rows of the pool, P prompt positions, T tokens of a chunk, W
-positions of all chunks, D hidden size, K key-value heads, E head size.
+Dimension letters: S slots, A prompts that are prefilled, N of a pack, L its token slots, R rows of the pool, P prompt
+positions, T tokens of a chunk, W positions of all chunks, D hidden size, K key-value heads, E head size.
 """
 
 import functools
@@ -94,8 +94,8 @@ def pack_of(prompts: int, max_prompt_length: int, tokens_at_once: int = PACK_TOK
     that a prompt's numbers do not depend on the others' lengths. Full prompts are in equal parts."""
     full = -(-tokens_at_once // max_prompt_length)
     full = -(-prompts // -(-prompts // full))
-    rows = max(full, _ROOM * tokens_at_once // max_prompt_length)
-    return full * max_prompt_length, Frame(min(prompts, rows), max_prompt_length)
+    rows = min(prompts, _ROOM * tokens_at_once // max_prompt_length)
+    return full * max_prompt_length, Frame(rows, max_prompt_length)
 
 
 def _in_a_pack(
@@ -120,7 +120,7 @@ def _in_a_pack(
 
     tokens_1L = tokens_NP[pack.row_L, pack.place_L][None]
     hidden_1LD, layers = forward(model, adapter, tokens_1L, norms=norms, pack=pack, keep=keep)
-    last_ND = hidden_1LD[0, pack.starts_N + jnp.maximum(pack.lengths_N, 1) - 1]
+    last_ND = hidden_1LD[0, pack.starts_N + pack.lengths_N - 1]
     rows_N = jnp.where(given_N, rows_N, beyond + jnp.arange(len(rows_N)))
     return _put_rows(hidden_RD, last_ND, rows_N), layers
 
