@@ -57,9 +57,9 @@ def prefill(
     """Runs prompts (padded on the right) once each, into rows of a pool.
 
     They go through the network in packs of some of them; or, where one may be longer than a pack, one by one, through
-    each layer's products one chunk after the other. Either way time goes by their tokens, not by P. What they leave
-    goes into the pool before the next ones begin. So however many prompts there are, it exists once, in the cache's
-    dtype.
+    each layer's products one chunk after the other. Either way time goes by the packs or chunks that their tokens fill,
+    not by P. What they leave goes into the pool before the next ones begin. So however many prompts there are, it
+    exists once, in the cache's dtype.
 
     Args:
       pool: what prompts leave, for R of them; keys and values in any dtype of the cache. Behind a prompt's own its row
