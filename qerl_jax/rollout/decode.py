@@ -5,7 +5,6 @@ positions, T tokens of a chunk, W positions of all chunks, D hidden size, K key-
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ def prefill(
         chunk = min(tokens_at_once, CHUNK_TOKENS)
 
         def one(pool: Prefilled, prompt: _Prompts) -> tuple[Prefilled, None]:
-            return _one_in_chunks(model, adapter, norms, chunk, pool, prompt), None
+            return _in_chunks(model, adapter, norms, chunk, pool, prompt), None
 
         return jax.lax.scan(one, pool, prompts)[0]
     slots, frame = pack_of(A, P, tokens_at_once)
@@ -129,52 +128,33 @@ def _put_rows(old: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
     return old.at[rows].set(stored(new, old.dtype), mode="drop", unique_indices=True)
 
 
-def _one_in_chunks(
-    model: Model,
-    adapter: Adapter | None,
-    norms: Norms,
-    chunk: int,
-    pool: Prefilled,
-    prompt: _Prompts,
+def _in_chunks(
+    model: Model, adapter: Adapter | None, norms: Norms, T: int, pool: Prefilled, prompt: _Prompts
 ) -> Prefilled:
-    """`prefill` of one prompt [P] by itself, `chunk` tokens after `chunk`."""
+    """`prefill` of one prompt [P] by itself, layer by layer, through a layer's products T tokens after T."""
     (tokens_P, length, row), (hidden_RD, layers) = prompt, pool
+    config, dtype, P = model.config, model.base.embed.dtype, len(tokens_P)
+    W, chunks = -(-P // T) * T, -(-length // T)
     # Filled up with the last token, as packs are: 0 times what another one may overflow to in float16 is NaN.
-    tokens_P = tokens_P[jnp.minimum(jnp.arange(len(tokens_P)), length - 1)]
+    x_1WD = embedded(model, tokens_P[jnp.minimum(jnp.arange(W), length - 1)][None])
+    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+    qkv = tuple(jnp.zeros((1, W, count, config.head_dim), dtype) for count in heads)
+    run = jax.jit(functools.partial(_layer_in_chunks, config, dtype, T))  # so that it is lowered once for all layers
 
-    def keep(i: int, kv: KV) -> KV:
-        kv = as_cached(model.config, marked(*kv), layers[i])
+    def keep(i: int, k: jax.Array, v: jax.Array) -> KV:
+        kv = as_cached(config, marked(k[:, :P], v[:, :P]), layers[i])
         # Else XLA may order the whole pool, by a copy, as chunks' products want their keys.
         k, v = (with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in kv)
         return _put_rows(layers[i][0], k, row[None]), _put_rows(layers[i][1], v, row[None])
 
-    last_1D, layers = _in_chunks(model, adapter, tokens_P[None], length[None], norms, chunk, keep)
-    return _put_rows(hidden_RD, last_1D, row[None]), layers
-
-
-def _in_chunks(
-    model: Model,
-    adapter: Adapter | None,
-    tokens_AP: jax.Array,
-    lengths_A: jax.Array,
-    norms: Norms,
-    T: int,
-    keep: Callable[[int, KV], KV],
-) -> Prefilled:
-    """`prefill` of prompts longer than T tokens, layer by layer; `keep` is that of `forward`."""
-    config, dtype, P = model.config, model.base.embed.dtype, tokens_AP.shape[1]
-    x_AWD = embedded(model, jnp.pad(tokens_AP, ((0, 0), (0, -P % T)), mode="edge"))  # see `prefill`
-    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    qkv = tuple(jnp.zeros((*x_AWD.shape[:2], count, config.head_dim), dtype) for count in heads)
-    run = jax.jit(functools.partial(_layer_in_chunks, config, dtype, T))  # so that it is lowered once for all layers
-    chunks, kept = -(-jnp.max(lengths_A) // T), []
+    kept = []
     for i, layer in enumerate(model.base.layers):
         scales = norms.input[i], norms.post_attention[i]
-        x_AWD, qkv = run(layer, lora_of(adapter, i), scales, x_AWD, qkv, chunks)
-        x_AWD, kv = jax.lax.optimization_barrier((x_AWD, keep(i, (qkv[1][:, :P], qkv[2][:, :P]))))
+        x_1WD, qkv = run(layer, lora_of(adapter, i), scales, x_1WD, qkv, chunks)
+        x_1WD, kv = jax.lax.optimization_barrier((x_1WD, keep(i, *qkv[1:])))
         kept.append(kv)
-    last_A1D = jnp.take_along_axis(x_AWD, (lengths_A - 1)[:, None, None], axis=1)
-    return final_norm(model, norms.final, last_A1D[:, 0]), tuple(kept)
+    last_1D = final_norm(model, norms.final, x_1WD[:, length - 1])
+    return _put_rows(hidden_RD, last_1D, row[None]), tuple(kept)
 
 
 def _layer_in_chunks(
@@ -184,13 +164,13 @@ def _layer_in_chunks(
     layer: Layer,
     lora: dict[str, LoRA],
     scales: tuple[jax.Array, jax.Array],
-    x_AWD: jax.Array,
+    x_1WD: jax.Array,
     qkv: tuple[jax.Array, ...],
     chunks: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`block` of whole prompts in the first `chunks` of T positions: queries, keys and values [A, W, heads, E] of one
+    """`block` of a whole prompt in the first `chunks` of T positions: queries, keys and values [1, W, heads, E] of one
     after the other, in place of those of the layer before; attention; and what follows it, again in chunks."""
-    A, W, _ = x_AWD.shape
+    W = x_1WD.shape[1]
 
     def at(i: jax.Array, whole: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(whole, i * T, T, axis=1)
@@ -199,23 +179,23 @@ def _layer_in_chunks(
         return jax.lax.dynamic_update_slice_in_dim(whole, new, i * T, axis=1)
 
     def project(i: jax.Array, qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        turn = rotation_at(config, jnp.broadcast_to(i * T + jnp.arange(T), (A, T)))
-        q, k, v = attention_inputs(config, dtype, layer, lora, scales[0], at(i, x_AWD))
+        turn = rotation_at(config, (i * T + jnp.arange(T))[None])
+        q, k, v = attention_inputs(config, dtype, layer, lora, scales[0], at(i, x_1WD))
         return tuple(put(i, *both) for both in zip(qkv, split_heads(config, layer, q, k, v, turn), strict=True))
 
     q, k, v = jax.lax.fori_loop(0, chunks, project, qkv)
     whole = _of_the_first(chunks * T, T, q, k, v) if by_cudnn(dtype) else None
 
-    def finish(i: jax.Array, x_AWD: jax.Array) -> jax.Array:
+    def finish(i: jax.Array, x_1WD: jax.Array) -> jax.Array:
         if whole is None:
             seen = jnp.arange(W) <= i * T + jnp.arange(T)[:, None]
             attended = plain_attention(at(i, q), k, v, seen[None, None])
         else:
             attended = at(i, whole)
-        x_ATD = at(i, x_AWD)
-        return put(i, x_AWD, after_attention(config, dtype, layer, lora, scales[1], x_ATD, attended.reshape(A, T, -1)))
+        x_1TD = at(i, x_1WD)
+        return put(i, x_1WD, after_attention(config, dtype, layer, lora, scales[1], x_1TD, attended.reshape(1, T, -1)))
 
-    return jax.lax.fori_loop(0, chunks, finish, x_AWD), (q, k, v)
+    return jax.lax.fori_loop(0, chunks, finish, x_1WD), (q, k, v)
 
 
 def _of_the_first(count: jax.Array, least: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
