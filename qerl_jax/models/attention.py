@@ -73,18 +73,19 @@ def prompts_attention(q_LHE: jax.Array, k_LKE: jax.Array, v_LKE: jax.Array, pack
     """`packed_attention` without a gradient in a pack's only frame; by cuDNN in a time that goes by its rows' lengths,
     whatever the frame's are."""
     (frame,) = pack.frames
-    at = placed(pack, frame)
-    q, k, v = (at.take_out(x) for x in (q_LHE, k_LKE, v_LKE))
-    if not by_cudnn(q.dtype):
-        return at.put_back(causal_attention(q, k, v, None))
-    lengths_F = pack.lengths_N[: frame.rows]
-    out = jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, query_seq_lengths=lengths_F, key_value_seq_lengths=lengths_F, implementation="cudnn"
-    )
+    q, k, v = map(placed(pack, frame).take_out, (q_LHE, k_LKE, v_LKE))
+    if by_cudnn(q.dtype):
+        lengths_F = pack.lengths_N[: frame.rows]
+        out_FWHE = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, query_seq_lengths=lengths_F, key_value_seq_lengths=lengths_F,
+            implementation="cudnn",
+        )  # fmt: skip
+    else:
+        out_FWHE = causal_attention(q, k, v, None)
     # Behind a row cuDNN leaves anything. Slots there repeat its last token, and with another attention they might
     # overflow in float16 where that does not: 0 times their values would be NaN.
     place_L = pack.row_L * frame.width + pack.place_L
-    return out.reshape(-1, *out.shape[2:]).at[place_L].get(mode="promise_in_bounds")
+    return out_FWHE.reshape(-1, *q.shape[2:]).at[place_L].get(mode="promise_in_bounds")
 
 
 def _in_frame(pack: PackedRows, function: Callable[..., Any], *operands: jax.Array) -> Any:
