@@ -175,7 +175,7 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
     config, dtype = model.config, model.base.embed.dtype
     P, size, D = max_prompt_length, dtype.itemsize, config.hidden_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    between = moved = 0
+    between = framed = 0
     if P > PACK_TOKENS:
         tokens = scored = CHUNK_TOKENS
         chunks = -(-P // tokens)
@@ -191,15 +191,14 @@ def _prefill_bytes(model: Model, adapter: Adapter | None, max_prompt_length: int
         # A program of fewer prompts than all that there are may have the larger pack.
         positions = tokens = P * min(prompts, -(-PACK_TOKENS // P))
         seen, scored = P, P * pack_of(prompts, P)[1].rows
-        # Queries, keys and values in their frame, unless the pack stands as that.
-        moved = 0 if scored == tokens else scored * size * (queries + 2 * keys)
+        framed = 0 if scored == tokens else scored  # into which a pack is moved, unless it stands so
     # The stream's norm; queries in float32, as they are and rotated, or attended; keys and values twice.
     attention = tokens * (size * D + (4 + 2 * size) * queries + 2 * size * keys)
     scores = scored * seen * ((4 + size) * config.num_attention_heads + 2)  # with probabilities and their mask
     if by_cudnn(dtype):
-        attention += moved + (scored * size * queries if moved else 0)
-    elif moved:
-        attention = max(attention, moved + scores + tokens * size * 2 * keys)
+        attention += framed * size * 2 * (queries + keys)
+    elif framed:
+        attention = max(attention, scores + size * (framed * (queries + 2 * keys) + tokens * 2 * keys))
     else:
         attention += scores
     # What is added to the stream, their sum and a norm; and what is between gate, up and down.
