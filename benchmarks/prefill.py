@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.report import versions, write
 from benchmarks.shapes import MODELS, compute_dtype, random_adapter, random_model
-from benchmarks.update import product_rate
+from benchmarks.update import layers_flops, product_rate
 from pallas_kernels import has_kernels
-from qerl_jax.models.params import PROJECTIONS, Adapter, Model, norms_of, projection_shape
+from qerl_jax.models.params import Adapter, Model, norms_of
 from qerl_jax.rollout import SamplingSettings
 from qerl_jax.rollout.prepared import made, prepared
 from qerl_jax.rollout.programs import programs
@@ -84,7 +84,6 @@ def main(words: list[str] | None = None) -> int:
     adapter = random_adapter(model, arguments.lora_rank)
     model, adapter = prepared(model, adapter, made(model, adapter))
     rate = product_rate(256 if jax.default_backend() == "cpu" else 8192, dtype)
-    weights = config.num_hidden_layers * sum(N * K for N, K in (projection_shape(config, n) for n in PROJECTIONS))
     rows: list[dict[str, Any]] = []
     result = {
         "model": arguments.model,
@@ -97,7 +96,7 @@ def main(words: list[str] | None = None) -> int:
     for longest, lengths in cases:
         row = {"prompts": len(lengths), "max_prompt_length": longest, "mean_length": float(lengths.mean())}
         row |= measure(model, adapter, lengths, longest, arguments.repeats)
-        row["floor_ms"] = 2.0 * weights * row["tokens"] / rate * 1e3
+        row["floor_ms"] = layers_flops(config, row["tokens"]) / rate * 1e3
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
         rows.append(row)
         write(arguments.output, result)

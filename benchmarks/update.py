@@ -80,11 +80,14 @@ def random_batch(config: ModelConfig, rows: int, prompt: int, completion: int, l
 
 def products_flops(config: ModelConfig, tokens: int, completion_tokens: int, checkpoints: bool) -> float:
     """Of the frozen weights and of the output matrix, forward and for dx: no gradient of a weight is taken."""
+    head = 2.0 * completion_tokens * config.vocab_size * config.hidden_size
+    return layers_flops(config, tokens) * (3 if checkpoints else 2) + 2 * head
+
+
+def layers_flops(config: ModelConfig, tokens: int) -> float:
+    """Of the products of all layers' frozen weights, once."""
     sizes = (projection_shape(config, name) for name in PROJECTIONS)
-    layers = config.num_hidden_layers * sum(N * K for N, K in sizes)
-    return 2.0 * (
-        tokens * layers * (3 if checkpoints else 2) + completion_tokens * config.vocab_size * config.hidden_size * 2
-    )
+    return 2.0 * tokens * config.num_hidden_layers * sum(N * K for N, K in sizes)
 
 
 def product_rate(size: int, dtype: jnp.dtype) -> float:
